@@ -1,0 +1,62 @@
+"""What the fields of both configurations are made of."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+RATIONAL_PART_MAX = 2**53  # both parts stay exact as a float, so that their quotient is rounded once
+RATIONAL_TEXT_MAX = 40  # characters: two parts below 2**53 have 16 digits each
+RATIONAL_PATTERN = r"-?[0-9]+(/[0-9]+|\.[0-9]+)?"
+
+HEX_DIGEST = r"^[0-9a-f]{64}$"
+HEX_DIGEST_OR_EMPTY = r"^([0-9a-f]{64})?$"
+
+# What a person is told instead of a pattern; a test finds a line here for every pattern of a field.
+PATTERN_WORDS = {
+    HEX_DIGEST: "64 hexadecimal digits in lower case",
+    HEX_DIGEST_OR_EMPTY: "64 hexadecimal digits in lower case, or empty",
+}
+
+
+class Section(BaseModel):
+    """A table of a config file: immutable, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def parse_rational(value: object) -> Fraction:
+    """Accept 3, 0.001 as written in TOML, "1/1000" and "0.001"; never a binary float."""
+    if isinstance(value, bool) or not isinstance(value, int | str | Decimal | Fraction):
+        raise ValueError('expected a number, or a fraction in quotes such as "1/3"')
+    if isinstance(value, str) and len(value) > RATIONAL_TEXT_MAX:
+        raise ValueError(f"expected a fraction of at most {RATIONAL_TEXT_MAX} characters")
+    if isinstance(value, str) and not re.fullmatch(RATIONAL_PATTERN, value):
+        raise ValueError('expected a number, or a fraction in quotes such as "1/3"')
+    # Without this bound the fraction of 1e999999999 would have a billion digits.
+    if isinstance(value, Decimal) and not (value.is_finite() and abs(value.adjusted()) <= RATIONAL_TEXT_MAX):
+        raise ValueError("expected a finite number of ordinary size")
+    try:
+        fraction = Fraction(value)
+    except ZeroDivisionError as error:
+        raise ValueError("the denominator is zero") from error
+    if abs(fraction.numerator) >= RATIONAL_PART_MAX or fraction.denominator >= RATIONAL_PART_MAX:
+        raise ValueError("numerator and denominator must stay below 2**53")
+    return fraction
+
+
+# str(Fraction) is the canonical text: lowest terms, "n/d", or "n" for an integer.
+Rational = Annotated[
+    Fraction,
+    BeforeValidator(parse_rational),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": f"^{RATIONAL_PATTERN}$"}]}),
+]
+Digest = Annotated[str, Field(pattern=HEX_DIGEST)]
+DigestOrEmpty = Annotated[str, Field(pattern=HEX_DIGEST_OR_EMPTY)]
+# TOML and JSON have arrays, pydantic's strict mode wants a tuple: an array will do.
+FromArray = Field(strict=False)

@@ -1,0 +1,53 @@
+"""Digests: BLAKE3 under a domain, and the Merkle tree whose leaves are pieces of 1 MiB.
+
+A digest names bytes together with what they are meant to be: the domain goes in first, so that a
+payload can never pass as a state piece. Trees (Merkle 1987; the shape is RFC 6962's) let a receiver
+check each piece as it arrives: an odd last node moves up unchanged, leaves and inner nodes have
+domains of their own, and the root also covers the number of bytes, so that no tree is a prefix of
+another.
+
+A leaf of the package like config and errors: the core names payloads with it, `learn` the state, and
+the edges check pieces with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+DIGEST_BYTES = 32
+PIECE_BYTES = 2**20  # small enough to check and pass on while the next is on its way
+
+
+def digest(domain: str, *parts: bytes | memoryview) -> bytes:
+    """The 32-byte name of `parts` as a `domain`."""
+    hasher = blake3(derive_key_context=f"p2ptrain 1 {domain}")
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+def piece_count(size: int) -> int:
+    return max(1, -(-size // PIECE_BYTES))
+
+
+def leaf_digest(index: int, piece: bytes | memoryview) -> bytes:
+    return digest("leaf", index.to_bytes(8, "little"), piece)
+
+
+def leaf_digests(data: bytes | memoryview, indices: Sequence[int] | None = None) -> list[bytes]:
+    """Digests of all pieces of `data`, or of those asked for."""
+    view = memoryview(data).cast("B")
+    chosen = range(piece_count(len(view))) if indices is None else indices
+    return [leaf_digest(index, view[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]) for index in chosen]
+
+
+def merkle_root(leaves: Sequence[bytes], size: int) -> bytes:
+    """The root over `leaves`, the digests of the pieces of `size` bytes."""
+    assert leaves, "a tree has at least one leaf"
+    level = list(leaves)
+    while len(level) > 1:
+        paired = [digest("node", level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        level = paired + level[len(level) & ~1 :]
+    return digest("root", size.to_bytes(8, "little"), level[0])

@@ -1,0 +1,188 @@
+"""From a set of contributions to the same new weights on every machine, bit by bit.
+
+This module is the protocol's arithmetic. ARCHITECTURE.md states it line by line and golden roots in the
+tests hold it: the order of the operations may not change within a protocol version.
+
+Votes are integers, so no sum depends on an order. The inverse transform stays in integers
+(`transform.inverse`). What follows is a fixed sequence of single IEEE operations, each rounded once:
+nothing fused, nothing summed, and no library function but the square root, which IEEE 754 defines.
+
+Where contributions carry scales (powers of two), every group's votes are shifted to a common one. A
+scale counts as at most 2**3 away from the median of the round's scales: a median, because a minority
+cannot move it (Yin et al. 2018, arXiv 1803.01498). The votes themselves are summed, not filtered:
+medians and trimming destroy a sparse signal, whose coefficients most peers do not send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from p2ptrain.config import SCALE_SPREAD_BITS, RecipeConfig
+from p2ptrain.errors import DeviceError
+from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.schedule import exact_float
+from p2ptrain.learn.transform import (
+    FP32_EXACT_MAX,
+    Block,
+    Group,
+    Layout,
+    first_stage_dtype,
+    integer_basis,
+    inverse,
+    inverse_scale,
+)
+
+CLAMP_BITS = SCALE_SPREAD_BITS // 2
+EXACTNESS_FIX = (
+    "Unset DNNL_DEFAULT_FPMATH_MODE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and whatever sets torch's float32 matmul "
+    "precision or flush-to-zero mode; or choose another device"
+)
+INT16_MAX, INT32_MAX = 2**15 - 1, 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """The sum of a round's contributions."""
+
+    sums: Tensor  # [chunks, area] int16 or int32
+    contributions: int
+    scales: tuple[int, ...] | None  # [groups] votes count in units of 2**scale; None: they have no unit
+
+
+def common_scales(exponents: Sequence[NDArray[np.int8]]) -> tuple[int, ...]:
+    """The unit in which each group's votes are counted: 2**CLAMP_BITS below the median of the round's scales.
+
+    exponents: for every contribution [groups]
+    """
+    medians = np.sort(np.stack(exponents), axis=0)[(len(exponents) - 1) // 2]
+    return tuple(int(median) - CLAMP_BITS for median in medians)
+
+
+def sum_votes(
+    layout: Layout,
+    recipe: RecipeConfig,
+    contributions: Iterable[Contribution],
+    count: int,
+    scales: tuple[int, ...] | None,
+    device: torch.device,
+) -> Votes:
+    """Add `count` contributions up, one at a time. Integers: any order gives the same sums."""
+    largest = count * recipe.weight_max
+    assert largest <= INT32_MAX, "the config's bound keeps votes in range"
+    dtype = torch.int16 if largest <= INT16_MAX else torch.int32
+    sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
+    index_type = np.dtype(np.int32) if sums.numel() <= INT32_MAX else np.dtype(np.int64)
+    starts = np.arange(layout.chunks, dtype=index_type)[:, None] * layout.area
+    added = 0
+    for contribution in contributions:
+        places = torch.from_numpy(np.add(contribution.indices, starts, dtype=index_type).reshape(-1)).to(device)
+        values = torch.from_numpy(contribution.values).to(device, dtype)
+        if scales is not None:
+            values <<= torch.from_numpy(_shifts(layout, contribution, scales)).to(device, dtype)[:, None]
+        sums.index_add_(0, places, values.reshape(-1))
+        added += 1
+    assert added == count
+    return Votes(sums.view(layout.chunks, layout.area), count, scales)
+
+
+def _shifts(layout: Layout, contribution: Contribution, scales: tuple[int, ...]) -> NDArray[np.int64]:  # [chunks]
+    assert contribution.exponents is not None, "a scaled recipe's contribution carries scales"
+    above = contribution.exponents.astype(np.int64) - np.array(scales)
+    return np.repeat(np.clip(above, 0, SCALE_SPREAD_BITS), [group.chunks for group in layout.groups])
+
+
+def apply_votes(
+    layout: Layout, recipe: RecipeConfig, votes: Votes, learning_rate: Fraction, parameters: Sequence[Tensor]
+) -> None:
+    """One outer step on the fp32 master weights, in place. Without contributions nothing changes."""
+    if not votes.contributions:
+        return
+    keep = rounded_fp32(1 - learning_rate * recipe.weight_decay)
+    first_stage = first_stage_dtype(votes.contributions * recipe.k * recipe.weight_max, votes.sums.device)
+    for number, group in enumerate(layout.groups):
+        step = _step(layout, recipe, votes, number, learning_rate)
+        matrix = layout.matrix(parameters, group)
+        for block in layout.blocks(group):
+            rows = matrix[block.rows]
+            if keep != 1.0:
+                rows.mul_(keep)
+            if step != 0.0:
+                whole = inverse(votes.sums[block.chunks], layout.chunk, first_stage)
+                _subtract(layout, group, block, rows, _update(whole, step, recipe))
+        layout.store(matrix, parameters, group)
+
+
+def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:
+    """The factor between the inverse transform's integers and the update; 0.0 where no vote is left."""
+    rate = exact_float(learning_rate)
+    if recipe.outer == "sign":
+        return rounded_fp32(learning_rate)
+    if recipe.outer == "mean":
+        gain = 1.0 if votes.scales else math.sqrt(layout.area / recipe.k)
+        unit = 2.0 ** votes.scales[number] if votes.scales else 1.0
+        return rate * gain / votes.contributions * (unit * inverse_scale(layout.chunk))
+    group = layout.groups[number]
+    squares = _sum_of_squares(layout, recipe, votes, group)
+    rms = math.sqrt(squares / (group.chunks * layout.area))  # a quotient of integers, rounded once
+    return rate / rms * inverse_scale(layout.chunk) if squares else 0.0
+
+
+def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: Group) -> int:
+    total = 0
+    largest = votes.contributions * recipe.weight_max
+    for block in layout.blocks(group):
+        sums = votes.sums[block.chunks].reshape(-1)
+        if largest**2 * recipe.k * (sums.numel() // layout.area) < FP32_EXACT_MAX and sums.device.type == "cpu":
+            single = sums.float()
+            total += int(torch.dot(single, single))
+        else:
+            total += int(sums.long().square_().sum())
+    return total
+
+
+def _update(whole: Tensor, step: float, recipe: RecipeConfig) -> Tensor:  # [i, n, j] fp32
+    update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
+    return update.add_(0.0)  # a product of matrices may leave 0.0 or -0.0; this makes both 0.0
+
+
+def _subtract(layout: Layout, group: Group, block: Block, rows: Tensor, update: Tensor) -> None:
+    c = layout.chunk
+    tiles = update.view(c, block.chunk_rows, group.chunk_columns, c).permute(1, 0, 2, 3)
+    if rows.shape == (block.chunk_rows * c, group.chunk_columns * c):
+        rows.view(block.chunk_rows, c, group.chunk_columns, c).sub_(tiles)
+    else:
+        rows.sub_(tiles.reshape(block.chunk_rows * c, -1)[: rows.shape[0], : rows.shape[1]])
+
+
+def rounded_fp32(value: Fraction) -> float:
+    """The fp32 next to the fp64 next to `value`."""
+    return float(np.float32(exact_float(value)))
+
+
+def check_exactness(chunk: int, device: torch.device) -> None:
+    """Refuse a device or a library that computes the exact path otherwise than IEEE 754 says.
+
+    A matrix product may have been told to use TF32 or bf16 inside, a processor to flush small numbers to
+    zero; replicas would drift apart and nobody could say why. Known answers cost a millisecond.
+    """
+    basis = integer_basis(chunk, torch.int64, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for bound in (2**10, 2**25):  # the largest sums of votes for which either first stage is chosen
+        votes = torch.randint(-bound, bound, (2, chunk, chunk), generator=generator) // chunk**2
+        votes[:, -1, -1] += bound - votes.abs().sum(dim=(1, 2)) - 1
+        expected = torch.einsum("ui,nuv,vj->inj", basis, votes, basis)
+        computed = inverse(votes.view(2, -1).int().to(device), chunk, first_stage_dtype(bound, device))
+        if not torch.equal(computed.cpu().long(), expected):
+            raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
+    tiny = torch.full((8,), 2.0**-140, device=device)  # an fp32 below the normal range
+    twice = (tiny + tiny).cpu().view(torch.int32)  # as bits: where small numbers are flushed, they equal zero
+    if not (twice == 2**10).all():
+        raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)

@@ -1,0 +1,271 @@
+"""The payload: a contribution as the fewest bytes that have exactly one reading.
+
+A contribution names, in every chunk, k of its coefficients and a small signed integer for each. Indices
+are sorted, because a set needs log2(k!) bits less than a list. A sorted set is coded as Elias and Fano
+did (Elias 1974; Fano 1971): every index splits into low bits, stored as they are, and a bucket number;
+the k bucket numbers, which never fall, are k ones among `positions` = buckets + k - 1 places of a bit
+string. That string is stored as its rank among all strings with k ones (the combinatorial number
+system; Cover 1973), which fits a 64-bit integer for k up to 32 of 4096, or as it is where it does not.
+
+    section      bits a chunk        what
+    scales       (8 bits a group)    power-of-two exponents, for recipes whose values have a scale
+    upper        upper_bits          rank of the bucket string, or the string
+    low          k * low_bits        low bits of the indices
+    signs        k                   1 is negative
+    magnitudes   k * (value_bits-1)  |value| - 1
+
+Sections follow one another, each starts at a whole byte, fields are little-endian and fill bytes from
+the lowest bit. There is no header: the run's config fixes every width, so the length is known before a
+byte arrives. Every content has one encoding and every other string is refused: a rank that is too
+large, equal buckets whose low bits do not rise, a bit string without exactly k ones, an exponent out of
+range, a set bit after the end of a section.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.learn.transform import Layout
+
+WORK_BYTES = 192 * 1024  # unpacking goes block by block, so that its working space is this and not the model's size
+RANK_MAX = 2**63  # ranks are compared and subtracted as 64-bit integers
+EXPONENT_BIAS = 64
+EXPONENT_MIN, EXPONENT_MAX = -64, 15  # 2**15 times the largest update is still far from overflowing an fp32
+
+Indices = NDArray[np.uint16]  # [chunks, k] rising along the last axis
+Values = NDArray[np.int8]  # [chunks, k] never zero
+Bytes = NDArray[np.uint8]
+Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a node offers a round: integers at places, and where the recipe has one, a scale a group."""
+
+    indices: Indices
+    values: Values
+    exponents: NDArray[np.int8] | None = None  # [groups] the values count in units of 2**exponent
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadFormat:
+    """Every width of a run's payloads; a pure function of its config."""
+
+    chunks: int
+    groups: int  # 0 where contributions carry no scale
+    area: int
+    k: int
+    value_bits: int
+    low_bits: int
+    ranked: bool  # whether the bucket string is stored as its rank
+    upper_bits: int
+    payload_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.groups + sum(packed_bytes(self.chunks * count, width) for count, width in self.sections)
+        object.__setattr__(self, "payload_bytes", size)
+
+    @classmethod
+    def of(cls, layout: Layout, recipe: RecipeConfig) -> PayloadFormat:
+        low_bits, ranked, upper_bits = index_widths(layout.area, recipe.k)
+        groups = len(layout.groups) if recipe.scaled else 0
+        return cls(layout.chunks, groups, layout.area, recipe.k, recipe.value_bits, low_bits, ranked, upper_bits)
+
+    @property
+    def positions(self) -> int:
+        """Length of the bucket string."""
+        return (self.area >> self.low_bits) + self.k - 1
+
+    @property
+    def sections(self) -> tuple[tuple[int, int], ...]:
+        """Fields a chunk and their width in bits, for upper, low, signs and magnitudes."""
+        upper = (1, self.upper_bits) if self.ranked else (self.upper_bits, 1)
+        return upper, (self.k, self.low_bits), (self.k, 1), (self.k, self.value_bits - 1)
+
+    @property
+    def bits_per_coefficient(self) -> float:
+        return self.payload_bytes * 8 / (self.chunks * self.k)
+
+    @property
+    def contribution_bytes(self) -> int:
+        """What an unpacked contribution takes in memory."""
+        return self.chunks * self.k * 3 + self.groups
+
+
+def packed_bytes(count: int, width: int) -> int:
+    return -(-count * width // 8)
+
+
+@cache
+def index_widths(area: int, k: int) -> tuple[int, bool, int]:
+    """(low_bits, ranked, upper_bits) with the fewest bits a chunk; of equals the one with the fewest low bits."""
+    best: tuple[int, int, bool, int] | None = None
+    for low_bits in range(area.bit_length() - 1):
+        positions = (area >> low_bits) + k - 1
+        strings = comb(positions, k)
+        ranked = strings <= RANK_MAX
+        upper_bits = (strings - 1).bit_length() if ranked else positions
+        total = upper_bits + k * low_bits
+        if best is None or total < best[0]:
+            best = (total, low_bits, ranked, upper_bits)
+    assert best is not None
+    return best[1:]
+
+
+@cache
+def _binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, positions + 1]
+    """comb(position, j) at [j, position]; every entry in use is below RANK_MAX."""
+    table = np.empty((k + 1, positions + 1), np.int64)
+    for j in range(k + 1):
+        table[j] = [min(comb(position, j), RANK_MAX - 1) for position in range(positions + 1)]
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------
+# Contribution to payload and back
+
+
+def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
+    """The payload of a contribution."""
+    indices, values = contribution.indices, contribution.values
+    assert indices.shape == values.shape == (form.chunks, form.k), "a contribution has the run's shape"
+    positions = (indices >> form.low_bits) + np.arange(form.k, dtype=np.uint16)  # [chunks, k] of the ones
+    if form.ranked:
+        terms = _binomials(form.positions, form.k)[np.arange(1, form.k + 1), positions]
+        upper: Fields = terms.sum(axis=1).astype(np.uint64)
+    else:
+        upper = np.zeros((form.chunks, form.positions), np.uint8)
+        np.put_along_axis(upper, positions.astype(np.int64), 1, axis=1)
+    low = indices & np.uint16((1 << form.low_bits) - 1)
+    magnitudes = np.abs(values).view(np.uint8) - np.uint8(1)
+    fields: tuple[Fields, ...] = (upper, low, (values < 0).view(np.uint8), magnitudes)
+    sections = [pack_fields(part, width) for part, (_, width) in zip(fields, form.sections, strict=True)]
+    if form.groups:
+        assert contribution.exponents is not None
+        sections.insert(0, (contribution.exponents.astype(np.int16) + EXPONENT_BIAS).astype(np.uint8).tobytes())
+    payload = b"".join(sections)
+    assert len(payload) == form.payload_bytes
+    return payload
+
+
+def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
+    """The one contribution that `payload` encodes; RemoteProtocolError with the reason if there is none."""
+    if len(payload) != form.payload_bytes:
+        raise RemoteProtocolError(f"payload of {len(payload)} bytes, this run's have {form.payload_bytes}")
+    octets: Bytes = np.frombuffer(payload, np.uint8)
+    exponents = _exponents(octets[: form.groups]) if form.groups else None
+    sections: list[Bytes] = []
+    start = form.groups
+    for count, width in form.sections:
+        size = packed_bytes(form.chunks * count, width)
+        sections.append(octets[start : start + size])
+        start += size
+        spare_bits = size * 8 - form.chunks * count * width
+        if spare_bits and sections[-1][-1] >> (8 - spare_bits):
+            raise RemoteProtocolError("a bit is set after the end of a section")
+    indices = np.empty((form.chunks, form.k), np.uint16)
+    values = np.empty((form.chunks, form.k), np.int8)
+    work = 2 * form.upper_bits + 8 * form.k  # bytes a chunk: its bucket string's bits a byte each, fields as integers
+    step = max(8, WORK_BYTES // work & ~7)  # chunks; eights of them start at whole bytes
+    for first in range(0, form.chunks, step):
+        last = min(first + step, form.chunks)
+        fields = [
+            unpack_fields(
+                section[first * count * width // 8 : packed_bytes(last * count, width)], (last - first) * count, width
+            ).reshape(last - first, count)
+            for section, (count, width) in zip(sections, form.sections, strict=True)
+        ]
+        indices[first:last] = _block_indices(fields[0], fields[1], form)
+        sign = fields[2].view(np.int8) * np.int8(-2) + np.int8(1)
+        np.multiply(sign, fields[3].view(np.int8) + np.int8(1), out=values[first:last])
+    return Contribution(indices, values, exponents)
+
+
+def read_exponents(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np.int8]:
+    """The scales of a payload that `unpack` has accepted."""
+    return _exponents(np.frombuffer(payload, np.uint8)[: form.groups])
+
+
+def _exponents(octets: Bytes) -> NDArray[np.int8]:
+    if octets.max() > EXPONENT_MAX + EXPONENT_BIAS:
+        raise RemoteProtocolError(f"a scale of 2**{int(octets.max()) - EXPONENT_BIAS}, the limit is 2**{EXPONENT_MAX}")
+    return (octets - np.uint8(EXPONENT_BIAS)).view(np.int8)
+
+
+def _block_indices(upper: Fields, low: Fields, form: PayloadFormat) -> Indices:
+    if form.ranked:
+        positions = _unranked(upper[:, 0].astype(np.int64), form)
+    else:
+        if not (upper.sum(axis=1, dtype=np.int64) == form.k).all():
+            raise RemoteProtocolError(f"a chunk's bucket string does not have {form.k} ones")
+        positions = (np.flatnonzero(upper) % form.positions).astype(np.uint16).reshape(-1, form.k)
+    indices = positions  # in place from here on: unpacking may take twice the contribution's memory, no more
+    indices -= np.arange(form.k, dtype=np.uint16)
+    indices <<= np.uint16(form.low_bits)
+    indices |= low.astype(np.uint16, copy=False)
+    if not (indices[:, 1:] > indices[:, :-1]).all():
+        raise RemoteProtocolError("indices of a chunk do not rise")
+    return indices
+
+
+def _unranked(ranks: NDArray[np.int64], form: PayloadFormat) -> Indices:  # [chunks, k] positions of the ones
+    if (ranks < 0).any() or (ranks >= comb(form.positions, form.k)).any():
+        raise RemoteProtocolError("a rank names no bucket string")
+    table = _binomials(form.positions, form.k)
+    positions = np.empty((form.k, ranks.size), np.uint16)
+    for j in range(form.k, 0, -1):  # the j-th one stands at the last place whose binomial is not above the rank
+        place = table[j].searchsorted(ranks, side="right") - 1
+        ranks = ranks - table[j][place]
+        positions[j - 1] = place
+    return np.ascontiguousarray(positions.T)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Fields of a few bits
+
+
+def pack_fields(fields: Fields, width: int) -> bytes:
+    """Lay fields of `width` bits end to end; the last byte is filled with zeros."""
+    if width == 0:
+        return b""
+    if width == 1:
+        return np.packbits(fields, bitorder="little").tobytes()
+    if width <= 8:  # eight fields are `width` whole bytes
+        eights = np.zeros((-(-fields.size // 8), 8), np.uint8)
+        eights.reshape(-1)[: fields.size] = fields.reshape(-1)
+        words = np.zeros(len(eights), np.uint64)
+        for place in range(8):
+            words |= eights[:, place].astype(np.uint64) << np.uint64(width * place)
+        octets = words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
+        return bytes(octets.tobytes()[: packed_bytes(fields.size, width)])
+    octets = fields.reshape(-1, 1).astype("<u8").view(np.uint8)
+    return np.packbits(np.unpackbits(octets, axis=1, count=width, bitorder="little"), bitorder="little").tobytes()
+
+
+def unpack_fields(packed: Bytes, count: int, width: int) -> Fields:
+    """The `count` fields that `pack_fields` laid down."""
+    if width == 0:
+        return np.zeros(count, np.uint8)
+    if width == 1:
+        return np.unpackbits(packed, count=count, bitorder="little")
+    if width <= 8:
+        octets = np.zeros((-(-count // 8), 8), np.uint8)
+        whole = count // 8
+        octets[:whole, :width] = packed[: whole * width].reshape(whole, width)
+        octets[whole:, : packed.size - whole * width] = packed[whole * width :]
+        words, mask = octets.view("<u8").reshape(-1), np.uint64((1 << width) - 1)
+        fields = np.empty((words.size, 8), np.uint8)
+        for place in range(8):  # one column at a time: a field of 64 bits each would be eight times the result
+            fields[:, place] = words >> np.uint64(width * place) & mask
+        return fields.reshape(-1)[:count]
+    bits = np.unpackbits(packed, count=count * width, bitorder="little").reshape(count, width)
+    octets = np.zeros((count, 8), np.uint8)
+    octets[:, : packed_bytes(1, width)] = np.packbits(bits, axis=1, bitorder="little")
+    return octets.view("<u8").reshape(count)

@@ -1,0 +1,269 @@
+"""Training data on disk: content-addressed pieces of tokens, the manifest that names them, and batches.
+
+A data set is a directory:
+
+    manifest.json           what there is: its digest is `RunConfig.data.manifest`, and names all the rest
+    pieces/<hex digest>     1 MiB of tokens each, the last of a stream shorter
+
+It holds two streams of tokens: `training`, and `held_out`, which is never trained on and has methods of
+its own so that this cannot happen by mistake. A piece is named by its digest: anybody may serve it and
+everybody can check it. Tokens are little-endian and one, two or four bytes wide by the size of the
+vocabulary; a piece holds a whole number of them. The manifest has one encoding: sorted keys, no white
+space, no floats.
+
+A sequence of length L at position i is the tokens from i*L to i*L + L, both included: L inputs and, shifted
+by one, L targets. Neighbours share one token, the last target of one and the first input of the next, so
+that every token but the first is a target exactly once in a pass.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.digest import PIECE_BYTES, digest
+from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.learn.assignment import Positions
+from p2ptrain.learn.tokenizer import VOCAB_SIZE_MAX, Tokens, token_type
+
+MANIFEST_NAME = "manifest.json"
+PIECES_NAME = "pieces"
+PARTIAL_SUFFIX = ".partial"
+PIECES_MAX = 1_000_000  # of a stream: a tebibyte of tokens, which is more than anyone has sent to volunteers
+MANIFEST_BYTES_MAX = 128 * 2**20  # holds two full streams at 67 bytes a piece; a newcomer reads it as a whole
+OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, and 1,024 is a usual limit of those
+
+HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a file's name too, so nothing else will do
+
+
+class TokenizerName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tokenizer that a data set was made with, as `RunConfig.tokenizer` names it."""
+
+    digest: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+    kind: Literal["bytes", "json"]
+    vocab_size: Annotated[int, msgspec.Meta(ge=2, le=VOCAB_SIZE_MAX)]
+
+
+class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pieces: Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=PIECES_MAX)]
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=PIECES_MAX * PIECE_BYTES)]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    held_out: Stream
+    token_bytes: Literal[1, 2, 4]
+    tokenizer: TokenizerName
+    training: Stream
+    version: Literal[1]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, order="sorted")
+
+
+def manifest_digest(encoded: bytes) -> str:
+    return digest("data manifest", encoded).hex()
+
+
+def piece_digest(piece: bytes | memoryview) -> str:
+    return digest("data piece", piece).hex()
+
+
+def decode_manifest(encoded: bytes) -> Manifest:
+    """A manifest that its digest vouches for, but nobody for its contents; `ValueError` says what is wrong."""
+    try:
+        manifest = msgspec.json.decode(encoded, type=Manifest)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if manifest.encode() != encoded:
+        raise ValueError("not in the canonical encoding")
+    tokenizer = manifest.tokenizer
+    if (tokenizer.kind == "json") != bool(tokenizer.digest):
+        raise ValueError(f"tokenizer of kind {tokenizer.kind} with digest {tokenizer.digest!r}")
+    if token_type(tokenizer.vocab_size).itemsize != manifest.token_bytes:
+        raise ValueError(f"{manifest.token_bytes} bytes a token do not fit {tokenizer.vocab_size} tokens")
+    for name, stream in (("training", manifest.training), ("held_out", manifest.held_out)):
+        expected = -(-stream.tokens * manifest.token_bytes // PIECE_BYTES)
+        if len(stream.pieces) != expected:
+            raise ValueError(f"{len(stream.pieces)} pieces for {stream.tokens} {name} tokens, which take {expected}")
+    if not manifest.training.tokens:
+        raise ValueError("no training tokens")
+    return manifest
+
+
+class TokenDataset:
+    """A data set on disk, of which pieces may still be missing.
+
+    Each piece is checked against its digest when it is first used, and a damaged one is an error that names
+    it; from then on `missing` lists it too, and `add_piece` mends it. Batches are for one thread, `missing`
+    and `add_piece` for any.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._sizes = _piece_sizes(manifest)
+        self._type = token_type(manifest.tokenizer.vocab_size)
+        self._checked: set[str] = set()
+        self._damaged: set[str] = set()
+        self._open: OrderedDict[str, Tokens] = OrderedDict()  # the least recently used first
+
+    @classmethod
+    def open(cls, directory: Path, expected_digest: str) -> TokenDataset:
+        """The data set in `directory`, if it is the one that `expected_digest` names."""
+        path = directory / MANIFEST_NAME
+        try:
+            with path.open("rb") as file:
+                encoded = file.read(MANIFEST_BYTES_MAX + 1)
+        except FileNotFoundError as error:
+            raise DataError(f"{directory} holds no data set, or one that was not finished") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        if len(encoded) > MANIFEST_BYTES_MAX:
+            raise DataError(f"{path} is larger than {MANIFEST_BYTES_MAX} bytes")
+        if (found := manifest_digest(encoded)) != expected_digest:
+            raise DataError(f"{path} is manifest {found}, not {expected_digest}")
+        try:
+            return cls(directory, decode_manifest(encoded))
+        except ValueError as error:  # msgspec's errors are ValueErrors
+            raise DataError(f"{path}: {error}") from error
+
+    @property
+    def tokenizer(self) -> TokenizerName:
+        return self.manifest.tokenizer
+
+    def sequences(self, length: int) -> int:
+        """How many training sequences of `length` there are."""
+        return _sequences(self.manifest.training, length)
+
+    def held_out_sequences(self, length: int) -> int:
+        return _sequences(self.manifest.held_out, length)
+
+    def batch(self, positions: Positions, length: int) -> npt.NDArray[np.int64]:
+        """The training sequences at `positions`: inputs [:, :-1], targets [:, 1:].  # [positions, length + 1]"""
+        return self._gather(self.manifest.training, positions, length)
+
+    def held_out_batch(self, positions: Positions, length: int) -> npt.NDArray[np.int64]:
+        """As `batch`, of what is never trained on."""
+        return self._gather(self.manifest.held_out, positions, length)
+
+    def missing(self) -> list[str]:
+        """Pieces that have to be fetched: absent, of the wrong size or found damaged."""
+        return [name for name, size in self._sizes.items() if name in self._damaged or self._size_on_disk(name) != size]
+
+    def add_piece(self, name: str, piece: bytes) -> None:
+        """Store a piece that a peer sent, if it is what its name says."""
+        if name not in self._sizes:
+            raise RemoteProtocolError(f"piece {name[:64]!r} belongs to another data set")
+        if len(piece) != self._sizes[name] or piece_digest(piece) != name:
+            raise RemoteProtocolError(f"{len(piece)} bytes that are not piece {name}")
+        path = self._path(name)
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error.strerror}") from error
+        write_atomically(path, piece)
+        self._damaged.discard(name)
+
+    def _gather(self, stream: Stream, positions: Positions, length: int) -> npt.NDArray[np.int64]:
+        assert positions.ndim == 1 and positions.size, f"positions of shape {positions.shape}"
+        assert positions.min() >= 0 and positions.max() < _sequences(stream, length), "a position that is not there"
+        # In order and each once, sequences make one rising run of token numbers, which pieces cut into few parts.
+        wanted, places = np.unique(positions, return_inverse=True)
+        numbers = (wanted[:, None] * length + np.arange(length + 1)).ravel()
+        pieces, offsets = np.divmod(numbers, PIECE_BYTES // self._type.itemsize)
+        borders = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(pieces)]
+        gathered = np.empty(len(numbers), dtype=np.int64)
+        for first, last in pairwise(borders):
+            gathered[first:last] = self._piece(stream.pieces[pieces[first]])[offsets[first:last]]
+        return gathered.reshape(len(wanted), length + 1)[places]
+
+    def _piece(self, name: str) -> Tokens:
+        """The tokens of a piece, mapped and checked."""
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        tokens = self._map(name)
+        if name not in self._checked:
+            self._check(name, tokens)
+        self._open[name] = tokens
+        if len(self._open) > OPEN_PIECES_MAX:
+            self._open.popitem(last=False)  # its map is closed with the last array on it
+        return tokens
+
+    def _map(self, name: str) -> Tokens:
+        path = self._path(name)
+        try:
+            with path.open("rb") as file:
+                # A read beyond the end of a mapped file kills the process, so its size comes first.
+                if (size := os.fstat(file.fileno()).st_size) != self._sizes[name]:
+                    raise DataError(f"piece {path} has {size} bytes instead of {self._sizes[name]}")
+                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=self._type)
+        except OSError as error:
+            raise DataError(f"piece {path} cannot be read: {error.strerror}") from error
+
+    def _check(self, name: str, tokens: Tokens) -> None:
+        if piece_digest(tokens.view(np.uint8).data) != name:
+            self._damaged.add(name)
+            raise DataError(f"piece {self._path(name)} is damaged: its bytes do not have this digest")
+        # The digest vouches for what the run's creator made, not for the creator.
+        if (largest := int(tokens.max())) >= self.tokenizer.vocab_size:
+            raise DataError(f"piece {self._path(name)} holds token {largest} of {self.tokenizer.vocab_size}")
+        self._checked.add(name)
+
+    def _path(self, name: str) -> Path:
+        return self.directory / PIECES_NAME / name
+
+    def _size_on_disk(self, name: str) -> int:
+        """In bytes; -1 where there is no such file."""
+        try:
+            return self._path(name).stat().st_size
+        except OSError:
+            return -1
+
+
+def _sequences(stream: Stream, length: int) -> int:
+    assert length > 0, f"sequences of length {length}"
+    return max(0, stream.tokens - 1) // length
+
+
+def _piece_sizes(manifest: Manifest) -> dict[str, int]:
+    """Every piece once, with its size in bytes."""
+    sizes: dict[str, int] = {}
+    for stream in (manifest.training, manifest.held_out):
+        left = stream.tokens * manifest.token_bytes
+        for name in stream.pieces:
+            size = min(left, PIECE_BYTES)
+            left -= size
+            if sizes.setdefault(name, size) != size:
+                raise ValueError(f"piece {name} would have two sizes")
+    return sizes
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Under its name the file is whole, or is not there."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names of files in `directory` as lasting as their contents."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,197 @@
+"""The built-in model: a decoder-only transformer of the Llama kind.
+
+Each block adds attention and then a feed-forward layer to the residual stream, and normalises what it
+reads rather than what it writes, which keeps a clean path for the gradient from the loss to the
+embedding (pre-norm, Xiong et al., arXiv 2002.04745). The parts:
+
+    RMSNorm     x / sqrt(mean(x^2) + 1e-5) * weight; no mean to subtract, no bias (arXiv 1910.07467)
+    RoPE        pair i of a query or key at position p is turned by the angle p * theta^(-2i / head_dim), so
+                that their product depends on the distance of their positions alone (arXiv 2104.09864)
+    GQA         several query heads share one key and value head (arXiv 2305.13245)
+    SwiGLU      down(silu(gate(x)) * up(x)) (arXiv 2002.05202)
+    tied        the embedding is the output matrix as well (arXiv 1608.05859)
+
+There are no biases and no dropout: a run sees fresh tokens, and has nothing to memorise.
+
+It computes what Hugging Face's Llama computes, with the same names below `model.`: to convert a
+checkpoint is to add or to remove that prefix. That is why modules carry Llama's names rather than ours.
+
+All parameters are fp32. `named_parameters()` yields them in the order in which the modules are made
+below, and that is the order of the state root: to move a line in an `__init__` changes the protocol.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from p2ptrain.config import ModelConfig
+
+NORM_EPSILON = 1e-5  # Llama's
+INITIAL_DEVIATION = 0.02  # GPT-2's and Llama's
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # what writes to the residual stream
+
+
+class Linear(nn.Linear):
+    """A matrix without bias; zero until `initialise` or a checkpoint fills it.
+
+    PyTorch would fill it from the global generator, which is slow for a model that is about to be loaded, and
+    changes what everybody else draws.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=torch.float32)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class Embedding(nn.Embedding):
+    """A row for each token; zero at first, like `Linear`."""
+
+    def __init__(self, tokens: int, dim: int) -> None:
+        super().__init__(tokens, dim, dtype=torch.float32)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def rotary_tables(length: int, head_dim: int, theta: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, each [length, head_dim / 2] fp32.
+
+    They are made anew in every forward pass, once for all layers: that takes microseconds, fits any length,
+    and a model moved off the meta device cannot be left with tables of garbage.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim  # [head_dim / 2]
+    positions = torch.arange(length, device=device, dtype=torch.float32)  # [length]
+    angles = torch.outer(positions, 1.0 / theta**exponents)  # [length, head_dim / 2]
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn each pair of `heads` [batch, heads, length, head_dim] by its position's angle.
+
+    A pair is coordinates i and i + head_dim / 2, as in Llama; the paper's own pairs are neighbours.
+    """
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.type_as(heads)  # the tables are fp32, the heads may be bf16
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.q_proj = Linear(config.dim, config.dim)
+        self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim)
+        self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim)
+        self.o_proj = Linear(config.dim, config.dim)
+
+    def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # [batch, length, dim]
+        def split(projected: Tensor) -> Tensor:  # -> [batch, heads or kv_heads, length, head_dim]
+            batch, length, _ = projected.shape
+            return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
+        queries = rotate(split(self.q_proj(stream)), cosine, sine)
+        keys = rotate(split(self.k_proj(stream)), cosine, sine)
+        values = split(self.v_proj(stream))
+        # Query head h reads key and value head h // (heads / kv_heads).
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return output
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.dim, config.ffn_dim)
+        self.up_proj = Linear(config.dim, config.ffn_dim)
+        self.down_proj = Linear(config.ffn_dim, config.dim)
+
+    def forward(self, stream: Tensor) -> Tensor:  # [batch, length, dim]
+        output: Tensor = self.down_proj(functional.silu(self.gate_proj(stream)) * self.up_proj(stream))
+        return output
+
+
+class Block(nn.Module):
+    """One layer: attention mixes positions, the feed-forward layer works on each."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=NORM_EPSILON, dtype=torch.float32)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=NORM_EPSILON, dtype=torch.float32)
+        self.mlp = FeedForward(config)
+
+    def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # [batch, length, dim]
+        stream = stream + self.self_attn(self.input_layernorm(stream), cosine, sine)
+        output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        return output
+
+
+class Transformer(nn.Module):
+    """The model of a run; its matrices are zero until `initialise` or a checkpoint fills them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=NORM_EPSILON, dtype=torch.float32)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] int64 -> [batch, length, vocab]
+        config = self.config
+        cosine, sine = rotary_tables(tokens.shape[1], config.dim // config.heads, config.rope_theta, tokens.device)
+        stream = self.embed_tokens(tokens)
+        for block in self.layers:
+            stream = block(stream, cosine, sine)
+        return functional.linear(self.norm(stream), self.embed_tokens.weight)
+
+    def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
+        """Mean cross entropy, in nats, of every token but the first given those before it."""
+        logits = self(sequences[:, :-1]).float()  # a sum of exponentials is beyond what bf16 can hold
+        return functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
+        """Append `count` drawn tokens to `tokens` [batch, length]; at temperature 0 the likeliest ones."""
+        for _ in range(count):
+            logits = self(tokens[:, -self.config.sequence_length :])[:, -1].float()  # [batch, vocab]
+            if temperature > 0:
+                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                drawn = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, drawn), dim=1)
+        return tokens
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill the model with its first weights, the same ones for the same seed on the same machine.
+
+    What writes to the residual stream starts smaller, by sqrt(writers), so that the stream's size does not
+    grow with depth (GPT-2). Numbers are drawn on the CPU, so that the model's device changes nothing; other
+    machines may still draw others, which is why a run's creator makes the first weights once for all.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    writers = 2 * model.config.layers
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)  # a norm's weight
+            continue
+        deviation = INITIAL_DEVIATION / (writers**0.5 if name.endswith(RESIDUAL_OUTPUTS) else 1.0)
+        drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(drawn.normal_(0.0, deviation, generator=generator))
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """How many parameters the model has, without building it."""
+    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_heads * (config.dim // config.heads)
+    feed_forward = 3 * config.dim * config.ffn_dim
+    norms = 2 * config.dim
+    return config.vocab_size * config.dim + config.layers * (attention + feed_forward + norms) + config.dim

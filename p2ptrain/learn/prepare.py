@@ -1,0 +1,245 @@
+"""Making a data set: text in, two streams of tokens in pieces out.
+
+Whether a document is held out is decided by its content alone: it is if the BLAKE3 digest of its text, read
+as a fraction, lies below the fraction asked for. So the split is the same on every machine and in every
+order, and a document that occurs twice does not stand on both sides, where it would make the held-out loss
+a lie.
+
+The text is read once, in bounded memory, and pieces are stored as they fill. The manifest is written last,
+under a temporary name, fsynced and renamed: what an interrupted call leaves does not open as a data set,
+and the next call clears it away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+
+from p2ptrain.digest import PIECE_BYTES, digest
+from p2ptrain.errors import ConfigError
+from p2ptrain.learn.corpus import Document, Source, documents, embedded_sources, file_sources
+from p2ptrain.learn.data import (
+    MANIFEST_NAME,
+    PARTIAL_SUFFIX,
+    PIECES_MAX,
+    PIECES_NAME,
+    Manifest,
+    Stream,
+    TokenizerName,
+    decode_manifest,
+    manifest_digest,
+    piece_digest,
+    sync_directory,
+    write_atomically,
+)
+from p2ptrain.learn.tokenizer import Tokenizer, Tokens, token_type
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes of how many have been read."""
+
+BATCH_BYTES = 2**20  # text that is tokenized at a time: enough to keep every core busy
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What `prepare` made."""
+
+    digest: str  # of the manifest
+    tokens: int  # for training
+    held_out_tokens: int
+    pieces: int  # files
+    path: Path
+
+
+def prepare(
+    out: Path,
+    files: Sequence[Path],
+    *,
+    embedded: bool,
+    tokenizer: Tokenizer,
+    held_out: Fraction,
+    progress: Progress,
+) -> Prepared:
+    """Make a data set in the directory `out` of the embedded corpus, if asked for, and of `files`, in this order.
+
+    The text may be of any size; memory does not grow with it, but for the longest JSON line. A directory
+    that an interrupted call left is taken up afresh, one with a data set or anything else in it refused.
+
+    With a little text the fraction may well hold out nothing, or everything. Then the document nearest to
+    the border goes to the empty side, which takes a second reading; of two documents that differ, one is
+    trained on and one is held out, whatever the fraction.
+    """
+    if not 0 <= held_out < 1:
+        raise ConfigError(f"{held_out} of the text", key="held_out", fix="Choose a fraction from 0 to below 1")
+    sources = (embedded_sources() if embedded else []) + file_sources(files)
+    if not sources:
+        raise ConfigError("nothing to prepare", fix="Name text files or JSON lines, or ask for the embedded corpus")
+    with _claimed(out):
+        border = int(held_out * 2**64)
+        split = _write_streams(out, sources, tokenizer, border, progress)
+        if held_out and (moved := split.moved(border)) != border:
+            split = _write_streams(out, sources, tokenizer, moved, progress)
+        if not split.training.tokens:
+            # With documents the border leaves some to train on, unless the second reading found other ones.
+            problem = "no text in what was named" if split.highest < 0 else "the text changed while it was read"
+            raise ConfigError(
+                problem, source=sources[0].name, fix="Name files with text, and leave them alone meanwhile"
+            )
+        manifest = Manifest(
+            held_out=split.held_out,
+            token_bytes=cast(Literal[1, 2, 4], token_type(tokenizer.vocab_size).itemsize),
+            tokenizer=TokenizerName(tokenizer.digest, tokenizer.kind, tokenizer.vocab_size),
+            training=split.training,
+            version=1,
+        )
+        encoded = manifest.encode()
+        decode_manifest(encoded)  # what nobody could open is our mistake, and must not be written
+        sync_directory(out / PIECES_NAME)
+        write_atomically(out / MANIFEST_NAME, encoded)
+        sync_directory(out)
+    return Prepared(
+        digest=manifest_digest(encoded),
+        tokens=split.training.tokens,
+        held_out_tokens=split.held_out.tokens,
+        pieces=len({*split.training.pieces, *split.held_out.pieces}),
+        path=out,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The streams as one reading cut them at a border, and the least and greatest of the documents' fractions."""
+
+    training: Stream
+    held_out: Stream
+    lowest: int
+    highest: int  # -1: there was no document
+
+    def moved(self, border: int) -> int:
+        """The border nearest to this one that leaves neither side empty, as far as the documents allow."""
+        if self.highest < border:
+            return max(0, self.highest)  # also when all documents are one text: it is trained on
+        if border <= self.lowest < self.highest:
+            return self.lowest + 1
+        return border
+
+
+def _fraction_of(text: str) -> int:
+    """Where a document falls between 0 and 2**64."""
+    return int.from_bytes(digest("held-out document", text.encode())[:8], "little")
+
+
+def _write_streams(
+    out: Path, sources: Sequence[Source], tokenizer: Tokenizer, border: int, progress: Progress
+) -> _Split:
+    directory = out / PIECES_NAME
+    for leftover in directory.iterdir():
+        leftover.unlink()
+    training, held_out = _StreamWriter(directory), _StreamWriter(directory)
+    end = np.array([tokenizer.end_of_document], dtype=token_type(tokenizer.vocab_size))
+    lowest, highest = 2**64, -1
+    done, total = 0, sum(source.size for source in sources)
+    progress(0, total)
+    for batch in _batches(sources):
+        texts = [document.text for document in batch]
+        for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            fraction = _fraction_of(text)
+            lowest, highest = min(lowest, fraction), max(highest, fraction)
+            writer = held_out if fraction < border else training
+            writer.append(tokens)
+            writer.append(end)
+        done += sum(document.source_bytes for document in batch)
+        progress(min(done, total), total)
+    progress(total, total)
+    return _Split(training.finish(), held_out.finish(), lowest, highest)
+
+
+def _batches(sources: Sequence[Source]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for source in sources:
+        for document in documents(source):
+            batch.append(document)
+            size += document.source_bytes
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _StreamWriter:
+    """Cuts a stream of tokens into pieces, and stores each as soon as it is full."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._buffer = bytearray()
+        self._pieces: list[str] = []
+        self._tokens = 0
+
+    def append(self, tokens: Tokens) -> None:
+        self._tokens += len(tokens)
+        self._buffer += tokens.tobytes()
+        while len(self._buffer) >= PIECE_BYTES:
+            self._store(PIECE_BYTES)
+
+    def finish(self) -> Stream:
+        if self._buffer:
+            self._store(len(self._buffer))
+        return Stream(tuple(self._pieces), self._tokens)
+
+    def _store(self, size: int) -> None:
+        if len(self._pieces) == PIECES_MAX:
+            raise ConfigError(f"more than {PIECES_MAX} MiB of tokens", fix="Prepare less text, as several runs")
+        piece = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        name = piece_digest(piece)
+        if not (path := self._directory / name).exists():  # text that repeats is stored once
+            write_atomically(path, piece)
+        self._pieces.append(name)
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """`out` as a directory in which only this process prepares, and in which nothing is lost by it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _unusable(out, str(error.strerror)) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        _refuse_contents(out)
+        (out / PIECES_NAME).mkdir(exist_ok=True)
+        yield
+    except BlockingIOError as error:
+        raise _unusable(out, "another prepare is at work in it") from error
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_contents(out: Path) -> None:
+    """Let only what an interrupted `prepare` leaves pass."""
+    if (out / MANIFEST_NAME).exists():
+        raise _unusable(out, "it holds a data set, which a run may be using")
+    ours = re.compile(rf"[0-9a-f]{{64}}({re.escape(PARTIAL_SUFFIX)})?")
+    for entry in out.iterdir():
+        if entry.name == PIECES_NAME and entry.is_dir():
+            strange = next((piece for piece in entry.iterdir() if not ours.fullmatch(piece.name)), None)
+        else:
+            strange = None if entry.name == MANIFEST_NAME + PARTIAL_SUFFIX else entry
+        if strange:
+            raise _unusable(out, f"it holds other things ({strange.relative_to(out)})")
+
+
+def _unusable(out: Path, why: str) -> ConfigError:
+    return ConfigError(f"cannot prepare data here: {why}", source=str(out), fix="Name a new or empty directory")

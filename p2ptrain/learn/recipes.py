@@ -1,0 +1,238 @@
+"""Recipes: how a node turns steps into a contribution, and the swarm's votes into an update.
+
+A recipe never communicates. All three keep a residual, what the swarm has not been told yet, and each
+round offer its largest DCT coefficients:
+
+- `distro` (Peng, Quesnelle, Kingma 2024, arXiv 2411.19870; signs as in Nous' DisTrO): the residual is a
+  momentum, which decays slowly and takes one gradient a round. Only signs travel.
+- `demo`: the same with small integers and a power-of-two scale a tensor, as the paper's own values but
+  a tenth of the size.
+- `local` (DiLoCo, Douillard et al. 2023, arXiv 2311.08105; with top-k and error feedback as in
+  SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706): several AdamW steps a round; what they moved is added
+  to the residual. Signs travel with a power-of-two scale a tensor.
+
+The residual lives where the coefficients do. The DCT is linear and orthonormal, so a momentum of
+coefficients is the coefficients of the momentum, and what a contribution carries leaves the residual
+by k subtractions a chunk in place of an inverse transform. Only in chunks that are partly padding do the
+two differ, by what falls on the padding; `Layout.project` removes it.
+
+A contribution that no manifest takes has told the swarm nothing. What left the residual is therefore
+kept, value for value, until a manifest takes it (`forget`) or none can any more (`restore`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values
+from p2ptrain.learn.live import LiveModel, StepResult
+from p2ptrain.learn.selection import largest
+from p2ptrain.learn.transform import Layout
+
+KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, with overlap
+ADAM_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What left the residual with a contribution."""
+
+    indices: Indices  # [chunks, k]
+    removed: NDArray[np.float32]  # [chunks, k]
+
+
+class Residual:
+    """What the swarm has not been told yet, as DCT coefficients."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.coefficients = torch.zeros(layout.chunks, layout.area, device=device)
+        self.kept: dict[int, Kept] = {}
+        self._padding = layout.padding_masks(device)
+
+    def add(self, tensors: Sequence[Tensor], keep: float) -> None:
+        self.layout.accumulate(tensors, self.coefficients, keep)
+        self.layout.project(self.coefficients, *self._padding)
+
+    def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
+        """The round's contribution; what it carries leaves the residual."""
+        assert round_number not in self.kept, "one contribution a round"
+        assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
+        indices = largest(self.coefficients, recipe.k)
+        chosen = self._at(indices)
+        if recipe.scaled:
+            sizes = [group.chunks for group in self.layout.groups]
+            values, exponents = quantise(chosen, sizes, recipe.value_bits)
+            units = np.repeat(np.ldexp(np.float32(1), exponents), sizes)
+            contribution = Contribution(indices, values, exponents)
+            removed = values * units[:, None]
+        else:  # a sign has no size: all of the coefficient counts as told
+            contribution = Contribution(indices, np.where(chosen < 0, np.int8(-1), np.int8(1)))
+            removed = chosen
+        self.kept[round_number] = Kept(indices, removed)
+        self._put(indices, chosen - removed)
+        return contribution
+
+    def forget(self, round_number: int) -> None:
+        """A manifest took the round's contribution."""
+        self.kept.pop(round_number, None)
+
+    def restore(self, round_number: int) -> None:
+        """No manifest can take it any more: nothing of it was told."""
+        kept = self.kept.pop(round_number, None)
+        if kept is not None:
+            self._put(kept.indices, self._at(kept.indices) + kept.removed)
+
+    def _at(self, indices: Indices) -> NDArray[np.float32]:
+        return self.coefficients.gather(1, self._places(indices)).cpu().numpy()
+
+    def _put(self, indices: Indices, values: NDArray[np.float32]) -> None:
+        self.coefficients.scatter_(1, self._places(indices), torch.from_numpy(values).to(self.coefficients.device))
+
+    def _places(self, indices: Indices) -> Tensor:
+        return torch.from_numpy(indices.astype(np.int64)).to(self.coefficients.device)
+
+
+def quantise(chosen: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
+    """Integers of at most 2**(value_bits - 1), never zero, and each group's unit with the least squared error.
+
+    chosen: [chunks, k]; sizes: chunks of each group
+    """
+    top = 1 << (value_bits - 1)
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    magnitudes = np.abs(chosen).astype(np.float64)
+
+    def rounded(exponents: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[chunks, k] integers at these units, and [groups] their squared errors."""
+        units = np.repeat(np.ldexp(1.0, exponents), sizes)[:, None]
+        integers = np.clip(np.rint(magnitudes / units), 1, top)
+        errors = np.square(magnitudes - integers * units).sum(axis=1)
+        return integers, np.add.reduceat(errors, starts)
+
+    means = np.add.reduceat(magnitudes.sum(axis=1), starts) / (np.array(sizes) * chosen.shape[1])
+    above = np.frexp(means)[1]  # 2**above is larger than the mean, by a factor of two at most
+    candidates = [np.clip(above - back, EXPONENT_MIN, EXPONENT_MAX) for back in range(value_bits + 1)]
+    best = np.choose(np.argmin([rounded(exponents)[1] for exponents in candidates], axis=0), candidates)
+    integers = rounded(best)[0].astype(np.int8)
+    return np.where(chosen < 0, -integers, integers), best.astype(np.int8)
+
+
+class Recipe(Protocol):
+    """What the trainer asks of a recipe, made as Name(config, live, layout)."""
+
+    residual: Residual
+    agreed: Tensor  # [parameters] the flat master weights, which the trainer updates in place
+
+    def begin(self) -> None:
+        """A round starts from the agreed weights."""
+
+    def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
+        """batch: [accumulate_steps * sequences_per_step, length + 1]; positions: where these stand in the data."""
+
+    def contribute(self, round_number: int) -> Contribution:
+        """What the round's steps have to say."""
+
+    def applied(self) -> None:
+        """The agreed weights have changed."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Between rounds: the tensors besides weights and residual that the next round depends on, not copied."""
+
+
+class GradientRecipe:
+    """`distro` and `demo`: the residual is a momentum of gradients."""
+
+    def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
+        self.config, self.live = config, live
+        self.agreed = live.weights  # nothing but the agreed update ever moves them
+        self.residual = Residual(layout, live.weights.device)
+
+    def begin(self) -> None:
+        pass
+
+    def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
+        return self.live.gradient_step(step, batch, positions, self.config)
+
+    def contribute(self, round_number: int) -> Contribution:
+        self.residual.add(self.live.parts(self.live.gradient), float(self.config.decay))
+        return self.residual.take(round_number, self.config)
+
+    def applied(self) -> None:
+        pass
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+
+class LocalRecipe:
+    """`local`: the residual is what AdamW moved and the swarm has not been told."""
+
+    def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
+        self.config, self.live = config, live
+        self.agreed = live.weights.clone()
+        self.residual = Residual(layout, live.weights.device)
+        self.mean = torch.zeros_like(live.weights)
+        self.square = torch.zeros_like(live.weights)
+        self.steps = torch.zeros((), dtype=torch.int64)
+
+    def begin(self) -> None:
+        self.live.weights.copy_(self.agreed)
+
+    def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
+        result = self.live.gradient_step(step, batch, positions, self.config)
+        self._adamw()
+        return result
+
+    def _adamw(self) -> None:
+        """Loshchilov and Hutter 2017 (arXiv 1711.05101), in torch.optim's order."""
+        config, gradient = self.config, self.live.gradient
+        self.steps += 1
+        beta1, beta2, rate = float(config.inner_beta1), float(config.inner_beta2), float(config.inner_learning_rate)
+        self.mean.lerp_(gradient, 1 - beta1)
+        self.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        bias1, bias2 = 1 - beta1 ** int(self.steps), 1 - beta2 ** int(self.steps)
+        denominator = self.square.sqrt().div_(bias2**0.5).add_(ADAM_EPSILON)
+        self.live.weights.mul_(1 - rate * float(config.inner_weight_decay))
+        self.live.weights.addcdiv_(self.mean, denominator, value=-rate / bias1)
+
+    def contribute(self, round_number: int) -> Contribution:
+        moved = self.agreed - self.live.weights
+        self.residual.add(self.live.parts(moved), float(self.config.decay))
+        return self.residual.take(round_number, self.config)
+
+    def applied(self) -> None:
+        self.live.weights.copy_(self.agreed)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}
+
+
+RECIPES: dict[str, Callable[[RecipeConfig, LiveModel, Layout], Recipe]] = {
+    "distro": GradientRecipe,
+    "demo": GradientRecipe,
+    "local": LocalRecipe,
+}
+
+
+def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:
+    """The recipe of that name, or the class that "package.module:Name" stands for."""
+    if config.name in RECIPES:
+        return RECIPES[config.name](config, live, layout)
+    module, _, name = config.name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        fix = "Install the package that has it, the same version as the run's creator"
+        raise ConfigError(f"cannot load {config.name!r} ({error})", key="recipe.name", fix=fix) from error
+    made: Recipe = factory(config, live, layout)
+    return made

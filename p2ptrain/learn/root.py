@@ -1,0 +1,54 @@
+"""The state root: the digest by which nodes compare their replicas.
+
+The state is all parameters in the model's order, fp32, little-endian, one after another. Its root is a
+Merkle root over pieces of 1 MiB (see `digest`). A large state would take longer to hash than a round may
+wait, so past `full_root_bytes_max` most roots cover a sample of pieces, drawn by the digest of the round's
+manifest: nobody knows the sample before the round is decided, and a replica that differs in a share s of
+its pieces passes n samples with probability (1 - s)**n. Every `full_root_rounds` the root covers all, and
+only such roots serve catch-up.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from p2ptrain.config import StateConfig
+from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, leaf_digests, merkle_root, piece_count
+
+FLOAT_BYTES = 4
+
+assert sys.byteorder == "little", "the state is hashed as it lies in memory"
+
+
+def covered_pieces(size: int, config: StateConfig, round_number: int, manifest_digest: bytes) -> list[int] | None:
+    """The pieces that a round's root covers; None: all of them."""
+    pieces = piece_count(size)
+    full = size <= config.full_root_bytes_max or round_number % config.full_root_rounds == 0
+    if full or pieces <= config.partial_root_leaves:
+        return None
+    chosen: set[int] = set()
+    draw = 0
+    while len(chosen) < config.partial_root_leaves:
+        drawn = digest("root sample", manifest_digest, draw.to_bytes(8, "little"))
+        chosen.add(int.from_bytes(drawn, "little") % pieces)  # 256 bits make the remainder's bias nothing
+        draw += 1
+    return sorted(chosen)
+
+
+def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
+    """The root of the flat fp32 state, or of some of its pieces."""
+    assert state.dtype == torch.float32
+    size = state.numel() * FLOAT_BYTES
+    if pieces is None:
+        return merkle_root(leaf_digests(_octets(state)), size)
+    each = PIECE_BYTES // FLOAT_BYTES
+    leaves = [leaf_digest(index, _octets(state[index * each : (index + 1) * each])) for index in pieces]
+    names = b"".join(index.to_bytes(8, "little") for index in pieces)
+    return digest("partial root", names, merkle_root(leaves, size))
+
+
+def _octets(part: Tensor) -> memoryview:
+    return memoryview(part.detach().cpu().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer

@@ -1,0 +1,45 @@
+"""The learning rate of a round, as an exact fraction.
+
+Every node multiplies the agreed update by the same rate, so the rate must be the same to the last bit. A
+cosine would come from each machine's own libm, whose last bits differ; so schedules are made of straight
+lines between rational numbers, worked out in integers, and rounded once, at the very end.
+
+All rise linearly over `warmup_rounds`, by (round + 1) / warmup_rounds so that round 0 moves too, and then:
+
+    constant    stays at the highest rate
+    linear      falls in a straight line to `final_ratio` of it at `rounds`; a line to zero does at least as
+                well as a cosine (Bergsma et al., arXiv 2502.15938)
+    wsd         stays, and falls in a straight line over the last `decay_rounds` before `rounds`, so that the
+                length of a run need not be known at its start (MiniCPM, arXiv 2404.06395)
+
+From `rounds` on the rate is the final one for good.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from p2ptrain.config import RecipeConfig
+
+
+def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
+    """The rate at which the update of `round_number`, counted from 0, is applied."""
+    assert round_number >= 0
+    peak = recipe.learning_rate
+    if round_number < recipe.warmup_rounds:
+        return peak * Fraction(round_number + 1, recipe.warmup_rounds)
+    if recipe.schedule == "constant":
+        return peak
+    fall_rounds = recipe.rounds - recipe.warmup_rounds if recipe.schedule == "linear" else recipe.decay_rounds
+    left_rounds = min(max(recipe.rounds - round_number, 0), fall_rounds)
+    height = Fraction(left_rounds, fall_rounds)  # 1 before the fall, 0 after it
+    return peak * (recipe.final_ratio + (1 - recipe.final_ratio) * height)
+
+
+def exact_float(fraction: Fraction) -> float:
+    """The float64 nearest to a fraction, ties to even: the same one on every machine.
+
+    Python divides two ints of any size with a single, correct rounding. float(n) / float(d) rounds three
+    times once n or d passes 2**53, which a schedule's products soon do, and is then off by an ulp at times.
+    """
+    return fraction.numerator / fraction.denominator

@@ -1,0 +1,50 @@
+"""The k coefficients of largest magnitude in every chunk, in rising order of index.
+
+Every one of a chunk's k largest lies in one of its k groups whose maxima are largest. So the k-th
+largest group maximum is a threshold that keeps all k and, with groups of eight, few others: only those
+few are compared. Reading everything once and partitioning an eighth beats partitioning everything
+fourfold on a CPU. Equal magnitudes may be chosen either way: nobody checks what a node offers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from p2ptrain.learn.codec import Indices
+
+GROUP = 8  # coefficients a group; smaller leaves more to partition, larger lets more by
+BLOCK_CHUNKS = 64  # chunks at a time: 1 MiB of fp32 magnitudes stays in a core's cache
+
+
+def largest(coefficients: Tensor, k: int) -> Indices:
+    """coefficients: [chunks, area] fp32, finite; gives [chunks, k]."""
+    chunks, area = coefficients.shape
+    if coefficients.device.type != "cpu" or k > area // GROUP:
+        chosen = coefficients.abs().topk(k, dim=1, sorted=False).indices
+        return chosen.sort(dim=1).values.cpu().numpy().astype(np.uint16)
+    indices = np.empty((chunks, k), np.uint16)
+    for start in range(0, chunks, BLOCK_CHUNKS):
+        magnitudes = coefficients[start : start + BLOCK_CHUNKS].abs()
+        indices[start : start + BLOCK_CHUNKS] = _largest_of_block(magnitudes, k)
+    return indices
+
+
+def _largest_of_block(magnitudes: Tensor, k: int) -> Indices:
+    chunks, area = magnitudes.shape
+    maxima = torch.amax(magnitudes.view(chunks, GROUP, area // GROUP), dim=1).numpy()
+    thresholds = np.partition(maxima, -k, axis=1)[:, -k]
+    flat = magnitudes.numpy()
+    candidates = np.flatnonzero(flat >= thresholds[:, None])  # rising, at least k a chunk
+    counts = np.bincount(candidates // area, minlength=chunks)
+    if (counts == k).all():
+        return (candidates % area).astype(np.uint16).reshape(chunks, k)
+    # Lay each chunk's candidates out as a row, and drop the smallest ones from rows that have too many.
+    starts = np.concatenate([[0], counts.cumsum()[:-1]])
+    rows = candidates // area
+    columns = np.arange(candidates.size) - starts[rows]
+    table = np.full((chunks, counts.max()), -1.0, np.float32)
+    table[rows, columns] = flat.reshape(-1)[candidates]
+    chosen = np.sort(np.argpartition(table, -k, axis=1)[:, -k:], axis=1)
+    return (candidates[starts[:, None] + chosen] % area).astype(np.uint16)

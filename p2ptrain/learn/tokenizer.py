@@ -1,0 +1,178 @@
+"""Tokenizers: text to the integers that the model reads, and back.
+
+Two kinds. `bytes` needs no file: a token is a byte of UTF-8. `json` is a file of the `tokenizers`
+library (Hugging Face's tokenizer.json), and its bytes are part of the run: the digest of them stands in
+`RunConfig.tokenizer.digest`, because two files that differ in one merge cut the same text differently.
+
+A tokenizer file carries settings that were made for inference and would spoil training data without a
+word: it cuts texts short, pads them, adds a token in front, reads "<|endoftext|>" written in a text as
+the real thing. All of these are switched off here. Dropout of merges (Provilkov et al. 2020) makes each
+encoding a different one, so a file that asks for it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+"""Tokens as they are stored: little-endian and of the narrowest unsigned type that holds the vocabulary."""
+
+TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) takes 33 MB; each newcomer fetches it
+VOCAB_SIZE_MAX = 2**20  # what RunConfig.model.vocab_size allows
+END_OF_DOCUMENT_NAMES = (  # in this order: what a document ends with in the tokenizers in common use
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "[SEP]",
+)
+
+
+class Tokenizer(Protocol):
+    """What preparing data and generating text need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+
+    @property
+    def kind(self) -> Literal["bytes", "json"]: ...
+
+    @property
+    def digest(self) -> str:
+        """The name of the file's bytes in hex; empty without a file."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The token that follows each document in training data."""
+
+    def encode(self, text: str) -> Tokens: ...  # [tokens]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Each text as `encode` gives it; several at once where that is faster."""
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str: ...
+
+
+def token_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """How tokens below `vocab_size` are stored."""
+    return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class BytesTokenizer:
+    """The bytes of UTF-8. Zero ends a document: text has no other use for it."""
+
+    vocab_size = 256
+    kind: Literal["bytes"] = "bytes"
+    digest = ""
+    end_of_document = 0
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode(), dtype=token_type(self.vocab_size))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        # A model may well write bytes that are no UTF-8; what it wrote is shown as far as it can be.
+        return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer.json; `source` is what an error calls it."""
+
+    kind: Literal["json"] = "json"
+
+    def __init__(self, file_bytes: bytes, source: str = "tokenizer file") -> None:
+        if len(file_bytes) > TOKENIZER_BYTES_MAX:
+            raise ConfigError(
+                f"{len(file_bytes)} bytes, the limit is {TOKENIZER_BYTES_MAX}: every node of the run has to fetch it",
+                source=source,
+                fix="Choose a tokenizer with a smaller vocabulary",
+            )
+        self._library = _load_library_tokenizer(file_bytes, source)
+        self.digest = digest("tokenizer", file_bytes).hex()
+        # Vocabularies may have gaps, so the number of tokens is not the answer.
+        self.vocab_size = max(self._library.get_vocab().values(), default=0) + 1
+        if not 2 <= self.vocab_size <= VOCAB_SIZE_MAX:
+            raise ConfigError(
+                f"{self.vocab_size} tokens, a run needs from 2 to {VOCAB_SIZE_MAX}",
+                source=source,
+                fix="Choose another tokenizer",
+            )
+        self.end_of_document = self._find_end_of_document(source)
+
+    def encode(self, text: str) -> Tokens:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=token_type(self.vocab_size)) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        return self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+
+    def _find_end_of_document(self, source: str) -> int:
+        # Only a special token will do: any other could be written into a text and end it from within.
+        added = self._library.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        for name in END_OF_DOCUMENT_NAMES:
+            if name in special:
+                return special[name]
+        raise ConfigError(
+            "no token that ends a document",
+            source=source,
+            fix=f"Add a special token with one of the names {', '.join(END_OF_DOCUMENT_NAMES)}",
+        )
+
+
+def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
+    """The tokenizer in the file at `path`; without a file, bytes."""
+    if path is None:
+        return BytesTokenizer()
+    try:
+        with path.open("rb") as file:
+            file_bytes = file.read(TOKENIZER_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be read: {error.strerror}",
+            source=str(path),
+            fix="Name a tokenizer.json, or none to train on bytes",
+        ) from error
+    return JsonTokenizer(file_bytes, str(path))
+
+
+def _load_library_tokenizer(file_bytes: bytes, source: str) -> LibraryTokenizer:
+    from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  (bytes do not need it)
+
+    try:
+        library = LibraryTokenizer.from_buffer(file_bytes)
+    except ValueError as error:
+        raise ConfigError(
+            f"not a tokenizer: {str(error)[:300]}",
+            source=source,
+            fix="Name a tokenizer.json as the tokenizers library saves it",
+        ) from error
+    if getattr(library.model, "dropout", None):
+        raise ConfigError(
+            "the model has dropout, so that a text is encoded differently each time",
+            source=source,
+            key="model.dropout",
+            fix="Set it to null",
+        )
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True  # what is written in a text is text
+    return library

@@ -1,0 +1,219 @@
+"""The trainer: owns model, residual and recipe, and is all that the daemon knows of learning.
+
+    train       a round's local steps, on the shard that the assignment gives this node
+    contribute  the payload they amount to
+    check       someone's payload: the reason it is refused, or nothing
+    apply       the payloads that the swarm agreed on, to the master weights, exactly
+    root        the digest of the weights
+    evaluate    the loss on the held-out slice
+    save, load  everything the next round depends on, as one safetensors file
+
+It runs in one thread, knows no clock and no network, and between rounds it is fully described by what
+`save` writes: a trainer that loads it goes on to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
+from p2ptrain.learn.aggregate import apply_votes, check_exactness, common_scales, sum_votes
+from p2ptrain.learn.assignment import shard
+from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, unpack
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.live import LiveModel, StepResult
+from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.learn.recipes import Kept, make_recipe
+from p2ptrain.learn.root import covered_pieces, state_root
+from p2ptrain.learn.schedule import learning_rate
+from p2ptrain.learn.transform import Layout
+
+STATE_FORMAT = "p2ptrain trainer 1"
+
+
+def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
+    """The device to train on, and whether to train in bf16 there. Sets torch's thread count."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.threads or max(1, cores - 1))  # one core stays free for the network and the person
+    name = config.name if config.name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"{torch.cuda.device_count()} CUDA devices found"
+        raise DeviceError(f"device {name} is not there ({found})", fix="Set device.name to cpu or to one that is")
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    autocast = config.autocast == "bf16" or (config.autocast == "auto" and (fast or _cpu_has_bf16(device)))
+    return device, autocast
+
+
+def _cpu_has_bf16(device: torch.device) -> bool:
+    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+
+
+class Trainer:
+    """One node's learning."""
+
+    def __init__(self, run: RunConfig, device: DeviceConfig, dataset: TokenDataset) -> None:
+        self.run, self.dataset = run, dataset
+        self.device, autocast = open_device(device)
+        check_exactness(run.recipe.chunk, self.device)
+        model = Transformer(run.model)
+        initialise(model, run.seed)
+        self.live = LiveModel(model.to(self.device), autocast=autocast)
+        self.layout = Layout(self.live.shapes, run.recipe.chunk)
+        self.form = PayloadFormat.of(self.layout, run.recipe)
+        self.recipe = make_recipe(run.recipe, self.live, self.layout)
+        self.round = 0  # applied so far
+        self._trained: int | None = None  # the round whose steps are done and not contributed yet
+
+    def train(
+        self,
+        round_number: int,
+        place: int,
+        places: int,
+        on_step: Callable[[StepResult], None] = lambda result: None,
+    ) -> list[StepResult]:
+        """The round's local steps, as the node at `place` of `places` in the roster."""
+        recipe, length = self.run.recipe, self.run.model.sequence_length
+        each = recipe.accumulate_steps * recipe.sequences_per_step
+        count = recipe.local_steps * each
+        sequences = self.dataset.sequences(length)
+        positions = shard(self.run.seed, round_number, place, places, count, sequences)
+        self.recipe.begin()
+        results = []
+        for step in range(recipe.local_steps):
+            chosen = positions[step * each : (step + 1) * each]
+            batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
+            results.append(self.recipe.local_step(step, batch, chosen.tolist()))
+            on_step(results[-1])
+        self._trained = round_number
+        return results
+
+    def contribute(self, round_number: int) -> bytes:
+        """The payload of the round that was just trained; what it carries leaves the residual."""
+        assert self._trained == round_number, "a contribution follows its training"
+        self._trained = None
+        return pack(self.recipe.contribute(round_number), self.form)
+
+    def forget(self, round_number: int) -> None:
+        """A manifest took this node's contribution of that round."""
+        self.recipe.residual.forget(round_number)
+
+    def restore(self, round_number: int) -> None:
+        """No manifest can take this node's contribution of that round any more."""
+        self.recipe.residual.restore(round_number)
+
+    def check(self, payload: bytes) -> str | None:
+        """Why a payload is refused; None if it is good."""
+        try:
+            unpack(payload, self.form)
+        except RemoteProtocolError as error:
+            return error.why
+        return None
+
+    @torch.no_grad()
+    def apply(self, round_number: int, payloads: Sequence[bytes]) -> None:
+        """The round's one update, from payloads that `check` found good, in any order."""
+        assert round_number == self.round, f"round {round_number} cannot follow {self.round} applied rounds"
+        recipe = self.run.recipe
+        scales = None
+        if self.form.groups and payloads:
+            scales = common_scales([read_exponents(payload, self.form) for payload in payloads])
+        contributions = (unpack(payload, self.form) for payload in payloads)
+        votes = sum_votes(self.layout, recipe, contributions, len(payloads), scales, self.device)
+        rate = learning_rate(recipe, round_number)
+        apply_votes(self.layout, recipe, votes, rate, self.live.parts(self.recipe.agreed))
+        self.recipe.applied()
+        self.round = round_number + 1
+
+    def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
+        """The state root after the rounds applied so far; the manifest's digest draws the sample of a large state."""
+        agreed = self.recipe.agreed
+        size = agreed.numel() * agreed.element_size()
+        return state_root(agreed, covered_pieces(size, self.run.state, self.round, manifest_digest))
+
+    @torch.no_grad()
+    def evaluate(self, sequences_max: int = 64) -> float:
+        """Mean loss of the agreed weights, in nats a token, on the first sequences of the held-out slice."""
+        length = self.run.model.sequence_length
+        count = min(sequences_max, self.dataset.held_out_sequences(length))
+        if not count:
+            raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
+        own = self.live.weights.clone()
+        self.live.weights.copy_(self.recipe.agreed)
+        total = 0.0
+        for start in range(0, count, self.run.recipe.sequences_per_step):
+            positions = np.arange(start, min(start + self.run.recipe.sequences_per_step, count))
+            batch = torch.from_numpy(self.dataset.held_out_batch(positions, length)).to(self.device)
+            total += float(self.live.loss(batch)) * len(positions)
+        self.live.weights.copy_(own)
+        return total / count
+
+    # -----------------------------------------------------------------------------------------------
+    # Saved state
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that a round depends on, by name; not copied."""
+        parts = zip(self.live.names, self.live.parts(self.recipe.agreed), strict=True)
+        named = {f"weights.{name}": part for name, part in parts}
+        named["residual"] = self.recipe.residual.coefficients
+        return named | {f"recipe.{name}": tensor for name, tensor in self.recipe.state().items()}
+
+    def save(self, path: Path) -> None:
+        """Write everything to a new file; whoever calls makes it durable and renames it into place."""
+        assert self._trained is None, "state is saved between a contribution and the next training"
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()}
+        for number, kept in self.recipe.residual.kept.items():
+            tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
+            tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
+        metadata = {"format": STATE_FORMAT, "round": str(self.round), "recipe": self.run.recipe.name}
+        save_file(tensors, path, metadata)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Take over what `save` wrote; a file that is not this run's leaves everything as it was."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: not readable as saved state ({error})") from error
+        if metadata.get("format") != STATE_FORMAT or metadata.get("recipe") != self.run.recipe.name:
+            raise DataError(
+                f"{path}: not the saved state of a {self.run.recipe.name} run: {json.dumps(metadata)[:200]}"
+            )
+        own = self._tensors()
+        kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
+        for name, tensor in own.items():
+            found = tensors.get(name)
+            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+                raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}")
+        if not metadata.get("round", "").isdecimal():
+            raise DataError(f"{path}: the round is missing")
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+        self.recipe.residual.kept = kept
+        self.recipe.applied()
+        self.round, self._trained = int(metadata["round"]), None
+
+    def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Kept]:
+        shape = (self.form.chunks, self.form.k)
+        numbers = sorted({name.split(".")[1] for name in tensors if name.count(".") == 2}, key=int)
+        kept = {}
+        for number in numbers:
+            indices, removed = tensors.pop(f"kept.{number}.indices"), tensors.pop(f"kept.{number}.removed")
+            if indices.shape != shape or removed.shape != shape:
+                raise DataError(f"{path}: kept.{number} is not of shape {shape}")
+            kept[int(number)] = Kept(indices.numpy().astype(np.uint16), removed.numpy())
+        if tensors:
+            raise DataError(f"{path}: does not belong to this run: {min(tensors)}")
+        return kept

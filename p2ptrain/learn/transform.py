@@ -1,0 +1,218 @@
+"""Parameter tensors as square chunks, and their discrete cosine transform, approximate and exact.
+
+DeMo (Peng, Quesnelle, Kingma 2024, arXiv 2411.19870) found that the fast-moving part of a momentum has
+most of its energy in a few coefficients of its two-dimensional DCT-II, taken chunk by chunk. Here the
+two directions are different things:
+
+- Forward, from a gradient to coefficients, is fp32 and approximate. It only decides which coefficients
+  a node offers, and nobody checks that choice.
+- Inverse, from summed votes to an update, is exact. Votes are integers, the basis is a table of
+  integers below 2**14, and every partial sum of
+
+      U[i, j] = sum over u, v of  basis[u, i] * votes[u, v] * basis[v, j]
+
+  is at most the sum of |votes| of the chunk times the largest basis entry squared. Below 2**53 every
+  such number is an fp64, so no order, no fused operation, no thread count and no device changes a bit.
+
+Every matrix is padded to whole chunks: a rule that splits dimensions by a divisor leaves a prime one
+uncompressed. Vectors, and matrices that padding would more than double, are laid end to end and share
+chunks. Chunks are numbered group by group, left to right and top to bottom; that order is the payload's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from p2ptrain.config import BASIS_PEAK, EXACT_MAX
+
+BLOCK_CHUNKS = 32  # chunks in work at a time: their fp64 block of 1 MiB (chunks of 64) stays in a core's cache
+FP32_EXACT_MAX = 2**24  # below it every integer is an fp32
+
+# round(2**13.5 * cos(pi * n / 128)) for n from 0 to 64. A table, because the cosines of two C libraries
+# differ in their last bits; a test checks it against cosines of 50 digits. One table serves every chunk
+# size, and makes the scale of a two-dimensional transform a power of two: 2**27 * chunk / 2.
+COSINES = (
+    11585, 11582, 11571, 11554, 11529, 11498, 11460, 11415, 11363, 11304, 11238, 11166, 11086,
+    11001, 10908, 10809, 10703, 10591, 10473, 10348, 10217, 10080, 9937, 9788, 9633, 9472,
+    9305, 9133, 8956, 8772, 8584, 8391, 8192, 7988, 7780, 7567, 7350, 7128, 6901,
+    6671, 6436, 6198, 5956, 5710, 5461, 5209, 4953, 4695, 4433, 4169, 3903, 3634,
+    3363, 3090, 2815, 2538, 2260, 1981, 1700, 1418, 1136, 852, 568, 284, 0,
+)  # fmt: skip
+assert max(COSINES) == BASIS_PEAK
+
+
+def basis_entry(chunk: int, u: int, i: int) -> int:
+    """2**13.5 * cos(pi * (2i + 1) * u / (2 * chunk)), and 2**13 in the constant row u = 0."""
+    if u == 0:
+        return COSINES[32]
+    n = (2 * i + 1) * u * (64 // chunk) % 256  # the angle in 256ths of a turn
+    n = min(n, 256 - n)
+    return COSINES[n] if n <= 64 else -COSINES[128 - n]
+
+
+@cache
+def integer_basis(chunk: int, dtype: torch.dtype, device: torch.device) -> Tensor:  # [u, i]
+    entries = [[basis_entry(chunk, u, i) for i in range(chunk)] for u in range(chunk)]
+    return torch.tensor(entries, dtype=dtype, device=device)
+
+
+def inverse_scale(chunk: int) -> float:
+    """Turns the integers of the inverse into those of the orthonormal transform: an exact power of two."""
+    return 2.0**-26 / chunk
+
+
+@cache
+def orthonormal_basis(chunk: int, device: torch.device) -> Tensor:  # [u, i] fp32
+    return integer_basis(chunk, torch.float64, device).mul(inverse_scale(chunk) ** 0.5).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One matrix, or all the vectors laid end to end as a matrix one chunk wide."""
+
+    members: tuple[int, ...]  # which parameters, by their place in the model
+    rows: int
+    columns: int
+    chunk_rows: int
+    chunk_columns: int
+    first_chunk: int
+
+    @property
+    def chunks(self) -> int:
+        return self.chunk_rows * self.chunk_columns
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some whole rows of chunks of a group: `rows` of the matrix (unpadded) are `chunks` of the layout."""
+
+    rows: slice
+    chunks: slice
+    chunk_rows: int
+
+
+class Layout:
+    """Which chunk holds which part of which parameter: a function of the parameters' shapes alone."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]], chunk: int) -> None:
+        self.shapes = tuple(tuple(shape) for shape in shapes)
+        self.chunk = chunk
+        self.area = chunk * chunk
+        groups: list[Group] = []
+        vectors: list[int] = []
+        first_chunk = 0
+        for index, shape in enumerate(self.shapes):
+            rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+            chunk_rows, chunk_columns = -(-rows // chunk), -(-columns // chunk)
+            if chunk_rows * chunk_columns * self.area > 2 * rows * columns:
+                vectors.append(index)
+                continue
+            groups.append(Group((index,), rows, columns, chunk_rows, chunk_columns, first_chunk))
+            first_chunk += chunk_rows * chunk_columns
+        if vectors:
+            rows = -(-sum(prod(self.shapes[index]) for index in vectors) // chunk)
+            groups.append(Group(tuple(vectors), rows, chunk, -(-rows // chunk), 1, first_chunk))
+            first_chunk += groups[-1].chunk_rows
+        self.groups = tuple(groups)
+        self.chunks = first_chunk
+
+    def blocks(self, group: Group) -> Iterator[Block]:
+        at_a_time = max(1, BLOCK_CHUNKS // group.chunk_columns)
+        for start in range(0, group.chunk_rows, at_a_time):
+            stop = min(start + at_a_time, group.chunk_rows)
+            first = group.first_chunk + start * group.chunk_columns
+            yield Block(
+                rows=slice(start * self.chunk, min(stop * self.chunk, group.rows)),
+                chunks=slice(first, first + (stop - start) * group.chunk_columns),
+                chunk_rows=stop - start,
+            )
+
+    def matrix(self, tensors: Sequence[Tensor], group: Group) -> Tensor:  # [rows, columns]
+        """The group's matrix: a view of its one tensor, or a copy of its vectors end to end."""
+        if len(group.members) == 1 and group.columns * group.rows == tensors[group.members[0]].numel():
+            return tensors[group.members[0]].reshape(group.rows, group.columns)
+        flat = torch.cat([tensors[index].reshape(-1) for index in group.members])
+        return pad(flat, (0, group.rows * group.columns - flat.numel())).view(group.rows, group.columns)
+
+    def store(self, matrix: Tensor, tensors: Sequence[Tensor], group: Group) -> None:
+        """Put a matrix that `matrix` copied back into its vectors."""
+        flat, start = matrix.reshape(-1), 0
+        for index in group.members:
+            size = tensors[index].numel()
+            tensors[index].copy_(flat[start : start + size].view(tensors[index].shape))
+            start += size
+
+    def padding_masks(self, device: torch.device) -> tuple[Tensor, Tensor]:  # [n] int64, [n, chunk, chunk] bool
+        """The chunks that are partly padding, and where their true elements are."""
+        chunks: list[int] = []
+        masks: list[Tensor] = []
+        for group in self.groups:
+            size = sum(prod(self.shapes[index]) for index in group.members)
+            real = torch.arange(group.rows * group.columns, device=device).view(group.rows, group.columns) < size
+            for block in self.blocks(group):
+                tiles = self._tiles(real[block.rows], group, block)
+                partly = (~tiles.flatten(1).all(dim=1)).nonzero().flatten()
+                chunks += (partly + block.chunks.start).tolist()
+                masks.append(tiles[partly])
+        return torch.tensor(chunks, dtype=torch.int64, device=device), torch.cat(masks)
+
+    def _padded(self, rows: Tensor, group: Group, block: Block) -> Tensor:  # [chunk_rows * c, chunk_columns * c]
+        missing_rows = block.chunk_rows * self.chunk - rows.shape[0]
+        missing_columns = group.chunk_columns * self.chunk - group.columns
+        return pad(rows, (0, missing_columns, 0, missing_rows)) if missing_rows or missing_columns else rows
+
+    def _tiles(self, rows: Tensor, group: Group, block: Block) -> Tensor:  # [chunks, c, c]
+        c = self.chunk
+        padded = self._padded(rows, group, block).view(block.chunk_rows, c, group.chunk_columns, c)
+        return padded.permute(0, 2, 1, 3).reshape(-1, c, c)
+
+    def accumulate(self, tensors: Sequence[Tensor], residual: Tensor, keep: float) -> None:
+        """residual = keep * residual + DCT(tensors), chunk by chunk; approximate.
+
+        tensors: the parameters' gradients, or whatever has their shapes; residual: [chunks, area] fp32
+        """
+        c, basis = self.chunk, orthonormal_basis(self.chunk, residual.device)
+        for group in self.groups:
+            matrix = self.matrix(tensors, group)
+            for block in self.blocks(group):
+                rows = self._padded(matrix[block.rows], group, block)
+                half = torch.mm(rows.reshape(-1, c), basis.T)
+                full = torch.matmul(basis, half.view(block.chunk_rows, c, -1))
+                target = residual[block.chunks].view(block.chunk_rows, group.chunk_columns, c, c)
+                target.mul_(keep).add_(full.view(block.chunk_rows, c, group.chunk_columns, c).permute(0, 2, 1, 3))
+
+    def project(self, residual: Tensor, chunks: Tensor, masks: Tensor) -> None:
+        """Take out of the residual what falls on padding, as cropping the decoded tensor would."""
+        if chunks.numel():
+            c, basis = self.chunk, orthonormal_basis(self.chunk, residual.device)
+            decoded = basis.T @ residual[chunks].view(-1, c, c) @ basis
+            residual[chunks] = (basis @ (decoded * masks) @ basis.T).view(-1, self.area)
+
+
+def first_stage_dtype(votes_bound: int, device: torch.device) -> torch.dtype:
+    """fp32 where the first product of the inverse is exact in it, which is twice as fast; else fp64.
+
+    votes_bound: no chunk's sum of |votes| is larger
+    """
+    assert votes_bound * BASIS_PEAK**2 < EXACT_MAX, "the config's bound keeps votes in the exact range"
+    exact = votes_bound * BASIS_PEAK < FP32_EXACT_MAX
+    # Only where nobody can have asked for a faster, coarser fp32 product (TF32, bf16).
+    trusted = device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if exact and trusted else torch.float64
+
+
+def inverse(votes: Tensor, chunk: int, first_stage: torch.dtype) -> Tensor:
+    """The exact inverse transform, in integers: [i, n, j] fp64 from votes [n, chunk * chunk] of any integer type."""
+    n = votes.shape[0]
+    rows = torch.empty(chunk, n, chunk, dtype=first_stage, device=votes.device)
+    rows.copy_(votes.view(n, chunk, chunk).permute(1, 0, 2))  # [u, n, v]: both products become plain matrix ones
+    half = torch.mm(integer_basis(chunk, first_stage, votes.device).T, rows.view(chunk, n * chunk))
+    whole = torch.mm(half.double().view(chunk * n, chunk), integer_basis(chunk, torch.float64, votes.device))
+    return whole.view(chunk, n, chunk)

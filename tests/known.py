@@ -1,0 +1,41 @@
+"""Numbers that are the same on every machine: integers from splitmix64, and floats that are exact by construction."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.transform import Layout
+
+
+def integers(seed: int, count: int) -> NDArray[np.uint64]:
+    """splitmix64 (Steele, Lea, Flood 2014), vectorised."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return state ^ (state >> np.uint64(31))
+
+
+def weights(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Multiples of 2**-24 in [-0.5, 0.5), exact in fp32."""
+    drawn = integers(seed, int(np.prod(shape))) >> np.uint64(40)
+    return torch.from_numpy((drawn.astype(np.float64) / 2**24 - 0.5).astype(np.float32).reshape(shape))
+
+
+def contribution(seed: int, layout: Layout, recipe: RecipeConfig) -> Contribution:
+    """k different indices a chunk, values of every size, scales over a wide range."""
+    order = integers(seed, layout.chunks * layout.area).reshape(layout.chunks, layout.area)
+    indices = np.sort(np.argsort(order, axis=1, kind="stable")[:, : recipe.k], axis=1).astype(np.uint16)
+    drawn = integers(seed + 10**6, indices.size).reshape(indices.shape)
+    sizes = (drawn % np.uint64(1 << (recipe.value_bits - 1))).astype(np.int8) + np.int8(1)
+    values = np.where((drawn >> np.uint64(20)) & np.uint64(1) == 1, -sizes, sizes).astype(np.int8)
+    if not recipe.scaled:
+        return Contribution(indices, values)
+    exponents = (integers(seed + 2 * 10**6, len(layout.groups)) % np.uint64(12)).astype(np.int8) - np.int8(16)
+    return Contribution(indices, values, exponents)

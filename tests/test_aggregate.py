@@ -1,0 +1,316 @@
+"""The exact path: the same bits in any order, grouping, thread count and device, and the right numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from known import contribution, weights
+from scipy import fft
+
+from p2ptrain.config import BASIS_PEAK, RecipeConfig, StateConfig
+from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root
+from p2ptrain.errors import DeviceError
+from p2ptrain.learn.aggregate import apply_votes, check_exactness, common_scales, sum_votes
+from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.root import covered_pieces, state_root
+from p2ptrain.learn.transform import Layout
+
+CPU = torch.device("cpu")
+GOLDEN = Path(__file__).parent / "golden" / "state_roots.json"
+SHAPES = [(130, 128), (200,), (64, 192), (3, 7), (97, 101)]
+SIZES = [math.prod(shape) for shape in SHAPES]
+COMBINATIONS = list(itertools.product(("distro", "demo", "local"), ("normalised", "mean", "sign")))
+
+
+def flat_weights(seed: int) -> torch.Tensor:
+    return weights(seed, (sum(SIZES),))
+
+
+def parts(flat: torch.Tensor) -> list[torch.Tensor]:
+    return [part.view(shape) for part, shape in zip(torch.split(flat, SIZES), SHAPES, strict=True)]
+
+
+def scales_of(recipe: RecipeConfig, contributions: list[Contribution]) -> tuple[int, ...] | None:
+    if not recipe.scaled:
+        return None
+    return common_scales([one.exponents for one in contributions if one.exponents is not None])
+
+
+def updated(
+    recipe: RecipeConfig,
+    contributions: list[Contribution],
+    rate: Fraction,
+    flat: torch.Tensor,
+) -> torch.Tensor:
+    layout = Layout(SHAPES, recipe.chunk)
+    flat = flat.clone()
+    votes = sum_votes(layout, recipe, contributions, len(contributions), scales_of(recipe, contributions), flat.device)
+    apply_votes(layout, recipe, votes, rate, parts(flat))
+    return flat
+
+
+def golden_cases() -> dict[str, tuple[RecipeConfig, int]]:
+    cases = {}
+    for name, outer, (chunk, k) in itertools.product(
+        ("distro", "demo", "local"), ("normalised", "mean", "sign"), ((64, 32), (64, 8), (16, 5), (8, 32))
+    ):
+        for peers in (1, 7, 40):
+            bits = 3 if name == "demo" else 1
+            recipe = RecipeConfig(
+                name=name, outer=outer, chunk=chunk, k=k, value_bits=bits, weight_decay=Fraction(1, 10)
+            )
+            cases[f"{name} {outer} chunk={chunk} k={k} peers={peers}"] = recipe, peers
+    return cases
+
+
+def golden_root(recipe: RecipeConfig, peers: int, device: torch.device) -> str:
+    """Three rounds at rates that no binary fraction equals."""
+    layout = Layout(SHAPES, recipe.chunk)
+    flat = flat_weights(len(recipe.name + recipe.outer)).to(device)
+    for round_number, rate in enumerate((Fraction(1, 1000), Fraction(2, 3), Fraction(7, 300))):
+        offered = [contribution(1000 * round_number + peer, layout, recipe) for peer in range(peers)]
+        flat = updated(recipe, offered, rate, flat)
+    assert torch.isfinite(flat).all()
+    return state_root(flat).hex()
+
+
+@pytest.mark.parametrize("case", golden_cases())
+def test_golden_state_roots(case: str) -> None:
+    recipe, peers = golden_cases()[case]
+    assert golden_root(recipe, peers, CPU) == json.loads(GOLDEN.read_text())[case]
+
+
+def test_there_is_a_golden_root_for_every_case_and_no_two_are_equal() -> None:
+    golden = json.loads(GOLDEN.read_text())
+    assert list(golden) == list(golden_cases())
+    assert len(set(golden.values())) == len(golden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", golden_cases())
+def test_cuda_gives_the_golden_state_roots(case: str) -> None:
+    recipe, peers = golden_cases()[case]
+    assert golden_root(recipe, peers, torch.device("cuda")) == json.loads(GOLDEN.read_text())[case]
+
+
+@pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
+def test_any_order_and_any_thread_count_give_the_same_bits(name: str, outer: str) -> None:
+    recipe = RecipeConfig(name=name, outer=outer, value_bits=3 if name == "demo" else 1)
+    layout = Layout(SHAPES, recipe.chunk)
+    offered = [contribution(peer, layout, recipe) for peer in range(12)]
+    flat = flat_weights(5)
+    expected = updated(recipe, offered, Fraction(1, 300), flat)
+    generator = np.random.default_rng(1)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for _ in range(4):
+                shuffled = [offered[index] for index in generator.permutation(len(offered))]
+                assert torch.equal(updated(recipe, shuffled, Fraction(1, 300), flat), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["distro", "demo", "local"])
+def test_any_grouping_gives_the_same_votes(name: str) -> None:
+    recipe = RecipeConfig(name=name, value_bits=3 if name == "demo" else 1)
+    layout = Layout(SHAPES, recipe.chunk)
+    offered = [contribution(peer, layout, recipe) for peer in range(9)]
+    scales = scales_of(recipe, offered)
+    whole = sum_votes(layout, recipe, offered, 9, scales, CPU)
+    for cut in (1, 4, 8):
+        first = sum_votes(layout, recipe, offered[:cut], cut, scales, CPU)
+        second = sum_votes(layout, recipe, iter(offered[cut:]), 9 - cut, scales, CPU)
+        assert torch.equal(first.sums.int() + second.sums.int(), whole.sums.int())
+
+
+def test_votes_that_outgrow_16_bits_are_counted_in_32() -> None:
+    recipe = RecipeConfig(name="demo", value_bits=4, k=2, chunk=8)
+    layout = Layout([(8, 8)], 8)
+    top = Contribution(np.array([[0, 5]], np.uint16), np.array([[8, -8]], np.int8), np.array([-1], np.int8))
+    count = 65
+    assert count * recipe.weight_max > 2**15
+    votes = sum_votes(layout, recipe, [top] * count, count, (-7,), CPU)
+    assert votes.sums.dtype == torch.int32
+    assert votes.sums[0, [0, 5]].tolist() == [count * 8 * 64, -count * 8 * 64]
+
+
+@pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
+def test_updates_are_the_formulas_worked_out_in_floating_point(name: str, outer: str) -> None:
+    recipe = RecipeConfig(name=name, outer=outer, value_bits=3 if name == "demo" else 1, k=16)
+    layout = Layout([(128, 64)], 64)
+    offered = [contribution(peer, layout, recipe) for peer in range(5)]
+    before = weights(4, (128, 64))
+    after = before.clone()
+    scales = scales_of(recipe, offered)
+    votes = sum_votes(layout, recipe, offered, 5, scales, CPU)
+    apply_votes(layout, recipe, votes, Fraction(1, 100), [after])
+
+    dense = np.zeros((2, 4096))
+    for one in offered:
+        units = np.ones((2, 1))
+        if one.exponents is not None:
+            median = np.sort([other.exponents[0] for other in offered if other.exponents is not None])[2]
+            units *= 2.0 ** np.clip(one.exponents[0], median - 3, median + 3)
+        np.add.at(dense, (np.arange(2)[:, None], one.indices.astype(int)), one.values * units)
+    decoded = fft.idctn(dense.reshape(2, 64, 64), axes=(1, 2), norm="ortho").reshape(128, 64)
+    if outer == "mean":
+        update = decoded / 5 * (1 if recipe.scaled else math.sqrt(4096 / 16))
+    elif outer == "normalised":
+        update = decoded / math.sqrt(np.square(dense).mean())
+    else:
+        update = np.sign(decoded)
+    moved = (before.double() - after.double()).numpy()
+    close = np.abs(moved - update / 100) <= 1e-6 + 1e-3 * np.abs(update / 100).max()
+    assert close.mean() == 1.0 if outer != "sign" else close.mean() > 0.999  # the sign of nearly nothing may differ
+    assert np.abs(moved).max() > 0
+
+
+def test_normalised_steps_have_the_size_of_the_rate_whatever_the_number_of_peers() -> None:
+    recipe = RecipeConfig(outer="normalised")
+    layout = Layout([(256, 256)], 64)
+    for peers in (1, 4, 32):
+        flat = torch.zeros(256, 256)
+        offered = [contribution(peer, layout, recipe) for peer in range(peers)]
+        apply_votes(layout, recipe, sum_votes(layout, recipe, offered, peers, None, CPU), Fraction(1, 10), [flat])
+        assert float(flat.square().mean().sqrt()) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_without_contributions_nothing_changes_not_even_by_decay() -> None:
+    recipe = RecipeConfig(weight_decay=Fraction(1))
+    flat = flat_weights(2)
+    assert torch.equal(updated(recipe, [], Fraction(1, 2), flat), flat)
+
+
+def test_votes_that_cancel_leave_only_the_decay() -> None:
+    recipe = RecipeConfig(outer="normalised", weight_decay=Fraction(1, 2))
+    layout = Layout(SHAPES, 64)
+    one = contribution(1, layout, recipe)
+    flat = flat_weights(2)
+    after = updated(recipe, [one, Contribution(one.indices, -one.values)], Fraction(1, 2), flat)
+    assert torch.equal(after, flat * 0.75)
+
+
+def test_decay_comes_before_the_update_and_is_rounded_on_its_own() -> None:
+    recipe = RecipeConfig(outer="sign", weight_decay=Fraction(1, 3))
+    layout = Layout(SHAPES, 64)
+    offered = [contribution(1, layout, recipe)]
+    flat = flat_weights(2)
+    rate = Fraction(1, 7)
+    plain = RecipeConfig(outer="sign")
+    keep = torch.tensor(float(1 - rate * Fraction(1, 3)), dtype=torch.float32)
+    assert torch.equal(updated(recipe, offered, rate, flat), updated(plain, offered, rate, flat * keep))
+
+
+def test_negative_zero_in_the_weights_ends_as_the_same_bits_whatever_the_products_sign() -> None:
+    recipe = RecipeConfig(outer="mean", k=1)
+    layout = Layout([(64, 64)], 64)
+    for value in (1, -1):
+        one = Contribution(np.array([[2 * 64]], np.uint16), np.array([[value]], np.int8))  # the row u = 2
+        other = Contribution(one.indices, -one.values)
+        flat = torch.full((64, 64), -0.0)
+        apply_votes(layout, recipe, sum_votes(layout, recipe, [one, other], 2, None, CPU), Fraction(1), [flat])
+        assert torch.signbit(flat).all(), "an update of nothing is 0.0, and -0.0 - 0.0 is -0.0"
+
+
+def test_a_minority_cannot_move_the_scale_of_the_others() -> None:
+    honest = [np.array([-10, -3], np.int8)] * 3
+    for extreme in (-64, 15):
+        assert common_scales([*honest, np.array([extreme, extreme], np.int8), *honest[:1]]) == (-13, -6)
+    assert common_scales([np.array([4], np.int8)]) == (1,)
+
+
+def test_a_scale_counts_at_most_eight_times_the_median() -> None:
+    recipe = RecipeConfig(name="local", chunk=8, k=1)
+    layout = Layout([(8, 8)], 8)
+
+    def one(exponent: int, index: int) -> Contribution:
+        return Contribution(np.array([[index]], np.uint16), np.array([[1]], np.int8), np.array([exponent], np.int8))
+
+    offered = [one(-5, 0), one(-5, 1), one(15, 2), one(-64, 3), one(-4, 4)]
+    scales = scales_of(recipe, offered)
+    assert scales == (-8,)
+    votes = sum_votes(layout, recipe, offered, 5, scales, CPU)
+    assert votes.sums[0, :5].tolist() == [8, 8, 64, 1, 16]
+
+
+def test_a_library_that_rounds_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_exactness(64, CPU)
+    real = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: real(a.bfloat16().to(a.dtype), b))
+    with pytest.raises(DeviceError, match="does not multiply matrices exactly"):
+        check_exactness(64, CPU)
+
+
+def test_a_mode_that_flushes_small_numbers_is_refused() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush small numbers to zero")
+    try:
+        with pytest.raises(DeviceError, match="flushes small numbers to zero"):
+            check_exactness(8, CPU)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_coarser_matmul_precision_moves_the_first_stage_to_fp64() -> None:
+    recipe = RecipeConfig()
+    layout = Layout(SHAPES, 64)
+    offered = [contribution(peer, layout, recipe) for peer in range(3)]
+    flat = flat_weights(1)
+    expected = updated(recipe, offered, Fraction(1, 10), flat)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(updated(recipe, offered, Fraction(1, 10), flat), expected)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_the_bound_of_the_config_keeps_the_largest_swarm_exact() -> None:
+    for name, bits in (("distro", 1), ("demo", 4), ("local", 1)):
+        recipe = RecipeConfig(name=name, value_bits=bits, k=32)
+        assert 1024 * recipe.k * recipe.weight_max * BASIS_PEAK**2 < 2**53
+    assert 65_536 * 32 * RecipeConfig(k=32).weight_max * BASIS_PEAK**2 < 2**53
+
+
+# The state root
+
+
+def test_the_root_is_the_merkle_root_of_the_bytes_in_memory() -> None:
+    state = weights(1, (PIECE_BYTES // 4 * 2 + 5,))
+    octets = state.numpy().tobytes()
+    leaves = [leaf_digest(n, octets[n * PIECE_BYTES : (n + 1) * PIECE_BYTES]) for n in range(3)]
+    assert state_root(state) == merkle_root(leaves, len(octets))
+    assert state_root(state, [2]) == digest(
+        "partial root", (2).to_bytes(8, "little"), merkle_root(leaves[2:], len(octets))
+    )
+
+
+def test_one_flipped_bit_changes_the_root() -> None:
+    state = weights(1, (1000,))
+    other = state.clone()
+    other.view(torch.int32)[777] ^= 1
+    assert state_root(state) != state_root(other)
+
+
+def test_large_states_are_sampled_by_the_manifest_and_covered_whole_now_and_then() -> None:
+    config = StateConfig(full_root_bytes_max=2**20, partial_root_leaves=4, full_root_rounds=10)
+    size = 100 * PIECE_BYTES
+    assert covered_pieces(2**20, config, 1, bytes(32)) is None
+    assert covered_pieces(size, config, 20, bytes(32)) is None
+    assert covered_pieces(4 * PIECE_BYTES, config, 1, bytes(32)) is None
+    drawn = [covered_pieces(size, config, 1, digest("x", bytes([n]))) for n in range(200)]
+    assert all(one == sorted(set(one)) and len(one) == 4 and one[0] >= 0 and one[-1] < 100 for one in drawn if one)
+    assert {index for one in drawn for index in one or []} == set(range(100))
+
+
+if __name__ == "__main__":  # python tests/test_aggregate.py: only with a new protocol version
+    roots = {case: golden_root(recipe, peers, CPU) for case, (recipe, peers) in golden_cases().items()}
+    GOLDEN.write_text(json.dumps(roots, indent=1) + "\n")

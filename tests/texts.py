@@ -1,0 +1,59 @@
+"""Small tokenizer files, and data sets made in a line."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.learn.prepare import Prepared, prepare
+from p2ptrain.learn.tokenizer import BytesTokenizer, Tokenizer
+
+END = "<|endoftext|>"
+
+
+def tokenizer_json(*, fill: int = 0, end: str = END, **changes: Any) -> bytes:
+    """A byte-level BPE with "he" and "ll" merged, and `fill` more tokens that no text gives."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: these stand for themselves
+    others = [byte for byte in range(256) if byte not in printable]  # and these are moved up
+    alphabet = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
+    vocab = {token: number for number, token in enumerate([end, *alphabet, "he", "ll"])}
+    vocab |= {f"fill {number}": len(vocab) + number for number in range(fill)}
+    model = {"type": "BPE", "dropout": None, "vocab": vocab, "merges": [["h", "e"], ["l", "l"]]}
+    special = {"id": 0, "content": end, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [special | {"special": True}],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": model,
+    }
+    return json.dumps(tokenizer | changes).encode()
+
+
+def prepared(
+    out: Path,
+    *files: Path,
+    tokenizer: Tokenizer | None = None,
+    held_out: Fraction = Fraction(1, 4),
+    embedded: bool = False,
+) -> Prepared:
+    return prepare(
+        out,
+        files,
+        embedded=embedded,
+        tokenizer=tokenizer or BytesTokenizer(),
+        held_out=held_out,
+        progress=lambda done, total: None,
+    )
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def json_lines(path: Path, texts: list[str]) -> Path:
+    return written(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
