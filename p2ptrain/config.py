@@ -1,389 +1,209 @@
 """The two configurations: `RunConfig`, shared by all and hashed, and `NodeConfig`, mine alone.
 
-Whatever decides a bit of the agreed state or how the swarm agrees on it stands in `RunConfig`. Its
-canonical encoding is JSON with sorted keys, no white space and no floating-point number: fractions
-are written as "n/d", so that every machine reads the same value and no decimal is rounded on the way.
-The run's id is the BLAKE3 digest of that encoding under a domain of its own. A run whose data or first
-weights are not known yet (its file was just written) is unsealed and has no id; `sealed` adds both.
+Both are TOML files, checked by pydantic. A key that nobody knows, a value of the wrong type and a
+combination that cannot work are errors that name the file, the key and the fix: a run that trains with a
+typo ignored is worse than one that does not start. All mistakes of a file are told at once.
 
-`NodeConfig` is what differs from machine to machine. It comes from a TOML file; environment variables
-named P2PTRAIN_SECTION__KEY go before the file, for containers.
-
-A key that nobody knows, a value of the wrong type and a combination that cannot work are errors that
-name the file, the key and the fix: a run that trains with a typo ignored is worse than one that does
-not start.
+Numbers with a point are read as decimals and kept as fractions, so that 0.1 means one tenth everywhere.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import re
 import tomllib
-from decimal import Decimal
-from fractions import Fraction
+from collections.abc import Iterator, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any
 
-from blake3 import blake3
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
+from pydantic import BaseModel, ValidationError
+
+from p2ptrain.config_fields import Digest, Rational, Section
+from p2ptrain.config_text import Problem, fields, problem, unknown_key
+from p2ptrain.errors import ConfigError
+from p2ptrain.node_config import (
+    ENVIRONMENT_DELIMITER,
+    ENVIRONMENT_PREFIX,
+    DeviceConfig,
+    HttpConfig,
+    IdentityConfig,
+    LimitsConfig,
+    LoggingConfig,
+    NetworkConfig,
+    NodeConfig,
+    StorageConfig,
 )
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from p2ptrain.run_config import (
+    BASIS_PEAK,
+    CONFIG_BYTES_MAX,
+    EXACT_MAX,
+    MODEL_PRESETS,
+    PROTOCOL_VERSION,
+    RECIPE_DEFAULTS,
+    SCALE_SPREAD_BITS,
+    SCALED_RECIPES,
+    AdmissionConfig,
+    AgreementConfig,
+    DataConfig,
+    ModelConfig,
+    RecipeConfig,
+    RunConfig,
+    StateConfig,
+    TokenizerConfig,
+)
 
-from p2ptrain.errors import ConfigError, RemoteProtocolError
-
-PROTOCOL_VERSION = 1
-RUN_ID_DOMAIN = b"p2ptrain 1 run id\0"
-CONFIG_BYTES_MAX = 65_536  # a run's config is a few KB; an allowlist of 1,024 keys of 32 bytes is the rest
-RATIONAL_PART_MAX = 2**53  # both parts stay exact as a float, so that their quotient is rounded once
-BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
-EXACT_MAX = 2**53  # below it every integer is a float64
-
-
-def _parse_rational(value: object) -> Fraction:
-    """Accept 3, 0.001 as written in TOML, "1/1000" and "0.001"; never a binary float."""
-    if isinstance(value, bool) or not isinstance(value, int | str | Decimal | Fraction):
-        raise ValueError('expected a number, or a fraction in quotes such as "1/3"')
-    if isinstance(value, str) and len(value) > 40:
-        raise ValueError("expected a fraction of at most 40 characters")
-    if isinstance(value, Decimal) and not (value.is_finite() and -40 <= value.adjusted() <= 40):
-        raise ValueError("expected a finite number of ordinary size")
-    if isinstance(value, str) and not re.fullmatch(r"-?[0-9]+(/[0-9]+|\.[0-9]+)?", value):
-        raise ValueError('expected a number, or a fraction in quotes such as "1/3"')
-    try:
-        fraction = Fraction(value)
-    except ZeroDivisionError as error:
-        raise ValueError("the denominator is zero") from error
-    if abs(fraction.numerator) >= RATIONAL_PART_MAX or fraction.denominator >= RATIONAL_PART_MAX:
-        raise ValueError("numerator and denominator must stay below 2**53")
-    return fraction
-
-
-def _print_rational(value: Fraction) -> str:
-    return f"{value.numerator}/{value.denominator}" if value.denominator != 1 else str(value.numerator)
-
-
-Rational = Annotated[
-    Fraction,
-    BeforeValidator(_parse_rational),
-    PlainSerializer(_print_rational, return_type=str),
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^-?\d+(/\d+|\.\d+)?$"}]}),
+__all__ = [
+    "BASIS_PEAK",
+    "CONFIG_BYTES_MAX",
+    "EXACT_MAX",
+    "MODEL_PRESETS",
+    "PROTOCOL_VERSION",
+    "RECIPE_DEFAULTS",
+    "SCALED_RECIPES",
+    "SCALE_SPREAD_BITS",
+    "AdmissionConfig",
+    "AgreementConfig",
+    "DataConfig",
+    "DeviceConfig",
+    "Digest",
+    "HttpConfig",
+    "IdentityConfig",
+    "LimitsConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "NodeConfig",
+    "Rational",
+    "RecipeConfig",
+    "RunConfig",
+    "Section",
+    "StateConfig",
+    "StorageConfig",
+    "TokenizerConfig",
+    "load_config",
+    "load_node_config",
+    "load_run_config",
 ]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-DigestOrEmpty = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+
+FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as much in comments
+
+Table = dict[str, Any]  # what TOML holds
 
 
-class Section(BaseModel):
-    """A table of a config file: immutable, and closed to keys that it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-# ---------------------------------------------------------------------------------------------------
-# RunConfig: what all nodes of a run share
+def load_run_config(path: Path) -> RunConfig:
+    """The run that a TOML file describes."""
+    return _run_config(_read(path), path)
 
 
-class ModelConfig(Section):
-    """The built-in decoder-only transformer; a preset gives every size that is not written."""
-
-    preset: str = Field("custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all written here")
-    vocab_size: int = Field(256, ge=2, le=2**20, description="tokens the model knows")
-    dim: int = Field(128, ge=8, le=65_536, description="width of the residual stream")
-    layers: int = Field(4, ge=1, le=1_024, description="transformer blocks")
-    heads: int = Field(4, ge=1, le=1_024, description="query heads")
-    kv_heads: int = Field(2, ge=1, le=1_024, description="key and value heads; fewer than heads saves memory")
-    ffn_dim: int = Field(384, ge=8, le=2**18, description="width of the SwiGLU layer")
-    sequence_length: int = Field(256, ge=8, le=2**20, description="tokens in a training sequence")
-    rope_theta: int = Field(10_000, ge=1, le=2**40, description="base of the rotary position encoding")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_preset(cls, data: object) -> object:
-        if not isinstance(data, dict) or data.get("preset", "custom") == "custom":
-            return data
-        preset = data["preset"]
-        if preset not in MODEL_PRESETS:
-            raise ValueError(f"unknown preset {preset!r}: use one of {', '.join(MODEL_PRESETS)} or custom")
-        return {**MODEL_PRESETS[preset], **data}
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.dim % self.heads:
-            raise ValueError(f"heads = {self.heads} does not divide dim = {self.dim}: make dim a multiple of heads")
-        if self.dim // self.heads % 2:
-            raise ValueError(f"dim / heads = {self.dim // self.heads} is odd: rotary positions need pairs, choose an even one")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}: choose a divisor")
-        return self
+def load_node_config(path: Path | None) -> NodeConfig:
+    """This node's settings: the environment before the file at `path`, if there is one, before the defaults."""
+    return _node_config(_read(path) if path else {}, path)
 
 
-MODEL_PRESETS: dict[str, dict[str, int]] = {
-    "1m": {"dim": 128, "layers": 5, "heads": 4, "kv_heads": 2, "ffn_dim": 384, "sequence_length": 256},
-    "5m": {"dim": 256, "layers": 6, "heads": 4, "kv_heads": 2, "ffn_dim": 768, "sequence_length": 256},
-    "10m": {"dim": 320, "layers": 8, "heads": 5, "kv_heads": 5, "ffn_dim": 896, "sequence_length": 512},
-    "30m": {"dim": 512, "layers": 10, "heads": 8, "kv_heads": 4, "ffn_dim": 1_408, "sequence_length": 512},
-    "100m": {"dim": 768, "layers": 14, "heads": 12, "kv_heads": 4, "ffn_dim": 2_304, "sequence_length": 1_024},
-    "300m": {"dim": 1_024, "layers": 26, "heads": 16, "kv_heads": 4, "ffn_dim": 2_816, "sequence_length": 1_024},
-    "1b": {"dim": 2_048, "layers": 20, "heads": 32, "kv_heads": 8, "ffn_dim": 6_144, "sequence_length": 2_048},
-}
+def load_config(path: Path) -> RunConfig | NodeConfig:
+    """A config of either kind, told apart by the keys at the top of the file."""
+    table = _read(path)
+    if _resemblance(table, RunConfig) > _resemblance(table, NodeConfig):
+        return _run_config(table, path)
+    return _node_config(table, path)
 
 
-class TokenizerConfig(Section):
-    kind: Literal["bytes", "json"] = Field("bytes", description="bytes: 256 tokens; json: a file of the tokenizers library")
-    digest: DigestOrEmpty = Field("", description="BLAKE3 of the tokenizer's JSON file, as `p2ptrain data prepare` prints it")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if (self.kind == "json") != bool(self.digest):
-            raise ValueError(
-                'digest belongs to kind = "json" and to nothing else: '
-                + ("add the digest that `p2ptrain data prepare` printed" if self.kind == "json" else "remove it")
-            )
-        return self
+def _resemblance(table: Table, model: type[BaseModel]) -> int:
+    known = list(model.model_fields)
+    return sum(2 if key in known else bool(difflib.get_close_matches(key, known, n=1)) for key in table)
 
 
-class DataConfig(Section):
-    manifest: Annotated[str, Field(pattern=r"^(embedded|[0-9a-f]{64})$")] = Field(
-        "embedded", description="digest that `p2ptrain data prepare` printed; embedded: the text every Python carries"
-    )
+def _read(path: Path) -> Table:
+    try:
+        with path.open("rb") as file:
+            encoded = file.read(FILE_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"cannot be read: {reason}", source=str(path), fix="Check the name and the permissions"
+        ) from error
+    if len(encoded) > FILE_BYTES_MAX:
+        raise ConfigError(
+            f"larger than {FILE_BYTES_MAX:,} bytes, which no config needs",
+            source=str(path),
+            fix="Check that it is the file you mean",
+        )
+    try:
+        return tomllib.loads(encoded.decode(), parse_float=Decimal)
+    except UnicodeDecodeError as error:
+        line = encoded[: error.start].count(b"\n") + 1
+        raise ConfigError(f"line {line} is not UTF-8 text", source=str(path), fix="Save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not TOML: {error}", source=str(path), fix="Mend the file there") from error
+    except (ValueError, InvalidOperation) as error:  # thousands of digits, in a number or in its exponent
+        raise ConfigError("a number is too large", source=str(path), fix="Write one of ordinary size") from error
+    except RecursionError as error:
+        raise ConfigError(
+            "lists or tables are nested too deeply", source=str(path), fix="Write sections and keys"
+        ) from error
 
 
-RECIPE_DEFAULTS: dict[str, dict[str, object]] = {
-    "distro": {"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 1, "outer": "normalised"},
-    "demo": {"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 3, "outer": "normalised"},
-    "local": {"decay": Fraction(95, 100), "local_steps": 10, "value_bits": 1, "outer": "mean", "learning_rate": Fraction(1)},
-}
-SCALED_RECIPES = ("demo", "local")  # their contributions carry a power-of-two scale a tensor
-SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one another (learn/aggregate.py)
+def _run_config(table: Table, path: Path) -> RunConfig:
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        mistakes = [problem(details, RunConfig, NodeConfig) for details in error.errors(include_url=False)]
+    raise _together([_config_error(mistake, str(path)) for mistake in mistakes])
 
 
-class RecipeConfig(Section):
-    """How steps become a contribution, and contributions an update. Defaults of a recipe fill what is not written."""
-
-    name: str = Field("distro", description='distro, demo, local, or "package.module:Name"')
-    outer: Literal["normalised", "mean", "sign"] = Field("normalised", description="how summed votes become an update")
-    chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
-    k: int = Field(32, ge=1, le=512, description="coefficients kept of each chunk")
-    value_bits: int = Field(1, ge=1, le=4, description="bits of a coefficient's value, its sign included; 1: the sign alone")
-    decay: Rational = Field(Fraction(999, 1000), description="share of the residual that stays each round")
-    clip: Rational = Field(Fraction(1), description="largest norm of a step's gradient; 0: no limit")
-    sequences_per_step: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
-    accumulate_steps: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
-    local_steps: int = Field(1, ge=1, le=65_536, description="steps of a round")
-    inner_learning_rate: Rational = Field(Fraction(3, 1000), description="AdamW's, for recipes with local steps")
-    inner_beta1: Rational = Field(Fraction(9, 10), description="AdamW's, for recipes with local steps")
-    inner_beta2: Rational = Field(Fraction(95, 100), description="AdamW's, for recipes with local steps")
-    inner_weight_decay: Rational = Field(Fraction(0), description="AdamW's, for recipes with local steps")
-    learning_rate: Rational = Field(Fraction(1, 1000), description="of the outer update, at its highest")
-    schedule: Literal["constant", "linear", "wsd"] = Field(
-        "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
-    )
-    warmup_rounds: int = Field(0, ge=0, le=2**40, description="rounds in which the rate rises linearly from zero")
-    rounds: int = Field(0, ge=0, le=2**40, description="round at which the rate reaches its last value; 0 with constant: no end")
-    decay_rounds: int = Field(0, ge=0, le=2**40, description="length of wsd's decay")
-    final_ratio: Rational = Field(Fraction(0), description="last learning rate over the highest")
-    weight_decay: Rational = Field(Fraction(0), description="share of a weight that an update at rate 1 removes")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_recipe(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        return {**RECIPE_DEFAULTS.get(str(data.get("name", "distro")), {}), **data}
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.name not in RECIPE_DEFAULTS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
-            raise ValueError(
-                f"unknown recipe {self.name!r}: use one of {', '.join(RECIPE_DEFAULTS)} or \"package.module:Name\""
-            )
-        area = self.chunk**2
-        if self.k > area // 2:
-            raise ValueError(f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}")
-        if self.value_bits > 1 and self.name in ("distro", "local"):
-            raise ValueError(f"value_bits = {self.value_bits}: recipe {self.name} sends signs alone, use 1 or recipe demo")
-        if self.local_steps > 1 and self.name in ("distro", "demo"):
-            raise ValueError(f"local_steps = {self.local_steps}: recipe {self.name} takes one step a round, use accumulate_steps or recipe local")
-        for key in ("decay", "inner_beta1", "inner_beta2", "final_ratio"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"{key} = {_print_rational(getattr(self, key))} must lie between 0 and 1")
-        for key in ("clip", "inner_learning_rate", "learning_rate", "inner_weight_decay", "weight_decay"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key} = {_print_rational(getattr(self, key))} must not be negative")
-        if self.schedule == "constant" and (self.decay_rounds or self.rounds):
-            raise ValueError('rounds and decay_rounds shape a rate that ends: remove them or set schedule = "linear" or "wsd"')
-        if self.schedule == "linear" and (self.decay_rounds or self.rounds <= self.warmup_rounds):
-            raise ValueError('schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds')
-        if self.schedule == "wsd" and (not self.decay_rounds or self.warmup_rounds + self.decay_rounds > self.rounds):
-            raise ValueError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
-        return self
-
-    @property
-    def scaled(self) -> bool:
-        """Whether contributions carry a scale a tensor; a recipe of one's own does when it asks for value bits."""
-        return self.name in SCALED_RECIPES or (self.name not in RECIPE_DEFAULTS and self.value_bits > 1)
-
-    @property
-    def weight_max(self) -> int:
-        """The largest integer that one contribution can add to one coefficient's votes."""
-        return (1 << (self.value_bits - 1)) * (1 << SCALE_SPREAD_BITS if self.scaled else 1)
+def _node_config(table: Table, path: Path | None) -> NodeConfig:
+    unknown_variables = dict(_unknown_variables())
+    mistakes = [
+        ConfigError("unknown", source=f"environment variable {name}", fix=fix)
+        for name, fix in unknown_variables.items()
+    ]
+    # BaseSettings takes keys of its own beside the fields, all with an underscore first: they are none of a file's.
+    unknown_keys = [key for key in table if key not in NodeConfig.model_fields]
+    mistakes += [_config_error(unknown_key([key], NodeConfig, RunConfig), str(path)) for key in unknown_keys]
+    try:
+        config = NodeConfig(**{key: value for key, value in table.items() if key not in unknown_keys})
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            variables = _variables_behind(details["loc"])
+            if not unknown_variables.keys() & set(variables):  # else it is told already
+                source = " and ".join([f"environment variable {name}" for name in variables] or [str(path)])
+                mistakes.append(_config_error(problem(details, NodeConfig, RunConfig), source))
+    if mistakes:
+        raise _together(mistakes)
+    return config
 
 
-class StateConfig(Section):
-    """What a state root covers. The digest of a few GB would hold up a round; that of 64 pieces does not."""
+def _variables() -> Iterator[tuple[str, str, str]]:
+    """Name, section and key of every variable that is meant for us.
 
-    initial_root: DigestOrEmpty = Field("", description="root of the first weights; empty until the run is started")
-    full_root_bytes_max: int = Field(2**30, ge=2**20, description="up to this size every root covers everything; in bytes")
-    partial_root_leaves: int = Field(64, ge=1, le=65_536, description="pieces of 1 MiB that a partial root covers")
-    full_root_rounds: int = Field(50, ge=1, le=2**20, description="every so many rounds the root covers everything")
-
-
-class AgreementConfig(Section):
-    """How a round is closed (DESIGN: a round)."""
-
-    staleness_rounds_max: int = Field(0, ge=0, le=64, description="non-empty manifests that may lie between a contribution's base and the round that takes it")
-    overlap_rounds: int = Field(0, ge=0, le=1, description="1: train while the last round is agreed on; costs loss")
-    inline_bytes_max: int = Field(16_384, ge=0, le=262_144, description="payloads up to this size ride along with the announcement; in bytes")
-    avail_seconds: int = Field(2, ge=1, le=600, description="how long a proposer waits for all availabilities")
-    view_seconds: int = Field(2, ge=1, le=600, description="length of the first view")
-    view_seconds_max: int = Field(60, ge=1, le=3_600, description="views double up to this length")
-    idle_round_seconds: int = Field(60, ge=1, le=86_400, description="rounds without a contribution close at most this often")
-    stall_seconds: int = Field(120, ge=1, le=86_400, description="without an applied round for so long, the quorum counts as lost")
-    settle_seconds: int = Field(10, ge=1, le=600, description="quiet time before a set of survivors is signed")
-    on_quorum_loss: Literal["regroup", "halt"] = Field("regroup", description="regroup: go on with those who are left; halt: wait")
-    history_rounds: int = Field(256, ge=1, le=65_536, description="rounds whose manifests and payloads are kept for others")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.view_seconds > self.view_seconds_max:
-            raise ValueError(f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}: lower it")
-        if self.overlap_rounds and not self.staleness_rounds_max:
-            raise ValueError("overlap_rounds = 1 makes every contribution one round old: set staleness_rounds_max to 1 or more")
-        return self
+    Two underscores make it ours: an orchestrator that runs a service named p2ptrain sets variables such as
+    P2PTRAIN_SERVICE_HOST in every container.
+    """
+    for name, value in sorted(os.environ.items()):
+        section, delimiter, key = name.lower().removeprefix(ENVIRONMENT_PREFIX.lower()).partition(ENVIRONMENT_DELIMITER)
+        if name.upper().startswith(ENVIRONMENT_PREFIX) and delimiter and value:
+            yield name, section, key
 
 
-class AdmissionConfig(Section):
-    """Who may contribute, and who gets a vote."""
-
-    policy: Literal["open", "invite", "allowlist"] = Field("open", description="open: anyone, after probation; invite: a token; allowlist: keys")
-    keys: tuple[Digest, ...] = Field((), max_length=900, description="allowlist: admitted public keys; invite: keys that may sign invitations")
-    contributors_max: int = Field(1_024, ge=1, le=1_024, description="nodes admitted at once; more would not fit a message")
-    seats_max: int = Field(256, ge=1, le=256, description="members with a vote")
-    probation_rounds: int = Field(2, ge=0, le=1_024, description="manifests that took a newcomer's contribution before it gets a seat")
-    absence_rounds_max: int = Field(10, ge=1, le=65_536, description="rounds unheard before a member loses its seat")
-    leave_seconds: int = Field(30, ge=0, le=600, description="how long a leaver goes on voting")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if (self.policy == "open") == bool(self.keys):
-            raise ValueError(
-                'keys belong to policy = "invite" or "allowlist": '
-                + ("remove them" if self.keys else f"add the public keys for {self.policy}")
-            )
-        if len(set(self.keys)) != len(self.keys):
-            raise ValueError("keys has the same key twice: remove one")
-        return self
+def _unknown_variables() -> Iterator[tuple[str, str]]:
+    """Every variable that names no key, and what may have been meant."""
+    known = {f"{ENVIRONMENT_PREFIX}{section}__{key}".upper() for section, key, _ in fields(NodeConfig) if section}
+    for name, _, _ in _variables():
+        if name.upper() not in known:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
+            yield name, f"Did you mean {close[0]}?" if close else "Remove it"
 
 
-class RunConfig(Section):
-    """One shared training effort; the digest of its canonical encoding is the run's id."""
-
-    protocol: Literal[1] = Field(PROTOCOL_VERSION, description="version of messages and arithmetic, fixed for the run's life")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(description="what people call the run")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the first weights and of the data assignment")
-    model: ModelConfig = ModelConfig()
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    data: DataConfig = DataConfig()
-    recipe: RecipeConfig = RecipeConfig()
-    state: StateConfig = StateConfig()
-    agreement: AgreementConfig = AgreementConfig()
-    admission: AdmissionConfig = AdmissionConfig()
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
-            raise ValueError(f"model.vocab_size = {self.model.vocab_size}: the bytes tokenizer has 256 tokens, set 256")
-        largest = self.admission.contributors_max * self.recipe.k * self.recipe.weight_max * BASIS_PEAK**2
-        if largest >= EXACT_MAX:
-            raise ValueError(
-                f"contributors_max * k * largest value = {largest // BASIS_PEAK**2} could leave exact arithmetic: "
-                f"keep it below {EXACT_MAX // BASIS_PEAK**2} with a smaller recipe.k or admission.contributors_max"
-            )
-        return self
-
-    @property
-    def is_sealed(self) -> bool:
-        return bool(self.state.initial_root) and self.data.manifest != "embedded"
-
-    def sealed(self, *, manifest: str, initial_root: str) -> RunConfig:
-        """This run with its data and its first weights named; from here on it has an id."""
-        raw = self.model_dump()
-        raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
-        return RunConfig.model_validate(raw)
-
-    def canonical(self) -> bytes:
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-    @property
-    def run_id(self) -> str:
-        if not self.is_sealed:
-            raise ConfigError("the run has no id yet", key="state.initial_root", fix="Start it: that makes the first weights")
-        return blake3(RUN_ID_DOMAIN + self.canonical()).hexdigest()
-
-    @classmethod
-    def from_canonical(cls, encoded: bytes) -> RunConfig:
-        """A run's config as a peer sent it: accepted in its one encoding only."""
-        if len(encoded) > CONFIG_BYTES_MAX:
-            raise RemoteProtocolError(f"run config of {len(encoded)} bytes, the limit is {CONFIG_BYTES_MAX}")
-        try:
-            raw = json.loads(encoded, parse_float=_refuse_number, parse_constant=_refuse_number)
-            config = cls.model_validate_json(json.dumps(raw))
-        except (ValueError, RecursionError) as error:  # ValidationError and UnicodeDecodeError are ValueErrors
-            raise RemoteProtocolError(f"run config: {str(error)[:500]}") from error
-        if config.canonical() != encoded:
-            raise RemoteProtocolError("run config is not in its canonical encoding")
-        return config
+def _variables_behind(place: Sequence[int | str]) -> list[str]:
+    """The variables that may have caused a mistake in `place`; in a section, all of that section."""
+    return [name for name, section, key in _variables() if section == place[0] and (len(place) < 2 or key == place[1])]
 
 
-def _refuse_number(text: str) -> object:
-    raise ValueError(f"a number that is not an integer: {text[:20]}")
+def _config_error(mistake: Problem, source: str) -> ConfigError:
+    return ConfigError(mistake.what, source=source, key=mistake.key, fix=mistake.fix)
 
 
-# ---------------------------------------------------------------------------------------------------
-# NodeConfig: what is mine alone
-
-
-class DeviceConfig(Section):
-    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: int = Field(0, ge=0, le=1_024, description="torch threads; 0: one less than the cores, at least one")
-    autocast: Literal["auto", "off", "bf16"] = Field("auto", description="auto: bf16 where the device has it in hardware")
-
-
-class StorageConfig(Section):
-    directory: str = Field("", description="where runs, data and keys are kept; empty: the user's data directory")
-
-
-class LoggingConfig(Section):
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least important line that is written")
-    format: Literal["auto", "text", "json"] = Field("auto", description="auto: text on a terminal, JSON lines elsewhere")
-
-
-class NodeConfig(BaseSettings):
-    """One participant's own settings."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix="P2PTRAIN_", env_nested_delimiter="__", nested_model_default_partial_update=True
-    )
-
-    device: DeviceConfig = DeviceConfig()
-    storage: StorageConfig = StorageConfig()
-    logging: LoggingConfig = LoggingConfig()
+def _together(mistakes: Sequence[ConfigError]) -> ConfigError:
+    """One error, with a line for each mistake."""
+    return mistakes[0] if len(mistakes) == 1 else ConfigError("\n".join(map(str, mistakes)))

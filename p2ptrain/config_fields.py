@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated
@@ -12,15 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 RATIONAL_PART_MAX = 2**53  # both parts stay exact as a float, so that their quotient is rounded once
 RATIONAL_TEXT_MAX = 40  # characters: two parts below 2**53 have 16 digits each
 RATIONAL_PATTERN = r"-?[0-9]+(/[0-9]+|\.[0-9]+)?"
+RATIONAL_WORDS = 'a number, or a fraction in quotes such as "1/3"'
 
-HEX_DIGEST = r"^[0-9a-f]{64}$"
-HEX_DIGEST_OR_EMPTY = r"^([0-9a-f]{64})?$"
 
-# What a person is told instead of a pattern; a test finds a line here for every pattern of a field.
-PATTERN_WORDS = {
-    HEX_DIGEST: "64 hexadecimal digits in lower case",
-    HEX_DIGEST_OR_EMPTY: "64 hexadecimal digits in lower case, or empty",
-}
+@dataclass(frozen=True)
+class Words:
+    """Beside a field's type: what a person is told about its values instead of a pattern."""
+
+    text: str
 
 
 class Section(BaseModel):
@@ -32,11 +32,11 @@ class Section(BaseModel):
 def parse_rational(value: object) -> Fraction:
     """Accept 3, 0.001 as written in TOML, "1/1000" and "0.001"; never a binary float."""
     if isinstance(value, bool) or not isinstance(value, int | str | Decimal | Fraction):
-        raise ValueError('expected a number, or a fraction in quotes such as "1/3"')
+        raise ValueError(f"expected {RATIONAL_WORDS}")
     if isinstance(value, str) and len(value) > RATIONAL_TEXT_MAX:
         raise ValueError(f"expected a fraction of at most {RATIONAL_TEXT_MAX} characters")
     if isinstance(value, str) and not re.fullmatch(RATIONAL_PATTERN, value):
-        raise ValueError('expected a number, or a fraction in quotes such as "1/3"')
+        raise ValueError(f"expected {RATIONAL_WORDS}")
     # Without this bound the fraction of 1e999999999 would have a billion digits.
     if isinstance(value, Decimal) and not (value.is_finite() and abs(value.adjusted()) <= RATIONAL_TEXT_MAX):
         raise ValueError("expected a finite number of ordinary size")
@@ -55,8 +55,11 @@ Rational = Annotated[
     BeforeValidator(parse_rational),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": f"^{RATIONAL_PATTERN}$"}]}),
+    Words(RATIONAL_WORDS),
 ]
-Digest = Annotated[str, Field(pattern=HEX_DIGEST)]
-DigestOrEmpty = Annotated[str, Field(pattern=HEX_DIGEST_OR_EMPTY)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Words("64 hexadecimal digits in lower case")]
+DigestOrEmpty = Annotated[
+    str, Field(pattern=r"^([0-9a-f]{64})?$"), Words("64 hexadecimal digits in lower case, or nothing")
+]
 # TOML and JSON have arrays, pydantic's strict mode wants a tuple: an array will do.
 FromArray = Field(strict=False)

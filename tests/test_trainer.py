@@ -1,0 +1,297 @@
+"""The trainer: swarms that learn and stay the same bits, and saved state that goes on to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig
+from p2ptrain.errors import DataError, DeviceError, TrainingError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.prepare import prepare
+from p2ptrain.learn.tokenizer import load_tokenizer
+from p2ptrain.learn.trainer import Trainer, open_device
+
+TINY = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
+ONE_THREAD = DeviceConfig(name="cpu", threads=1, autocast="off")
+RECIPES: dict[str, dict[str, Any]] = {
+    "distro": {"learning_rate": Fraction(1, 250), "k": 32},
+    "demo": {"learning_rate": Fraction(1, 250), "k": 32},
+    "local": {"local_steps": 4, "inner_learning_rate": Fraction(1, 100), "k": 64},
+}
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    directory = tmp_path_factory.mktemp("corpus") / "data"
+    tokenizer = load_tokenizer(None)
+    held_out = Fraction(1, 50)
+    made = prepare(directory, [], embedded=True, tokenizer=tokenizer, held_out=held_out, progress=lambda *_: None)
+    return TokenDataset.open(directory, made.digest)
+
+
+def make(dataset: TokenDataset, name: str = "distro", seed: int = 1, **changes: Any) -> Trainer:
+    recipe = RecipeConfig(name=name, sequences_per_step=4, **(RECIPES[name] | changes))
+    return Trainer(RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe), ONE_THREAD, dataset)
+
+
+def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:
+    payloads = []
+    for place, trainer in enumerate(trainers):
+        trainer.train(round_number, place, len(trainers))
+        payloads.append(trainer.contribute(round_number))
+        trainer.forget(round_number)
+    for place, trainer in enumerate(trainers):  # each has them in another order
+        assert [trainer.check(payload) for payload in payloads] == [None] * len(payloads)
+        trainer.apply(round_number, payloads[place:] + payloads[:place])
+    return payloads
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_swarm_learns_the_embedded_corpus_and_its_replicas_stay_the_same_bits(
+    dataset: TokenDataset, name: str
+) -> None:
+    rounds = 15 if name == "local" else 50
+    trainers = [make(dataset, name) for _ in range(3)]
+    before = trainers[0].evaluate()
+    assert before == pytest.approx(np.log(256), abs=0.1)
+    roots = set()
+    for round_number in range(rounds):
+        swarm_round(trainers, round_number)
+        roots |= {trainer.root() for trainer in trainers}
+        assert len(roots) == round_number + 1
+    losses = {trainer.evaluate() for trainer in trainers}
+    assert len(losses) == 1
+    assert losses.pop() < before - 1.5
+
+
+@pytest.mark.parametrize("change", [lambda gradient: gradient.zero_(), lambda gradient: gradient.neg_()])
+def test_nothing_is_learned_from_a_gradient_that_is_zero_or_reversed(
+    dataset: TokenDataset, change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power of the test above: it must fail under such a mistake."""
+    trainer = make(dataset)
+    real = trainer.live.gradient_step
+
+    def broken(*arguments: Any) -> Any:
+        result = real(*arguments)
+        change(trainer.live.gradient)
+        return result
+
+    monkeypatch.setattr(trainer.live, "gradient_step", broken)
+    before = trainer.evaluate()
+    for round_number in range(20):
+        swarm_round([trainer], round_number)
+    assert trainer.evaluate() > before - 0.2
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
+    dataset: TokenDataset, name: str, tmp_path: Path
+) -> None:
+    """With contributions whose fate is open: one is taken later, one comes back to the residual."""
+    never_stopped = make(dataset, name)
+    others = [make(dataset, name, seed=1) for _ in range(2)]
+
+    def go_on(trainer: Trainer, round_number: int, payloads: list[bytes]) -> bytes:
+        trainer.train(round_number, 0, 3)
+        own = trainer.contribute(round_number)
+        trainer.apply(round_number, payloads if round_number % 2 else [*payloads, own])
+        if round_number % 2 == 0:
+            trainer.forget(round_number)
+        if round_number == 3:
+            trainer.restore(1)
+        return own
+
+    def others_payloads(round_number: int) -> list[bytes]:
+        payloads = []
+        for place, other in enumerate(others, start=1):
+            other.train(round_number, place, 3)
+            payloads.append(other.contribute(round_number))
+            other.forget(round_number)
+        return payloads
+
+    history = []
+    for round_number in range(3):
+        payloads = others_payloads(round_number)
+        own = go_on(never_stopped, round_number, payloads)
+        for other in others:
+            other.apply(round_number, payloads if round_number % 2 else [*payloads, own])
+    never_stopped.save(tmp_path / "state")
+    restarted = make(dataset, name, seed=2)  # other first weights: all of them must come from the file
+    restarted.load(tmp_path / "state")
+    assert restarted.round == 3
+    assert sorted(restarted.recipe.residual.kept) == sorted(never_stopped.recipe.residual.kept) == [1]
+    restarted.run = never_stopped.run
+    for round_number in range(3, 7):
+        payloads = others_payloads(round_number)
+        own = go_on(never_stopped, round_number, payloads)
+        assert go_on(restarted, round_number, payloads) == own
+        assert restarted.root() == never_stopped.root()
+        assert torch.equal(restarted.recipe.residual.coefficients, never_stopped.recipe.residual.coefficients)
+        for other in others:
+            other.apply(round_number, payloads if round_number % 2 else [*payloads, own])
+        history.append(own)
+    assert len(set(history)) == 4
+
+
+def spoil(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], None]) -> None:
+    tensors = load_file(path)
+    metadata = {"format": "p2ptrain trainer 1", "round": "1", "recipe": "distro"}
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+
+
+SPOILED: dict[str, tuple[Callable[[dict[str, Any], dict[str, str]], Any], str]] = {
+    "a tensor is missing": (lambda tensors, _: tensors.pop("residual"), "residual is missing"),
+    "a tensor has another shape": (
+        lambda tensors, _: tensors.update({"weights.norm.weight": torch.ones(31)}),
+        r"weights\.norm\.weight is missing or not of shape \(32,\)",
+    ),
+    "a tensor has another type": (
+        lambda tensors, _: tensors.update(residual=tensors["residual"].double()),
+        "residual is missing or not",
+    ),
+    "a tensor too many": (lambda tensors, _: tensors.update(more=torch.ones(1)), "does not belong to this run: more"),
+    "kept values without their indices": (
+        lambda tensors, _: tensors.pop("kept.0.indices"),
+        r"does not belong to this run: kept\.0\.removed",
+    ),
+    "kept indices out of range": (
+        lambda tensors, _: tensors["kept.0.indices"].fill_(4096),
+        r"kept\.0 names a coefficient that is not there",
+    ),
+    "kept values of another shape": (
+        lambda tensors, _: tensors.update({"kept.0.removed": torch.ones(3, 3)}),
+        r"kept\.0 is not of shape",
+    ),
+    "weights that are not finite": (
+        lambda tensors, _: tensors["weights.norm.weight"].fill_(float("nan")),
+        r"weights\.norm\.weight is not finite",
+    ),
+    "another format": (lambda _, metadata: metadata.update(format="p2ptrain trainer 2"), "not the saved state"),
+    "another recipe": (lambda _, metadata: metadata.update(recipe="local"), "not the saved state of a distro run"),
+    "no round": (lambda _, metadata: metadata.pop("round"), "the round is missing"),
+    "a round that is no number": (lambda _, metadata: metadata.update(round="-1"), "the round is missing"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_saved_state_that_is_not_whole_is_refused_and_changes_nothing(
+    dataset: TokenDataset, case: str, tmp_path: Path
+) -> None:
+    change, reason = SPOILED[case]
+    trainer = make(dataset)
+    trainer.train(0, 0, 1)
+    payload = trainer.contribute(0)
+    trainer.apply(0, [payload])
+    trainer.save(tmp_path / "state")
+    spoil(tmp_path / "state", change)
+    root, residual = trainer.root(), trainer.recipe.residual.coefficients.clone()
+    with pytest.raises(DataError, match=reason):
+        trainer.load(tmp_path / "state")
+    assert trainer.root() == root
+    assert torch.equal(trainer.recipe.residual.coefficients, residual)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 100])
+def test_a_file_that_is_no_saved_state_is_named(dataset: TokenDataset, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(content)
+    with pytest.raises(DataError, match="not readable as saved state"):
+        make(dataset).load(tmp_path / "state")
+    with pytest.raises(DataError, match="not readable as saved state"):
+        make(dataset).load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_poisoned_step_is_an_error_and_never_a_contribution(dataset: TokenDataset, name: str) -> None:
+    trainer, healthy = make(dataset, name), make(dataset, name)
+    trainer.recipe.agreed[0] = float("nan")
+    with pytest.raises(TrainingError) as caught:
+        trainer.train(0, 0, 1)
+    assert caught.value.what == "the loss"
+    assert len(caught.value.positions) == 4
+    with pytest.raises(AssertionError, match="a contribution follows its training"):
+        trainer.contribute(0)
+    trainer.recipe.agreed.copy_(healthy.recipe.agreed)  # as catching up would
+    for one in (trainer, healthy):
+        one.train(0, 0, 1)
+    assert trainer.contribute(0) == healthy.contribute(0)
+
+
+def test_payloads_are_refused_with_the_reason(dataset: TokenDataset) -> None:
+    trainer = make(dataset)
+    trainer.train(0, 0, 1)
+    payload = trainer.contribute(0)
+    assert trainer.check(payload) is None
+    reason = trainer.check(payload[:-1])
+    assert reason == f"payload of {len(payload) - 1} bytes, this run's have {len(payload)}"
+    assert trainer.check(bytes(len(payload))) == "indices of a chunk do not rise"
+
+
+def test_a_round_without_contributions_leaves_the_weights(dataset: TokenDataset) -> None:
+    trainer = make(dataset)
+    root = trainer.root()
+    trainer.apply(0, [])
+    assert (trainer.root(), trainer.round) == (root, 1)
+
+
+def test_rounds_are_applied_one_after_the_other(dataset: TokenDataset) -> None:
+    with pytest.raises(AssertionError, match="round 1 cannot follow 0 applied rounds"):
+        make(dataset).apply(1, [])
+
+
+def test_steps_are_reported_as_they_happen(dataset: TokenDataset) -> None:
+    trainer = make(dataset, "local", local_steps=3)
+    seen: list[float] = []
+    results = trainer.train(0, 0, 2, on_step=lambda result: seen.append(result.loss))
+    assert seen == [result.loss for result in results]
+    assert [result.tokens for result in results] == [256, 256, 256]
+
+
+def test_a_device_that_is_not_there_is_named_with_the_fix() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(DeviceError, match=r"device cuda:3 is not there \(0 CUDA devices found\). Set device\.name"):
+        open_device(DeviceConfig(name="cuda:3"))
+
+
+def test_the_thread_count_is_the_configs() -> None:
+    before = torch.get_num_threads()
+    try:
+        open_device(DeviceConfig(name="cpu", threads=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_training_in_bf16_changes_what_is_offered_and_not_what_is_applied(dataset: TokenDataset) -> None:
+    run = make(dataset).run
+    coarse = Trainer(run, DeviceConfig(name="cpu", threads=1, autocast="bf16"), dataset)
+    fine = make(dataset)
+    payloads = []
+    for place, trainer in enumerate((coarse, fine)):
+        trainer.train(0, place, 2)
+        payloads.append(trainer.contribute(0))
+    for trainer in (coarse, fine):
+        trainer.apply(0, payloads)
+    assert coarse.root() == fine.root()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_swarm_of_cpu_and_cuda_stays_the_same_bits(dataset: TokenDataset, name: str) -> None:
+    cpu = make(dataset, name)
+    cuda = Trainer(cpu.run, DeviceConfig(name="cuda", autocast="auto"), dataset)
+    cuda.recipe.agreed.copy_(cpu.recipe.agreed)
+    cuda.recipe.applied()
+    for round_number in range(5):
+        swarm_round([cpu, cuda], round_number)
+        assert cpu.root() == cuda.root()
