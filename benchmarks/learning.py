@@ -329,7 +329,8 @@ def main() -> None:
     arguments.plot.parent.mkdir(parents=True, exist_ok=True)
     plot(results, arguments.plot)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        numbers = [one | {"learning_rate": float(Fraction(one["learning_rate"]))} for one in results]
+        arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 def _use_cache(directory: Path) -> None:

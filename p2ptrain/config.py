@@ -177,22 +177,23 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
 def _variables() -> Iterator[tuple[str, str, str]]:
     """Name, section and key of every variable that is meant for us.
 
-    Two underscores make it ours: an orchestrator that runs a service named p2ptrain sets variables such as
-    P2PTRAIN_SERVICE_HOST in every container.
+    A section makes it ours, or two underscores: an orchestrator that runs a service named p2ptrain sets
+    variables such as P2PTRAIN_SERVICE_HOST in every container.
     """
     for name, value in sorted(os.environ.items()):
-        section, delimiter, key = name.lower().removeprefix(ENVIRONMENT_PREFIX.lower()).partition(ENVIRONMENT_DELIMITER)
-        if name.upper().startswith(ENVIRONMENT_PREFIX) and delimiter and value:
+        section, delimiter, key = name.upper().removeprefix(ENVIRONMENT_PREFIX).lower().partition(ENVIRONMENT_DELIMITER)
+        is_ours = name.upper().startswith(ENVIRONMENT_PREFIX) and (delimiter or section in NodeConfig.model_fields)
+        if is_ours and value:
             yield name, section, key
 
 
 def _unknown_variables() -> Iterator[tuple[str, str]]:
     """Every variable that names no key, and what may have been meant."""
-    known = {f"{ENVIRONMENT_PREFIX}{section}__{key}".upper() for section, key, _ in fields(NodeConfig) if section}
-    for name, _, _ in _variables():
-        if name.upper() not in known:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
-            yield name, f"Did you mean {close[0]}?" if close else "Remove it"
+    known = [f"{section}__{key}" for section, key, _ in fields(NodeConfig)]
+    for name, section, key in _variables():
+        if (written := f"{section}__{key}") not in known:
+            close = difflib.get_close_matches(written, known, n=1)
+            yield name, f"Did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else "Remove it"
 
 
 def _variables_behind(place: Sequence[int | str]) -> list[str]:

@@ -11,10 +11,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from p2ptrain.config_fields import Section, Words
 
@@ -65,8 +63,7 @@ def allowed(field: FieldInfo) -> str:
         return f"{', '.join(others)} or {last}" if others else last
     words = [item.text for item in _metadata(field) if isinstance(item, Words)]
     if get_origin(field.annotation) is tuple:
-        most = next(item.max_length for item in field.metadata if isinstance(item, MaxLen))
-        return f"a list of at most {most:,}, each {words[0]}"
+        return f"a list of at most {_limits(field)['max_length']:,}, each {words[0]}"
     return _bounds(field) or (words[0] if words else TYPE_WORDS[field.annotation])
 
 
@@ -79,21 +76,17 @@ def _metadata(field: FieldInfo) -> list[object]:
     return found
 
 
-def _bounds(field: FieldInfo) -> str | None:
-    low = high = None
-    for item in field.metadata:
-        match item:
-            case Ge(ge):
-                low = _number(ge)
-            case Gt(gt):
-                low = f"above {_number(gt)}"
-            case Le(le):
-                high = _number(le)
-            case Lt(lt):
-                high = f"below {_number(lt)}"
-    if high is None:
-        return None if low is None else f"{low} or more"
-    return f"up to {high}" if low is None else f"{low} to {high}"
+def _limits(field: FieldInfo) -> dict[str, Any]:
+    """What pydantic was told of a field's range: ge, gt, le, lt and max_length."""
+    names = ("ge", "gt", "le", "lt", "max_length")
+    return {name: getattr(item, name) for item in field.metadata for name in names if hasattr(item, name)}
+
+
+def _bounds(field: FieldInfo) -> str:
+    limits = _limits(field)
+    low = _number(limits["ge"]) if "ge" in limits else f"above {_number(limits['gt'])}" if "gt" in limits else ""
+    high = _number(limits["le"]) if "le" in limits else f"below {_number(limits['lt'])}" if "lt" in limits else ""
+    return f"{low} to {high}" if low and high else f"{low} or more" if low else f"up to {high}" if high else ""
 
 
 def _number(value: Any) -> str:
@@ -106,7 +99,7 @@ def _number(value: Any) -> str:
 # Mistakes
 
 
-def problem(error: ErrorDetails, model: type[BaseModel], other: type[BaseModel]) -> Problem:  # noqa: PLR0911  (a return for each kind)
+def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseModel]) -> Problem:  # noqa: PLR0911  (a return for each kind)
     """What pydantic found, in the words of the file's author; `other` is the kind of file this is not."""
     place = [part for part in error["loc"] if isinstance(part, str)]
     key, kind = _dotted(place), error["type"]
@@ -127,8 +120,8 @@ def problem(error: ErrorDetails, model: type[BaseModel], other: type[BaseModel])
         in_list = len(place) < len(error["loc"])
         expected = "text in quotes" if in_list else TYPE_WORDS[get_origin(field.annotation) or field.annotation]
         return Problem(key, f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
-    if kind in ("too_long", "too_short"):
-        return Problem(key, f"a list of {error['ctx']['actual_length']} is too {kind[4:]}", f"Write {allowed(field)}")
+    if kind == "too_long":
+        return Problem(key, f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
     return Problem(key, f"{found} is not possible", f"Choose {allowed(field)}")
 
 

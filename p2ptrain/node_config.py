@@ -48,9 +48,8 @@ class NetworkConfig(Section):
 
     listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
         ("/ip4/0.0.0.0/tcp/4001",),
-        min_length=1,
         max_length=ADDRESSES_MAX,
-        description="where connections are accepted; /ip4/0.0.0.0 and /ip6/:: are all addresses of the machine",
+        description="where connections are accepted; /ip4/0.0.0.0 and /ip6/:: are all of the machine; empty: nowhere",
     )
     announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="what others are told to call; empty: what others see"

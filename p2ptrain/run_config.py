@@ -77,6 +77,8 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
 
 
 class TokenizerConfig(Section):
+    """What turns text into tokens; its file is part of the run."""
+
     kind: Literal["bytes", "json"] = Field(
         "bytes", description="bytes: 256 tokens; json: a file of the tokenizers library"
     )
@@ -95,6 +97,8 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
+    """What is trained on."""
+
     manifest: Annotated[
         str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Words("embedded, or 64 hexadecimal digits in lower case")
     ] = Field(
@@ -209,7 +213,7 @@ class StateConfig(Section):
 
     initial_root: DigestOrEmpty = Field("", description="root of the first weights; empty until the run is started")
     full_root_bytes_max: int = Field(
-        2**30, ge=2**20, description="up to this size every root covers everything; in bytes"
+        2**30, ge=2**20, le=2**50, description="up to this size every root covers everything; in bytes"
     )
     partial_root_leaves: int = Field(64, ge=1, le=65_536, description="pieces of 1 MiB that a partial root covers")
     full_root_rounds: int = Field(50, ge=1, le=2**20, description="every so many rounds the root covers everything")

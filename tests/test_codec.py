@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import tracemalloc
 from math import comb, log2
@@ -206,6 +207,21 @@ def test_unpacking_takes_at_most_twice_the_memory_of_what_it_gives() -> None:
         assert peak <= max(2 * form.contribution_bytes, form.contribution_bytes + 2 * WORK_BYTES)
         if k == 32:  # the default: twice, working space included
             assert peak <= 2 * form.contribution_bytes
+
+
+def test_unpacking_ten_million_parameters_takes_less_than_five_milliseconds() -> None:
+    """At its best of many, because a busy machine takes breaks; what is refused is refused no later."""
+    layout = Layout([(64 * 40, 64 * 61)], 64)
+    recipe = RecipeConfig(k=32)
+    form = PayloadFormat.of(layout, recipe)
+    good = pack(contribution(1, layout, recipe), form)
+    seconds = []
+    for payload in [good, bytes(len(good)), b"\xff" * len(good), good[:-1] + b"\xff"] * 30:
+        start = time.perf_counter()
+        with contextlib.suppress(RemoteProtocolError):
+            unpack(payload, form)
+        seconds.append(time.perf_counter() - start)
+    assert max(min(seconds[kind::4]) for kind in range(4)) < 0.005
 
 
 def test_a_wrong_length_allocates_nothing() -> None:

@@ -196,7 +196,7 @@ class TokenDataset:
             self._check(name, tokens)
         self._open[name] = tokens
         if len(self._open) > OPEN_PIECES_MAX:
-            pass  # its map is closed with the last array on it
+            self._open.popitem(last=False)  # its map is closed with the last array on it
         return tokens
 
     def _map(self, name: str) -> Tokens:

@@ -1,0 +1,47 @@
+# Everything lives in .venv in this checkout; nothing is installed outside it.
+# `make help` lists the targets.
+
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+# Two processes that let torch use every core run five times slower than with a thread each.
+export OMP_NUM_THREADS := 1
+# Also what builds the package has its exact version; which of the two is read depends on pip's own version.
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check fmt test test-slow test-gpu clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv with everything in it, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -e '.[dev]'
+	touch $@
+
+check: setup ## lint, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+fmt: setup ## format, and mend what the linter can
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+
+test: setup ## the tests that take seconds
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not gpu'
+
+test-slow: setup ## the tests that take minutes
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m slow --timeout=1800
+
+test-gpu: setup ## the tests that need a CUDA device; they say so where there is none
+	$(VENV)/bin/pytest -m gpu
+
+clean: ## remove .venv and all that tools leave behind
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,23 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Before torch is imported: two processes that use both cores run five times slower than with a thread each.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# Examples are slow on a busy machine, which is no fault of the code: pytest's timeout is the deadline. In CI
+# the same examples are tried every time, so that a red run can be repeated; at a desk they differ.
+settings.register_profile("p2ptrain", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+settings.load_profile("p2ptrain")
+
+
+@pytest.fixture(autouse=True)
+def _without_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have set variables for a node of their own."""
+    for name in [name for name in os.environ if name.upper().startswith("P2PTRAIN_")]:
+        monkeypatch.delenv(name)
