@@ -34,13 +34,13 @@ fmt: setup ## format, and mend what the linter can
 	$(VENV)/bin/ruff format .
 
 test: setup ## the tests that take seconds
-	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not gpu'
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow'
 
 test-slow: setup ## the tests that take minutes
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m slow --timeout=1800
 
 test-gpu: setup ## the tests that need a CUDA device; they say so where there is none
-	$(VENV)/bin/pytest -m gpu
+	$(VENV)/bin/pytest -m gpu -rs
 
 clean: ## remove .venv and all that tools leave behind
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

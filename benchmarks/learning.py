@@ -109,8 +109,8 @@ def run(setting: Setting) -> dict[str, Any]:
     """Train one swarm; the losses are measured on the held-out slice at eight points."""
 
     torch.set_num_threads(1)
-    steps = 600 if setting.long else 240
-    sizes = {"dim": 128, "ffn_dim": 384, "layers": 4} if setting.long else {"dim": 64, "ffn_dim": 160, "layers": 2}
+    steps = 600 if setting.long else 200
+    sizes = {"dim": 128, "ffn_dim": 384, "layers": 4} if setting.long else {"dim": 64, "ffn_dim": 192, "layers": 2}
     model_config = ModelConfig(heads=4, kv_heads=2, sequence_length=128 if setting.long else 64, **sizes)
     local = setting.recipe == "local"
     recipe = RecipeConfig(
@@ -310,13 +310,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every run there")
     parser.add_argument("--plot", type=Path, default=Path("out/learning.png"), help="where the plot goes")
     parser.add_argument("--long", action="store_true", help="a larger model and 600 steps; hours")
-    parser.add_argument("--only", default="", help="only methods whose description contains this")
+    parser.add_argument("--only", action="append", metavar="WORDS", help="only methods described with these words")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_corpus()
     start = time.perf_counter()
-    methods = [(replace(one, long=arguments.long), tried) for one, tried in grid() if arguments.only in one.method]
+    only = arguments.only or [""]
+    methods = [
+        (replace(one, long=arguments.long), tried) for one, tried in grid() if any(word in one.method for word in only)
+    ]
     with multiprocessing.get_context("spawn").Pool(arguments.processes, _use_cache, (CACHE,)) as pool:
         tried = [replace(setting, learning_rate=rate) for setting, tried in methods for rate in tried]
         results = run_all(tried, pool, "rates")

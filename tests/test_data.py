@@ -356,6 +356,15 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
         dataset.batch(np.array([0]), 2)
 
 
+def test_a_manifest_that_lies_about_a_size_is_not_blamed_on_who_sends_the_piece(tmp_path: Path) -> None:
+    piece = b"three"
+    training = {"pieces": [piece_digest(piece)], "tokens": 1_000}
+    dataset = TokenDataset.open(tmp_path, write_manifest(tmp_path, manifest(training=training)))
+    with pytest.raises(DataError, match="has 5 bytes, and 1000 by the manifest"):
+        dataset.add_piece(piece_digest(piece), piece)
+    assert dataset.missing() == [piece_digest(piece)]
+
+
 def test_a_data_set_names_its_tokenizer_as_the_run_does(tmp_path: Path) -> None:
     tokenizer = JsonTokenizer(tokenizer_json())
     made = prepared(tmp_path / "out", written(tmp_path / "a.txt", "hello"), tokenizer=tokenizer)

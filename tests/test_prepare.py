@@ -72,7 +72,7 @@ def test_a_document_stands_on_the_same_side_in_any_other_data(tmp_path: Path) ->
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1), min_size=1, max_size=6),
     held_out=st.fractions(0, 1).filter(lambda fraction: fraction < 1),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=50)
 def test_neither_side_is_empty_where_two_documents_differ(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], held_out: Fraction
 ) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from texts import prepared
 
-from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig
-from p2ptrain.errors import DataError, DeviceError, TrainingError
+from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig, TokenizerConfig
+from p2ptrain.errors import ConfigError, DataError, DeviceError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import load_tokenizer
@@ -246,6 +247,21 @@ def test_a_round_without_contributions_leaves_the_weights(dataset: TokenDataset)
 def test_rounds_are_applied_one_after_the_other(dataset: TokenDataset) -> None:
     with pytest.raises(AssertionError, match="round 1 cannot follow 0 applied rounds"):
         make(dataset).apply(1, [])
+
+
+def test_data_of_another_tokenizer_or_too_little_of_it_is_refused(dataset: TokenDataset, tmp_path: Path) -> None:
+    run = make(dataset).run
+    other = TokenizerConfig(kind="json", digest="0" * 64)
+    for changed, reason in (
+        (run.model_copy(update={"tokenizer": other}), "tokenizer: the data was made with tokenizer bytes"),
+        (run.model_copy(update={"model": ModelConfig(**TINY, vocab_size=255)}), "set it to 256 or more"),
+    ):
+        with pytest.raises(ConfigError, match=f"(?i){reason}"):
+            Trainer(changed, ONE_THREAD, dataset)
+    (tmp_path / "short.txt").write_text("a few words\n")
+    made = prepared(tmp_path / "data", tmp_path / "short.txt", held_out=Fraction(0))
+    with pytest.raises(ConfigError, match=r"model\.sequence_length: the data is shorter than one sequence"):
+        Trainer(run, ONE_THREAD, TokenDataset.open(made.path, made.digest))
 
 
 def test_steps_are_reported_as_they_happen(dataset: TokenDataset) -> None:

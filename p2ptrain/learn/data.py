@@ -163,8 +163,10 @@ class TokenDataset:
         """Store a piece that a peer sent, if it is what its name says."""
         if name not in self._sizes:
             raise RemoteProtocolError(f"piece {name[:64]!r} belongs to another data set")
-        if len(piece) != self._sizes[name] or piece_digest(piece) != name:
+        if piece_digest(piece) != name:
             raise RemoteProtocolError(f"{len(piece)} bytes that are not piece {name}")
+        if len(piece) != self._sizes[name]:  # then the manifest lies, and not the peer
+            raise DataError(f"piece {name} has {len(piece)} bytes, and {self._sizes[name]} by the manifest")
         path = self._path(name)
         try:
             path.parent.mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from p2ptrain.config import DeviceConfig, RunConfig
-from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_votes, check_exactness, common_scales, sum_votes
 from p2ptrain.learn.assignment import shard
 from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, unpack
@@ -60,10 +60,26 @@ def _cpu_has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
+def _check_data(run: RunConfig, dataset: TokenDataset) -> None:
+    """A data set made with another tokenizer would train on other words, and nothing else would notice."""
+    made = dataset.tokenizer
+    if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
+        fix = "Prepare the data with the run's tokenizer, or name the data's in the run"
+        found = f"the data was made with tokenizer {made.kind} {made.digest}".strip()
+        raise ConfigError(found, key="tokenizer", fix=fix)
+    if made.vocab_size > run.model.vocab_size:
+        fix = f"Set it to {made.vocab_size} or more"
+        raise ConfigError(f"the data has {made.vocab_size} tokens", key="model.vocab_size", fix=fix)
+    if not dataset.sequences(run.model.sequence_length):
+        fix = "Add data, or train on shorter sequences"
+        raise ConfigError("the data is shorter than one sequence", key="model.sequence_length", fix=fix)
+
+
 class Trainer:
     """One node's learning."""
 
     def __init__(self, run: RunConfig, device: DeviceConfig, dataset: TokenDataset) -> None:
+        _check_data(run, dataset)
         self.run, self.dataset = run, dataset
         self.device, autocast = open_device(device)
         check_exactness(run.recipe.chunk, self.device)
