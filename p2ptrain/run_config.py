@@ -107,7 +107,7 @@ class DataConfig(Section):
 
 
 RECIPE_DEFAULTS: dict[str, dict[str, object]] = {
-    "distro": {"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 1, "outer": "normalised"},
+    "distro": {"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 1, "outer": "sign"},
     "demo": {"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 3, "outer": "normalised"},
     "local": {
         "decay": Fraction(95, 100),
@@ -126,7 +126,7 @@ class RecipeConfig(Section):
     """How steps become a contribution, and contributions an update. Defaults of a recipe fill what is not written."""
 
     name: str = Field("distro", description='distro, demo, local, or "package.module:Name"')
-    outer: Literal["normalised", "mean", "sign"] = Field("normalised", description="how summed votes become an update")
+    outer: Literal["normalised", "mean", "sign"] = Field("sign", description="how summed votes become an update")
     chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
     k: int = Field(32, ge=1, le=512, description="coefficients kept of each chunk")
     value_bits: int = Field(
