@@ -145,10 +145,18 @@ def test_a_bug_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str], m
 def test_ctrl_c_ends_a_command_with_status_130_and_without_a_traceback(tmp_path: Path) -> None:
     waits = tmp_path / "pipe.toml"
     os.mkfifo(waits)
-    command = [sys.executable, "-m", "p2ptrain", "config", "check", str(waits)]
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        f"sys.argv = ['p2ptrain', 'config', 'check', {str(waits)!r}]\n"
+        "from p2ptrain.cli import main\n"
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    with child, waits.open("w"):  # opens when the command has opened it to read; it then waits for us to write
-        child.send_signal(signal.SIGINT)
+    with child:
+        with waits.open("w"):  # opens when the command has opened it to read; it then waits for us to write or close
+            child.send_signal(signal.SIGINT)
         out, err = child.communicate()
     assert (child.returncode, out, err.strip()) == (130, "", "")
 
