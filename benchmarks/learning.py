@@ -51,6 +51,7 @@ from p2ptrain.learn.tokenizer import load_tokenizer
 from p2ptrain.learn.transform import Layout
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
+STEPS, LONG_STEPS = 200, 600
 RUN_SEED = 11  # of the data's order; a run's own seed makes its first weights and draws its shards
 
 
@@ -109,7 +110,7 @@ def run(setting: Setting) -> dict[str, Any]:
     """Train one swarm; the losses are measured on the held-out slice at eight points."""
 
     torch.set_num_threads(1)
-    steps = 600 if setting.long else 200
+    steps = LONG_STEPS if setting.long else STEPS
     sizes = {"dim": 128, "ffn_dim": 384, "layers": 4} if setting.long else {"dim": 64, "ffn_dim": 192, "layers": 2}
     model_config = ModelConfig(heads=4, kv_heads=2, sequence_length=128 if setting.long else 64, **sizes)
     local = setting.recipe == "local"
