@@ -121,7 +121,7 @@ def run(setting: Setting) -> dict[str, Any]:
         value_bits=3 if setting.recipe == "demo" else 1,
         decay=Fraction(95, 100) if local else Fraction(999, 1000),
         local_steps=setting.local_steps,
-        sequences_per_step=setting.sequences,
+        sequences_per_pass=setting.sequences,
         inner_learning_rate=Fraction(setting.learning_rate),
         learning_rate=Fraction(setting.outer_rate if local else setting.learning_rate),
         warmup_rounds=max(1, steps // 15 // setting.local_steps),

@@ -7,7 +7,6 @@ are one paragraph on stderr, which names the key or the file and says what to do
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from p2ptrain.config import RunConfig
 
-FAILED, USER_ERRED, INTERRUPTED = 1, 2, 130  # the last is what shells call the end by Ctrl-C
+FAILED, USER_ERRED = 1, 2  # typer sees to 130, the end by Ctrl-C, and to a reader that goes away
 
 # Help is plain text: rich's would take half of the time that --help may take.
 app = typer.Typer(add_completion=False, rich_markup_mode=None, invoke_without_command=True)
@@ -44,11 +43,6 @@ def main() -> int:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "p2ptrain"
         return _complain(f"{error.format_message()}\nTry: {command} --help", USER_ERRED)
-    except (typer.Abort, KeyboardInterrupt):
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as in `p2ptrain config schema | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it flushes
-        return FAILED
 
 
 def _complain(text: str, status: int) -> int:

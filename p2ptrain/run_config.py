@@ -134,8 +134,8 @@ class RecipeConfig(Section):
     )
     decay: Rational = Field(Fraction(999, 1000), ge=0, le=1, description="share of the residual that stays each round")
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
-    sequences_per_step: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
-    accumulate_steps: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
+    sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
+    passes_per_step: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
     local_steps: int = Field(1, ge=1, le=65_536, description="steps of a round")
     inner_learning_rate: Rational = Field(
         Fraction(3, 1000), ge=0, description="AdamW's rate, for recipes with local steps"
@@ -185,8 +185,10 @@ class RecipeConfig(Section):
         if self.local_steps > 1 and self.name in ("distro", "demo"):
             raise ValueError(
                 f"local_steps = {self.local_steps}: recipe {self.name} takes one step a round, "
-                "use accumulate_steps or recipe local"
+                "use passes_per_step or recipe local"
             )
+        if self.learning_rate * self.weight_decay > 1:
+            raise ValueError("learning_rate * weight_decay is above 1: weights would change sign, lower weight_decay")
         if self.schedule == "constant" and (self.decay_rounds or self.rounds):
             raise ValueError(
                 'rounds and decay_rounds shape a rate that ends: remove them or set schedule = "linear" or "wsd"'
@@ -203,7 +205,7 @@ class RecipeConfig(Section):
         return self.name in SCALED_RECIPES or (self.name not in RECIPE_DEFAULTS and self.value_bits > 1)
 
     @property
-    def weight_max(self) -> int:
+    def vote_max(self) -> int:
         """The largest integer that one contribution can add to one coefficient's votes."""
         return (1 << (self.value_bits - 1)) * (1 << SCALE_SPREAD_BITS if self.scaled else 1)
 
@@ -317,7 +319,7 @@ class RunConfig(Section):
     def _possible(self) -> Self:
         if self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
             raise ValueError(f"model.vocab_size = {self.model.vocab_size}: the bytes tokenizer has 256 tokens, set 256")
-        largest = self.admission.contributors_max * self.recipe.k * self.recipe.weight_max * BASIS_PEAK**2
+        largest = self.admission.contributors_max * self.recipe.k * self.recipe.vote_max * BASIS_PEAK**2
         if largest >= EXACT_MAX:
             raise ValueError(
                 f"contributors_max * k * largest value = {largest // BASIS_PEAK**2} could leave exact arithmetic: "

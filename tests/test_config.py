@@ -114,8 +114,9 @@ def test_the_kind_of_a_file_is_told_from_its_keys(text: str, kind: type, tmp_pat
     assert type(load_config(said(tmp_path / "some.toml", text))) is kind
 
 
-def test_a_misspelt_section_does_not_hide_what_a_file_is(tmp_path: Path) -> None:
-    path = said(tmp_path / "some.toml", "[recepi]\nk = 3\n[modle]\ndim = 3")
+@pytest.mark.parametrize("text", ["[recepi]\nk = 3\n[modle]\ndim = 3", "[state]"])
+def test_a_misspelt_section_or_a_similar_one_does_not_hide_what_a_file_is(text: str, tmp_path: Path) -> None:
+    path = said(tmp_path / "some.toml", text)
     assert complaint(load_config, path).startswith("FILE: name: missing. Write name = ")
 
 
@@ -159,6 +160,8 @@ IN_A_RUN = {
     "[recipe]\ndecay = 1.5": 'FILE: recipe.decay: "3/2" is not possible. Choose 0 to 1',
     "[recipe]\ninner_beta1 = 1": "FILE: recipe.inner_beta1: 1 is not possible. Choose 0 to below 1",
     "[recipe]\nclip = -1": "FILE: recipe.clip: -1 is not possible. Choose 0 or more",
+    f"[recipe]\nclip = {2**53}": "FILE: recipe.clip: numerator and denominator must stay below 2**53, "
+    f"found {2**53}. Write for instance clip = 1",
     "[recipe]\nclip = nan": "FILE: recipe.clip: expected a finite number of ordinary size, found NaN. "
     "Write for instance clip = 1",
     "[recipe]\nclip = 1e99999": "FILE: recipe.clip: expected a finite number of ordinary size, found 1E+99999. "
@@ -204,7 +207,9 @@ IN_A_RUN = {
     "Choose at most 32",
     "[recipe]\nvalue_bits = 2": "FILE: recipe: value_bits = 2. Recipe distro sends signs alone, use 1 or recipe demo",
     "[recipe]\nlocal_steps = 2": "FILE: recipe: local_steps = 2. Recipe distro takes one step a round, "
-    "use accumulate_steps or recipe local",
+    "use passes_per_step or recipe local",
+    "[recipe]\nlearning_rate = 0.1\nweight_decay = 11": "FILE: recipe: learning_rate * weight_decay is above 1. "
+    "Weights would change sign, lower weight_decay",
     "[recipe]\nrounds = 2": "FILE: recipe: rounds and decay_rounds shape a rate that ends. "
     'Remove them or set schedule = "linear" or "wsd"',
     '[recipe]\nschedule = "linear"': 'FILE: recipe: schedule = "linear" needs rounds > warmup_rounds, '

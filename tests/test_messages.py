@@ -17,6 +17,7 @@ from p2ptrain.core.messages import (
     NOTHING,
     Announcement,
     Availability,
+    Ballot,
     Call,
     Certificate,
     Evidence,
@@ -26,7 +27,6 @@ from p2ptrain.core.messages import (
     Message,
     Proposal,
     Regroup,
-    Step,
     Vote,
     decode,
     encode,
@@ -90,15 +90,17 @@ def announcements(draw: st.DrawFn) -> Announcement:
     return Announcement(draw(keys), number, base, draw(keys), draw(keys), size, draw(keys))
 
 
-releases = st.lists(st.integers(1, 65_535), min_size=1, max_size=8, unique=True).map(lambda items: tuple(sorted(items)))
+protocols = st.lists(st.integers(1, 65_535), min_size=1, max_size=8, unique=True).map(
+    lambda items: tuple(sorted(items))
+)
 halves = st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=2, unique=True).map(sorted)
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "announcement": announcements(),
     "availability": st.builds(Availability, keys, numbers, numbers, keys, shorts, shorts, shorts, seats, keys),
     "proposal": proposals(),
-    "vote": st.builds(Vote, keys, numbers, numbers, st.sampled_from(Step), st.one_of(keys, st.just(NOTHING)), keys),
+    "vote": st.builds(Vote, keys, numbers, numbers, st.sampled_from(Ballot), st.one_of(keys, st.just(NOTHING)), keys),
     "certificate": certificates(),
-    "hello": st.builds(Hello, releases, keys, numbers, numbers, seats, seats, seats, seats, keys),
+    "hello": st.builds(Hello, protocols, keys, numbers, numbers, seats, seats, seats, seats, keys),
     "join": st.builds(JoinRequest, keys, numbers, st.binary(max_size=256), keys),
     "leave": st.builds(Leave, keys, numbers, keys),
     "call": st.builds(Call, keys, keys, numbers, keys),
@@ -147,7 +149,7 @@ def drawn(kind: str, seed: int) -> Message:
         "announcement": lambda: Announcement(key(), 70_000, 69_999, key(), key(), 98_829, key()),
         "availability": lambda: Availability(key(), 9, 8, key(), rising(16, 5), rising(16, 2), (), bits(), key()),
         "proposal": lambda: Proposal(key(), 5, 4, 2, rising(32, 3), key(), key()),
-        "vote": lambda: Vote(key(), 5, 200, Step.PRECOMMIT, key(), key()),
+        "vote": lambda: Vote(key(), 5, 200, Ballot.PRECOMMIT, key(), key()),
         "certificate": lambda: Certificate(key(), 5, 0, key(), b"\x07", tuple(bytes([n]) * 64 for n in range(3))),
         "hello": lambda: Hello((1, 2), key(), 5, 1, bits(), bits(), b"", bits(), key()),
         "join": lambda: JoinRequest(key(), 3, generator.randbytes(100), key()),
@@ -265,7 +267,7 @@ FORMS: dict[str, tuple[Message, str]] = {
     "a certificate of nothing": (Certificate(bytes(32), 1, 0, NOTHING, b"\1", (bytes(64),)), "of no manifest"),
     "a regroup of others": (Regroup(bytes(32), bytes(32), 0, (b"a" * 32,), b"b" * 32), "a regroup without its author"),
     "one statement twice": (Evidence(b"same", b"same"), "evidence whose halves do not rise"),
-    "falling releases": (Hello((2, 1), bytes(32), 1, 0, b"", b"", b"", b"", bytes(32)), "releases do not rise"),
+    "falling protocols": (Hello((2, 1), bytes(32), 1, 0, b"", b"", b"", b"", bytes(32)), "protocols do not rise"),
 }
 
 
@@ -328,9 +330,9 @@ def test_lengths_past_their_bound_are_refused_before_anything_is_read() -> None:
     with pytest.raises(RemoteProtocolError, match="not a message"):
         decode(enveloped(long), KEYS)
     for vote in (
-        Vote(bytes(31), 1, 0, Step.PREVOTE, bytes(32), bytes(32)),
-        Vote(bytes(32), wire.NUMBER_MAX, 0, Step.PREVOTE, bytes(32), bytes(32)),
-        Vote(bytes(32), -1, 0, Step.PREVOTE, bytes(32), bytes(32)),
+        Vote(bytes(31), 1, 0, Ballot.PREVOTE, bytes(32), bytes(32)),
+        Vote(bytes(32), wire.NUMBER_MAX, 0, Ballot.PREVOTE, bytes(32), bytes(32)),
+        Vote(bytes(32), -1, 0, Ballot.PREVOTE, bytes(32), bytes(32)),
     ):
         with pytest.raises(RemoteProtocolError, match="not a message"):
             decode(enveloped(vote), KEYS)

@@ -102,7 +102,7 @@ def test_a_run_comes_back_from_its_file(run: RunConfig) -> None:
 def test_the_canonical_encoding_is_the_same_in_every_release() -> None:
     run = RunConfig(name="golden").sealed(manifest=KEY, initial_root=KEY)
     assert run.canonical() == (ROOT / "tests" / "golden" / "run_config.json").read_bytes()
-    assert run.run_id == "abae3857ae0ae6cb98bc0ad2af69eb3b39d12d2a0ef18bbb986354b0d8a8f3b5"
+    assert run.run_id == "9d1f11df28106778b87e838f705fcdb83a3653c7cf457ef900cde60020f732e8"
 
 
 def test_every_key_changes_the_run_id() -> None:
@@ -152,7 +152,7 @@ def test_the_largest_config_fits_its_limit() -> None:
 
 def test_the_exact_bound_is_that_of_the_arithmetic() -> None:
     run = RunConfig(name="a")
-    votes = run.admission.contributors_max * run.recipe.k * run.recipe.weight_max
+    votes = run.admission.contributors_max * run.recipe.k * run.recipe.vote_max
     assert votes * config_module.BASIS_PEAK**2 < EXACT_MAX
 
 
@@ -243,3 +243,8 @@ def test_no_change_of_a_canonical_encoding_is_taken_for_the_same_run(data: st.Da
         return
     assert run.canonical() == changed
     assert (run == RunConfig(name="a")) == (changed == GOOD)
+
+
+def test_a_config_beyond_the_limit_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"^run config of 65537 bytes, the limit is 65536$"):
+        RunConfig.from_canonical(bytes(65_537))

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from texts import prepared
 
-from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig, TokenizerConfig
+from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig, StateConfig, TokenizerConfig
 from p2ptrain.errors import ConfigError, DataError, DeviceError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import prepare
@@ -39,7 +40,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
 
 
 def make(dataset: TokenDataset, name: str = "distro", seed: int = 1, **changes: Any) -> Trainer:
-    recipe = RecipeConfig(name=name, sequences_per_step=4, **(RECIPES[name] | changes))
+    recipe = RecipeConfig(name=name, sequences_per_pass=4, **(RECIPES[name] | changes))
     return Trainer(RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe), ONE_THREAD, dataset)
 
 
@@ -126,11 +127,11 @@ def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
         for other in others:
             other.apply(round_number, payloads if round_number % 2 else [*payloads, own])
     never_stopped.save(tmp_path / "state")
-    restarted = make(dataset, name, seed=2)  # other first weights: all of them must come from the file
+    restarted = make(dataset, name)
+    restarted.recipe.agreed.add_(1)  # all weights must come from the file
     restarted.load(tmp_path / "state")
     assert restarted.round == 3
     assert sorted(restarted.recipe.residual.kept) == sorted(never_stopped.recipe.residual.kept) == [1]
-    restarted.run = never_stopped.run
     for round_number in range(3, 7):
         payloads = others_payloads(round_number)
         own = go_on(never_stopped, round_number, payloads)
@@ -145,7 +146,8 @@ def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
 
 def spoil(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], None]) -> None:
     tensors = load_file(path)
-    metadata = {"format": "p2ptrain trainer 1", "round": "1", "recipe": "distro"}
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
     change(tensors, metadata)
     save_file(tensors, path, metadata)
 
@@ -178,7 +180,16 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any], dict[str, str]], Any], str]] 
         r"weights\.norm\.weight is not finite",
     ),
     "another format": (lambda _, metadata: metadata.update(format="p2ptrain trainer 2"), "not the saved state"),
-    "another recipe": (lambda _, metadata: metadata.update(recipe="local"), "not the saved state of a distro run"),
+    "another run": (lambda _, metadata: metadata.update(run="0" * 64), "not the saved state of run test"),
+    "a round of many digits": (lambda _, metadata: metadata.update(round="9" * 5000), "the round is missing"),
+    "kept indices that do not rise": (
+        lambda tensors, _: tensors["kept.0.indices"].fill_(7),
+        r"kept\.0 names a coefficient that is not there",
+    ),
+    "kept values that are not finite": (
+        lambda tensors, _: tensors["kept.0.removed"].fill_(float("nan")),
+        r"kept\.0 is not finite",
+    ),
     "no round": (lambda _, metadata: metadata.pop("round"), "the round is missing"),
     "a round that is no number": (lambda _, metadata: metadata.update(round="-1"), "the round is missing"),
 }
@@ -225,6 +236,93 @@ def test_a_poisoned_step_is_an_error_and_never_a_contribution(dataset: TokenData
     for one in (trainer, healthy):
         one.train(0, 0, 1)
     assert trainer.contribute(0) == healthy.contribute(0)
+
+
+def test_state_of_a_run_with_another_setting_is_refused(dataset: TokenDataset, tmp_path: Path) -> None:
+    make(dataset).save(tmp_path / "state")
+    with pytest.raises(DataError, match="not the saved state of run test"):
+        make(dataset, decay=Fraction(1, 2)).load(tmp_path / "state")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_update_between_training_and_contributing_changes_nothing_that_is_said(
+    dataset: TokenDataset, name: str
+) -> None:
+    """As happens with overlap, and when a round closes empty."""
+    early, late, other = make(dataset, name), make(dataset, name), make(dataset, name)
+    other.train(0, 1, 2)
+    payload = other.contribute(0)
+    for trainer in (early, late):
+        trainer.train(0, 0, 2)
+    early.apply(0, [payload])
+    assert early.contribute(0) == late.contribute(0)
+    late.apply(0, [payload])
+    for trainer in (early, late):
+        trainer.train(1, 0, 2)
+    assert early.contribute(1) == late.contribute(1)
+
+
+def test_a_failed_training_takes_back_the_one_before(dataset: TokenDataset) -> None:
+    trainer = make(dataset)
+    trainer.train(0, 0, 1)
+    trainer.recipe.agreed[0] = float("nan")
+    with pytest.raises(TrainingError):
+        trainer.train(0, 0, 1)
+    with pytest.raises(AssertionError, match="a contribution follows its training"):
+        trainer.contribute(0)
+
+
+def test_a_rounds_contribution_is_made_once_and_a_second_try_changes_nothing(dataset: TokenDataset) -> None:
+    trainer = make(dataset)
+    trainer.train(0, 0, 1)
+    trainer.contribute(0)
+    residual = trainer.recipe.residual.coefficients.clone()
+    trainer.train(0, 0, 1)
+    with pytest.raises(AssertionError, match="made once"):
+        trainer.contribute(0)
+    assert torch.equal(trainer.recipe.residual.coefficients, residual)
+
+
+def test_evaluating_looks_at_the_agreed_weights_and_puts_ones_own_back(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(dataset, "local")
+    agreed = trainer.evaluate()
+    trainer.train(0, 0, 1)
+    own = trainer.live.weights.clone()
+    assert not torch.equal(own, trainer.recipe.agreed)
+    assert trainer.evaluate() == agreed
+    assert torch.equal(trainer.live.weights, own)
+    assert agreed == pytest.approx(np.log(256), abs=0.1)
+    monkeypatch.setattr(trainer.live, "loss", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+    assert torch.equal(trainer.live.weights, own)
+
+
+def test_the_root_of_a_large_state_covers_what_the_manifest_draws(dataset: TokenDataset) -> None:
+    run = make(dataset).run
+    large = RunConfig(
+        name="test",
+        seed=1,
+        model=ModelConfig(**(TINY | {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1024})),
+        recipe=run.recipe,
+        state=StateConfig(full_root_bytes_max=2**20, partial_root_leaves=2),
+    )
+    trainer = Trainer(large, ONE_THREAD, dataset)
+    assert trainer.root(bytes(32)) == trainer.root(bytes([1]) * 32)  # round 0 is covered whole
+    trainer.apply(0, [])
+    roots = {trainer.root(bytes([n]) * 32) for n in range(6)}
+    assert len(roots) == 6
+
+
+def test_a_device_that_is_not_exact_is_refused_at_once(dataset: TokenDataset) -> None:
+    try:
+        torch.set_flush_denormal(True)
+        with pytest.raises(DeviceError, match="flushes small numbers"):
+            make(dataset)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_payloads_are_refused_with_the_reason(dataset: TokenDataset) -> None:
@@ -288,14 +386,16 @@ def test_the_thread_count_is_the_configs() -> None:
         torch.set_num_threads(before)
 
 
-def test_training_in_bf16_changes_what_is_offered_and_not_what_is_applied(dataset: TokenDataset) -> None:
+def test_training_in_bf16_changes_the_steps_and_not_what_is_applied(dataset: TokenDataset) -> None:
     run = make(dataset).run
     coarse = Trainer(run, DeviceConfig(name="cpu", threads=1, autocast="bf16"), dataset)
     fine = make(dataset)
-    payloads = []
-    for place, trainer in enumerate((coarse, fine)):
-        trainer.train(0, place, 2)
+    payloads, losses = [], []
+    for trainer in (coarse, fine):
+        losses.append(trainer.train(0, 0, 2)[0].loss)
         payloads.append(trainer.contribute(0))
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     for trainer in (coarse, fine):
         trainer.apply(0, payloads)
     assert coarse.root() == fine.root()
@@ -307,7 +407,6 @@ def test_a_swarm_of_cpu_and_cuda_stays_the_same_bits(dataset: TokenDataset, name
     cpu = make(dataset, name)
     cuda = Trainer(cpu.run, DeviceConfig(name="cuda", autocast="auto"), dataset)
     cuda.recipe.agreed.copy_(cpu.recipe.agreed)
-    cuda.recipe.applied()
     for round_number in range(5):
         swarm_round([cpu, cuda], round_number)
         assert cpu.root() == cuda.root()

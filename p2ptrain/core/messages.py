@@ -43,7 +43,7 @@ PAYLOAD_BYTES_MAX = 2**32  # a billion parameters at k = 512 take a tenth of it
 TICKET_BYTES_MAX = 256  # an invitation: key, serial, last round, signature
 PROVEN_BYTES_MAX = 65_536  # each half of evidence; a proposal that names 256 availabilities takes 9 KB
 NUMBER_MAX = 2**48  # rounds, views and attempts: one a microsecond for nine years
-RELEASES_MAX = 8  # protocol versions that a daemon speaks: the current one and the one before
+PROTOCOLS_MAX = 8  # protocol versions that a daemon speaks: the current one and the one before
 
 Number = Annotated[int, Meta(ge=0, lt=NUMBER_MAX)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -55,7 +55,7 @@ SeatBits = Annotated[
 ]  # seat s is bit s % 8 of byte s // 8; no zero byte at the end
 
 NOTHING = bytes(DIGEST_BYTES)  # a vote for no manifest
-SETS = ("held", "refused", "requests", "availabilities", "members", "releases")  # fields that rise strictly
+SETS = ("held", "refused", "requests", "availabilities", "members", "protocols")  # fields that rise strictly
 BITMAPS = ("heard", "seats", "announced", "available", "prevoted", "precommitted")
 
 
@@ -67,7 +67,7 @@ class Verifier(Protocol):
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool: ...
 
 
-class Step(IntEnum):
+class Ballot(IntEnum):
     PREVOTE = 1
     PRECOMMIT = 2
 
@@ -118,7 +118,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
     branch: Digest
     round: Number
     view: Number
-    step: Step
+    ballot: Ballot
     manifest: Digest  # or NOTHING
     author: Key
 
@@ -137,7 +137,7 @@ class Certificate(Struct, frozen=True, array_like=True, tag="certificate"):
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """Where the author stands, so that a neighbour can hand over what it lacks."""
 
-    releases: Annotated[tuple[Annotated[int, Meta(ge=1, lt=2**16)], ...], Meta(min_length=1, max_length=RELEASES_MAX)]
+    protocols: Annotated[tuple[Annotated[int, Meta(ge=1, lt=2**16)], ...], Meta(min_length=1, max_length=PROTOCOLS_MAX)]
     branch: Digest
     round: Number
     view: Number

@@ -8,9 +8,10 @@ Votes are integers, so no sum depends on an order. The inverse transform stays i
 nothing fused, nothing summed, and no library function but the square root, which IEEE 754 defines.
 
 Where contributions carry scales (powers of two), every group's votes are shifted to a common one. A
-scale counts as at most 2**3 away from the median of the round's scales: a median, because a minority
-cannot move it (Yin et al. 2018, arXiv 1803.01498). The votes themselves are summed, not filtered:
-medians and trimming destroy a sparse signal, whose coefficients most peers do not send.
+scale counts as at most 2**3 away from the lower median of the round's scales: a median, because a
+minority cannot move it (Yin et al. 2018, arXiv 1803.01498); of two contributions it is the smaller
+scale, so there one peer alone can. The votes themselves are summed, not filtered: medians and trimming
+destroy a sparse signal, whose coefficients most peers do not send.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from p2ptrain.config import SCALE_SPREAD_BITS, RecipeConfig
+from p2ptrain.config import BASIS_PEAK, EXACT_MAX, SCALE_SPREAD_BITS, RecipeConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.codec import Contribution
 from p2ptrain.learn.schedule import exact_float
@@ -75,7 +76,7 @@ def sum_votes(
     device: torch.device,
 ) -> Votes:
     """Add `count` contributions up, one at a time. Integers: any order gives the same sums."""
-    largest = count * recipe.weight_max
+    largest = count * recipe.vote_max
     assert largest <= INT32_MAX, "the config's bound keeps votes in range"
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32
     sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
@@ -106,7 +107,7 @@ def apply_votes(
     if not votes.contributions:
         return
     keep = rounded_fp32(1 - learning_rate * recipe.weight_decay)
-    first_stage = first_stage_dtype(votes.contributions * recipe.k * recipe.weight_max, votes.sums.device)
+    first_stage = first_stage_dtype(votes.contributions * recipe.k * recipe.vote_max, votes.sums.device)
     for number, group in enumerate(layout.groups):
         step = _step(layout, recipe, votes, number, learning_rate)
         matrix = layout.matrix(parameters, group)
@@ -137,7 +138,7 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
 
 def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: Group) -> int:
     total = 0
-    largest = votes.contributions * recipe.weight_max
+    largest = votes.contributions * recipe.vote_max
     for block in layout.blocks(group):
         sums = votes.sums[block.chunks].reshape(-1)
         if largest**2 * recipe.k * (sums.numel() // layout.area) < FP32_EXACT_MAX and sums.device.type == "cpu":
@@ -174,12 +175,14 @@ def check_exactness(chunk: int, device: torch.device) -> None:
     zero; replicas would drift apart and nobody could say why. Known answers cost a millisecond.
     """
     basis = integer_basis(chunk, torch.int64, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    for bound in (2**10, 2**25):  # the largest sums of votes for which either first stage is chosen
-        votes = torch.randint(-bound, bound, (2, chunk, chunk), generator=generator) // chunk**2
-        votes[:, -1, -1] += bound - votes.abs().sum(dim=(1, 2)) - 1
+    for bound in ((FP32_EXACT_MAX - 1) // BASIS_PEAK, (EXACT_MAX - 1) // BASIS_PEAK**2):  # the edge of either stage
+        votes = torch.zeros(3, chunk, chunk, dtype=torch.int64)
+        votes[0, 1, chunk // 2 + 1] = bound  # all on one coefficient
+        votes[1, :, 1] = bound // chunk * (1 - 2 * (torch.arange(chunk) % 2))  # a column, which the first product adds
+        votes[2] = bound // chunk**2
+        votes[2, 1, 1] += bound - bound // chunk**2 * chunk**2
         expected = torch.einsum("ui,nuv,vj->inj", basis, votes, basis)
-        computed = inverse(votes.view(2, -1).int().to(device), chunk, first_stage_dtype(bound, device))
+        computed = inverse(votes.view(3, -1).int().to(device), chunk, first_stage_dtype(bound, device))
         if not torch.equal(computed.cpu().long(), expected):
             raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
     tiny = torch.full((8,), 2.0**-140, device=device)  # an fp32 below the normal range

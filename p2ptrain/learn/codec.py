@@ -95,7 +95,7 @@ class PayloadFormat:
 
     @property
     def contribution_bytes(self) -> int:
-        """What an unpacked contribution takes in memory."""
+        """What an unpacked contribution takes in memory; to unpack it takes twice that at most, or twice WORK_BYTES."""
         return self.chunks * self.k * 3 + self.groups
 
 
@@ -135,7 +135,7 @@ def _binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, position
 def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
     """The payload of a contribution."""
     indices, values = contribution.indices, contribution.values
-    assert indices.shape == values.shape == (form.chunks, form.k), "a contribution has the run's shape"
+    _assert_whole(contribution, form)
     positions = (indices >> form.low_bits) + np.arange(form.k, dtype=np.uint16)  # [chunks, k] of the ones
     if form.ranked:
         terms = _binomials(form.positions, form.k)[np.arange(1, form.k + 1), positions]
@@ -147,12 +147,27 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
     magnitudes = np.abs(values).view(np.uint8) - np.uint8(1)
     fields: tuple[Fields, ...] = (upper, low, (values < 0).view(np.uint8), magnitudes)
     sections = [pack_fields(part, width) for part, (_, width) in zip(fields, form.sections, strict=True)]
-    if form.groups:
-        assert contribution.exponents is not None
+    if contribution.exponents is not None:
         sections.insert(0, (contribution.exponents.astype(np.int16) + EXPONENT_BIAS).astype(np.uint8).tobytes())
     payload = b"".join(sections)
     assert len(payload) == form.payload_bytes
     return payload
+
+
+def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
+    """What a recipe, ours or another's, has to give; anything else would be packed as something else."""
+    indices, values, exponents = contribution.indices, contribution.values, contribution.exponents
+    assert indices.shape == values.shape == (form.chunks, form.k), "a contribution has the run's shape"
+    assert (indices[:, 1:] > indices[:, :-1]).all(), "indices of a chunk rise"
+    assert int(indices[:, -1].max()) < form.area, "an index lies in its chunk"
+    magnitudes = np.abs(values.astype(np.int16))
+    assert magnitudes.min() >= 1, "a value is not zero"
+    assert magnitudes.max() <= 1 << (form.value_bits - 1), "a value fits its bits"
+    assert (exponents is not None) == bool(form.groups), "scaled recipes give scales, others none"
+    if exponents is not None:
+        assert exponents.shape == (form.groups,), "a scale for each group"
+        assert exponents.min() >= EXPONENT_MIN, "scales are in range"
+        assert exponents.max() <= EXPONENT_MAX, "scales are in range"
 
 
 def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
@@ -172,7 +187,7 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
             raise RemoteProtocolError("a bit is set after the end of a section")
     indices = np.empty((form.chunks, form.k), np.uint16)
     values = np.empty((form.chunks, form.k), np.int8)
-    work = 2 * form.upper_bits + 8 * form.k  # bytes a chunk: its bucket string's bits a byte each, fields as integers
+    work = 2 * form.upper_bits + (8 if form.ranked else 24) * form.k  # bytes a chunk, what takes most of them
     step = max(8, WORK_BYTES // work & ~7)  # chunks; eights of them start at whole bytes
     for first in range(0, form.chunks, step):
         last = min(first + step, form.chunks)

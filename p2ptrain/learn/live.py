@@ -59,7 +59,7 @@ class LiveModel:
         nothing that was computed from it can reach a contribution.
         """
         self.gradient.zero_()
-        passes = torch.split(batch, recipe.sequences_per_step)
+        passes = torch.split(batch, recipe.sequences_per_pass)
         total = torch.zeros((), device=batch.device)
         for part in passes:
             loss = self.loss(part) / len(passes)

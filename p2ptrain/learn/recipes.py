@@ -70,14 +70,18 @@ class Residual:
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         indices = largest(self.coefficients, recipe.k)
         chosen = self._at(indices)
+        # k coefficients are sent even of a chunk that has fewer: nothing is given a sign by turns, or all peers would
+        # push the same way for ever.
+        turn = (indices.astype(np.int64) + round_number) % 2 == 1
+        signs = np.where((chosen < 0) | ((chosen == 0) & turn), np.int8(-1), np.int8(1))
         if recipe.scaled:
             sizes = [group.chunks for group in self.layout.groups]
-            values, exponents = quantise(chosen, sizes, recipe.value_bits)
+            magnitudes, exponents = quantise(np.abs(chosen), sizes, recipe.value_bits)
             units = np.repeat(np.ldexp(np.float32(1), exponents), sizes)
-            contribution = Contribution(indices, values, exponents)
-            removed = values * units[:, None]
+            contribution = Contribution(indices, signs * magnitudes, exponents)
+            removed = contribution.values * units[:, None]
         else:  # a sign has no size: all of the coefficient counts as told
-            contribution = Contribution(indices, np.where(chosen < 0, np.int8(-1), np.int8(1)))
+            contribution = Contribution(indices, signs)
             removed = chosen
         self.kept[round_number] = Kept(indices, removed)
         self._put(indices, chosen - removed)
@@ -103,28 +107,26 @@ class Residual:
         return torch.from_numpy(indices.astype(np.int64)).to(self.coefficients.device)
 
 
-def quantise(chosen: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
-    """Integers of at most 2**(value_bits - 1), never zero, and each group's unit with the least squared error.
+def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
+    """Integers of 1 to 2**(value_bits - 1), and each group's unit with the least squared error.
 
-    chosen: [chunks, k]; sizes: chunks of each group
+    magnitudes: [chunks, k]; sizes: chunks of each group
     """
     top = 1 << (value_bits - 1)
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    magnitudes = np.abs(chosen).astype(np.float64)
+    exact = magnitudes.astype(np.float64)
 
     def rounded(exponents: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[chunks, k] integers at these units, and [groups] their squared errors."""
         units = np.repeat(np.ldexp(1.0, exponents), sizes)[:, None]
-        integers = np.clip(np.rint(magnitudes / units), 1, top)
-        errors = np.square(magnitudes - integers * units).sum(axis=1)
-        return integers, np.add.reduceat(errors, starts)
+        integers = np.clip(np.rint(exact / units), 1, top)
+        return integers, np.add.reduceat(np.square(exact - integers * units).sum(axis=1), starts)
 
-    means = np.add.reduceat(magnitudes.sum(axis=1), starts) / (np.array(sizes) * chosen.shape[1])
-    above = np.frexp(means)[1]  # 2**above is larger than the mean, by a factor of two at most
+    means = np.add.reduceat(exact.sum(axis=1), starts) / (np.array(sizes) * magnitudes.shape[1])
+    above = np.where(means > 0, np.frexp(means)[1], EXPONENT_MIN)  # 2**above is less than twice the mean
     candidates = [np.clip(above - back, EXPONENT_MIN, EXPONENT_MAX) for back in range(value_bits + 1)]
     best = np.choose(np.argmin([rounded(exponents)[1] for exponents in candidates], axis=0), candidates)
-    integers = rounded(best)[0].astype(np.int8)
-    return np.where(chosen < 0, -integers, integers), best.astype(np.int8)
+    return rounded(best)[0].astype(np.int8), best.astype(np.int8)
 
 
 class Recipe(Protocol):
@@ -137,13 +139,10 @@ class Recipe(Protocol):
         """A round starts from the agreed weights."""
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
-        """batch: [accumulate_steps * sequences_per_step, length + 1]; positions: where these stand in the data."""
+        """batch: [passes_per_step * sequences_per_pass, length + 1]; positions: where these stand in the data."""
 
     def contribute(self, round_number: int) -> Contribution:
         """What the round's steps have to say."""
-
-    def applied(self) -> None:
-        """The agreed weights have changed."""
 
     def state(self) -> dict[str, Tensor]:
         """Between rounds: the tensors besides weights and residual that the next round depends on, not copied."""
@@ -167,9 +166,6 @@ class GradientRecipe:
         self.residual.add(self.live.parts(self.live.gradient), float(self.config.decay))
         return self.residual.take(round_number, self.config)
 
-    def applied(self) -> None:
-        pass
-
     def state(self) -> dict[str, Tensor]:
         return {}
 
@@ -180,13 +176,15 @@ class LocalRecipe:
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live
         self.agreed = live.weights.clone()
+        self.start = live.weights.clone()  # of this round's steps: an update may come before they are contributed
         self.residual = Residual(layout, live.weights.device)
         self.mean = torch.zeros_like(live.weights)
         self.square = torch.zeros_like(live.weights)
         self.steps = torch.zeros((), dtype=torch.int64)
 
     def begin(self) -> None:
-        self.live.weights.copy_(self.agreed)
+        self.start.copy_(self.agreed)
+        self.live.weights.copy_(self.start)
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         result = self.live.gradient_step(step, batch, positions, self.config)
@@ -206,12 +204,9 @@ class LocalRecipe:
         self.live.weights.addcdiv_(self.mean, denominator, value=-rate / bias1)
 
     def contribute(self, round_number: int) -> Contribution:
-        moved = self.agreed - self.live.weights
+        moved = self.start - self.live.weights
         self.residual.add(self.live.parts(moved), float(self.config.decay))
         return self.residual.take(round_number, self.config)
-
-    def applied(self) -> None:
-        self.live.weights.copy_(self.agreed)
 
     def state(self) -> dict[str, Tensor]:
         return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}

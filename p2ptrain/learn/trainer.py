@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_votes, check_exactness, common_scales, sum_votes
 from p2ptrain.learn.assignment import shard
@@ -34,7 +35,7 @@ from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, unpack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.recipes import Kept, make_recipe
+from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Kept, make_recipe
 from p2ptrain.learn.root import covered_pieces, state_root
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.transform import Layout
@@ -101,10 +102,11 @@ class Trainer:
     ) -> list[StepResult]:
         """The round's local steps, as the node at `place` of `places` in the roster."""
         recipe, length = self.run.recipe, self.run.model.sequence_length
-        each = recipe.accumulate_steps * recipe.sequences_per_step
+        each = recipe.passes_per_step * recipe.sequences_per_pass
         count = recipe.local_steps * each
         sequences = self.dataset.sequences(length)
         positions = shard(self.run.seed, round_number, place, places, count, sequences)
+        self._trained = None
         self.recipe.begin()
         results = []
         for step in range(recipe.local_steps):
@@ -118,6 +120,7 @@ class Trainer:
     def contribute(self, round_number: int) -> bytes:
         """The payload of the round that was just trained; what it carries leaves the residual."""
         assert self._trained == round_number, "a contribution follows its training"
+        assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
         return pack(self.recipe.contribute(round_number), self.form)
 
@@ -149,7 +152,6 @@ class Trainer:
         votes = sum_votes(self.layout, recipe, contributions, len(payloads), scales, self.device)
         rate = learning_rate(recipe, round_number)
         apply_votes(self.layout, recipe, votes, rate, self.live.parts(self.recipe.agreed))
-        self.recipe.applied()
         self.round = round_number + 1
 
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
@@ -168,15 +170,21 @@ class Trainer:
         own = self.live.weights.clone()
         self.live.weights.copy_(self.recipe.agreed)
         total = 0.0
-        for start in range(0, count, self.run.recipe.sequences_per_step):
-            positions = np.arange(start, min(start + self.run.recipe.sequences_per_step, count))
-            batch = torch.from_numpy(self.dataset.held_out_batch(positions, length)).to(self.device)
-            total += float(self.live.loss(batch)) * len(positions)
-        self.live.weights.copy_(own)
+        try:
+            for start in range(0, count, self.run.recipe.sequences_per_pass):
+                positions = np.arange(start, min(start + self.run.recipe.sequences_per_pass, count))
+                batch = torch.from_numpy(self.dataset.held_out_batch(positions, length)).to(self.device)
+                total += float(self.live.loss(batch)) * len(positions)
+        finally:
+            self.live.weights.copy_(own)
         return total / count
 
     # -----------------------------------------------------------------------------------------------
     # Saved state
+
+    def _run_digest(self) -> str:
+        """Names the run even before it is sealed."""
+        return digest("saved state's run", self.run.canonical()).hex()
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that a round depends on, by name; not copied."""
@@ -192,7 +200,7 @@ class Trainer:
         for number, kept in self.recipe.residual.kept.items():
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
-        metadata = {"format": STATE_FORMAT, "round": str(self.round), "recipe": self.run.recipe.name}
+        metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
         save_file(tensors, path, metadata)
 
     @torch.no_grad()
@@ -204,11 +212,9 @@ class Trainer:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: not readable as saved state ({error})") from error
-        if metadata.get("format") != STATE_FORMAT or metadata.get("recipe") != self.run.recipe.name:
-            raise DataError(
-                f"{path}: not the saved state of a {self.run.recipe.name} run: {json.dumps(metadata)[:200]}"
-            )
-        if not metadata.get("round", "").isdecimal():
+        if metadata.get("format") != STATE_FORMAT or metadata.get("run") != self._run_digest():
+            raise DataError(f"{path}: not the saved state of run {self.run.name}: {json.dumps(metadata)[:200]}")
+        if not re.fullmatch(r"\d{1,15}", metadata.get("round", "")):
             raise DataError(f"{path}: the round is missing")
         own = self._tensors()
         kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
@@ -221,23 +227,28 @@ class Trainer:
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self.recipe.residual.kept = kept
-        self.recipe.applied()
         self.round, self._trained = int(metadata["round"]), None
 
     def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Kept]:
         shape = (self.form.chunks, self.form.k)
         kept = {}
         for name in list(tensors):
-            match = re.fullmatch(r"kept\.(\d+)\.indices", name)
+            match = re.fullmatch(r"kept\.(\d{1,15})\.indices", name)
             removed_name = name.removesuffix("indices") + "removed"
             if match is None or removed_name not in tensors:
                 continue
             indices, removed = tensors.pop(name), tensors.pop(removed_name)
-            if indices.shape != shape or removed.shape != shape or removed.dtype != torch.float32:
+            types = (indices.dtype, removed.dtype) == (torch.int32, torch.float32)
+            if indices.shape != shape or removed.shape != shape or not types:
                 raise DataError(f"{path}: kept.{match[1]} is not of shape {shape}")
-            if not 0 <= int(indices.min()) <= int(indices.max()) < self.form.area:
+            rising = bool((indices.diff(dim=1) > 0).all())
+            if not rising or not 0 <= int(indices.min()) <= int(indices.max()) < self.form.area:
                 raise DataError(f"{path}: kept.{match[1]} names a coefficient that is not there")
+            if not bool(torch.isfinite(removed).all()):
+                raise DataError(f"{path}: kept.{match[1]} is not finite")
             kept[int(match[1])] = Kept(indices.numpy().astype(np.uint16), removed.numpy())
+        if len(kept) > KEPT_ROUNDS_MAX:
+            raise DataError(f"{path}: keeps {len(kept)} rounds, the limit is {KEPT_ROUNDS_MAX}")
         if tensors:
             raise DataError(f"{path}: does not belong to this run: {min(tensors)}")
         return kept

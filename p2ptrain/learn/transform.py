@@ -103,6 +103,9 @@ class Layout:
 
     def __init__(self, shapes: Sequence[Sequence[int]], chunk: int) -> None:
         self.shapes = tuple(tuple(shape) for shape in shapes)
+        assert self.shapes and all(prod(shape) > 0 for shape in self.shapes), (
+            "a model has parameters, and none is empty"
+        )
         self.chunk = chunk
         self.area = chunk * chunk
         groups: list[Group] = []
@@ -203,9 +206,15 @@ def first_stage_dtype(votes_bound: int, device: torch.device) -> torch.dtype:
     """
     assert votes_bound * BASIS_PEAK**2 < EXACT_MAX, "the config's bound keeps votes in the exact range"
     exact = votes_bound * BASIS_PEAK < FP32_EXACT_MAX
-    # Only where nobody can have asked for a faster, coarser fp32 product (TF32, bf16).
-    trusted = device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    return torch.float32 if exact and trusted else torch.float64
+    return torch.float32 if exact and device.type == "cpu" and _fp32_products_are_plain() else torch.float64
+
+
+def _fp32_products_are_plain() -> bool:
+    """Whether nobody has asked torch for faster, coarser fp32 products (TF32, bf16)."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # asked in torch's newer way, which the older question refuses to answer
+        return False
 
 
 def inverse(votes: Tensor, chunk: int, first_stage: torch.dtype) -> Tensor:
@@ -213,6 +222,7 @@ def inverse(votes: Tensor, chunk: int, first_stage: torch.dtype) -> Tensor:
     n = votes.shape[0]
     rows = torch.empty(chunk, n, chunk, dtype=first_stage, device=votes.device)
     rows.copy_(votes.view(n, chunk, chunk).permute(1, 0, 2))  # [u, n, v]: both products become plain matrix ones
-    half = torch.mm(integer_basis(chunk, first_stage, votes.device).T, rows.view(chunk, n * chunk))
-    whole = torch.mm(half.double().view(chunk * n, chunk), integer_basis(chunk, torch.float64, votes.device))
+    with torch.autocast(votes.device.type, enabled=False):  # whatever the caller is in the middle of
+        half = torch.mm(integer_basis(chunk, first_stage, votes.device).T, rows.view(chunk, n * chunk))
+        whole = torch.mm(half.double().view(chunk * n, chunk), integer_basis(chunk, torch.float64, votes.device))
     return whole.view(chunk, n, chunk)
