@@ -36,11 +36,11 @@ def leaf_digest(index: int, piece: bytes | memoryview) -> bytes:
     return digest("leaf", index.to_bytes(8, "little"), piece)
 
 
-def leaf_digests(data: bytes | memoryview, indices: Sequence[int] | None = None) -> list[bytes]:
-    """Digests of all pieces of `data`, or of those asked for."""
+def leaf_digests(data: bytes | memoryview) -> list[bytes]:
+    """Digests of all pieces of `data`."""
     view = memoryview(data).cast("B")
-    chosen = range(piece_count(len(view))) if indices is None else indices
-    return [leaf_digest(index, view[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]) for index in chosen]
+    pieces = range(piece_count(len(view)))
+    return [leaf_digest(index, view[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]) for index in pieces]
 
 
 def merkle_root(leaves: Sequence[bytes], size: int) -> bytes:

@@ -37,7 +37,7 @@ FP32_EXACT_MAX = 2**24  # below it every integer is an fp32
 
 # round(2**13.5 * cos(pi * n / 128)) for n from 0 to 64. A table, because the cosines of two C libraries
 # differ in their last bits; a test checks it against cosines of 50 digits. One table serves every chunk
-# size, and makes the scale of a two-dimensional transform a power of two: 2**27 * chunk / 2.
+# size, and makes the scale of a two-dimensional transform a power of two: 2**26 * chunk.
 COSINES = (
     11585, 11582, 11571, 11554, 11529, 11498, 11460, 11415, 11363, 11304, 11238, 11166, 11086,
     11001, 10908, 10809, 10703, 10591, 10473, 10348, 10217, 10080, 9937, 9788, 9633, 9472,
