@@ -38,9 +38,9 @@ import torch
 from matplotlib import pyplot
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.learn.aggregate import apply_votes, common_scales, sum_votes
+from p2ptrain.learn.aggregate import apply_payloads
 from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, unpack
+from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
@@ -189,16 +189,10 @@ class Swarm:
             peer.residual.forget(round_number)
         self.waiting.append(payloads)
         if len(self.waiting) > self.setting.delay:
-            self.apply(round_number, self.waiting.pop(0))
+            rate = learning_rate(self.config, round_number)
+            parameters = self.live.parts(self.agreed)
+            apply_payloads(self.layout, self.config, self.form, self.waiting.pop(0), rate, parameters)
         self.live.weights.copy_(self.agreed)
-
-    def apply(self, round_number: int, payloads: list[bytes]) -> None:
-        scales = common_scales([read_exponents(one, self.form) for one in payloads]) if self.form.groups else None
-        contributions = (unpack(payload, self.form) for payload in payloads)
-        device = torch.device("cpu")
-        votes = sum_votes(self.layout, self.config, contributions, len(payloads), scales, device)
-        rate = learning_rate(self.config, round_number)
-        apply_votes(self.layout, self.config, votes, rate, self.live.parts(self.agreed))
 
 
 class FullySynchronised:

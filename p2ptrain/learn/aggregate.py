@@ -28,7 +28,7 @@ from torch import Tensor
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX, SCALE_SPREAD_BITS, RecipeConfig
 from p2ptrain.errors import DeviceError
-from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.codec import Contribution, PayloadFormat, read_exponents, unpack
 from p2ptrain.learn.schedule import exact_float
 from p2ptrain.learn.transform import (
     FP32_EXACT_MAX,
@@ -56,6 +56,23 @@ class Votes:
     sums: Tensor  # [chunks, area] int16 or int32
     contributions: int
     scales: tuple[int, ...] | None  # [groups] votes count in units of 2**scale; None: they have no unit
+
+
+def apply_payloads(
+    layout: Layout,
+    recipe: RecipeConfig,
+    form: PayloadFormat,
+    payloads: Sequence[bytes],
+    learning_rate: Fraction,
+    parameters: Sequence[Tensor],
+) -> None:
+    """One outer step from payloads that `unpack` has accepted, in any order. They are read one at a time."""
+    scales = None
+    if form.groups and payloads:
+        scales = common_scales([read_exponents(payload, form) for payload in payloads])
+    contributions = (unpack(payload, form) for payload in payloads)
+    votes = sum_votes(layout, recipe, contributions, len(payloads), scales, parameters[0].device)
+    apply_votes(layout, recipe, votes, learning_rate, parameters)
 
 
 def common_scales(exponents: Sequence[NDArray[np.int8]]) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ from torch import Tensor
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
-from p2ptrain.learn.aggregate import apply_votes, check_exactness, common_scales, sum_votes
+from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, unpack
+from p2ptrain.learn.codec import PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.model import Transformer, initialise
@@ -145,13 +145,8 @@ class Trainer:
         """The round's one update, from payloads that `check` found good, in any order."""
         assert round_number == self.round, f"round {round_number} cannot follow {self.round} applied rounds"
         recipe = self.run.recipe
-        scales = None
-        if self.form.groups and payloads:
-            scales = common_scales([read_exponents(payload, self.form) for payload in payloads])
-        contributions = (unpack(payload, self.form) for payload in payloads)
-        votes = sum_votes(self.layout, recipe, contributions, len(payloads), scales, self.device)
-        rate = learning_rate(recipe, round_number)
-        apply_votes(self.layout, recipe, votes, rate, self.live.parts(self.recipe.agreed))
+        parameters = self.live.parts(self.recipe.agreed)
+        apply_payloads(self.layout, recipe, self.form, payloads, learning_rate(recipe, round_number), parameters)
         self.round = round_number + 1
 
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
