@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from itertools import pairwise
-from typing import Annotated, Protocol, TypeAlias
+from typing import Annotated, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -206,6 +206,16 @@ class Received(Struct, frozen=True):
     attachment: bytes
 
 
+M = TypeVar("M", bound=Message)
+
+
+def read(received: Received, kind: type[M]) -> M:
+    """The message, of which the caller knows the kind."""
+    message = received.message
+    assert isinstance(message, kind), "filed under its kind"
+    return message
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _ENVELOPE = msgspec.msgpack.Decoder(Envelope)
 _MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -222,6 +232,22 @@ def encode(message: Message, signature: bytes = b"", attachment: bytes = b"") ->
     encoded = _ENCODER.encode(Envelope(_ENCODER.encode(message), signature, attachment))
     assert len(encoded) <= ENVELOPE_BYTES_MAX, "the limits of the fields keep a message in an envelope"
     return encoded
+
+
+def open_envelope(envelope: bytes) -> tuple[bytes, bytes, bytes]:
+    """Body, signature and attachment of an envelope that was decoded before."""
+    opened = _ENVELOPE.decode(envelope)
+    return opened.body, opened.signature, opened.attachment
+
+
+def seal_envelope(body: bytes, signature: bytes) -> bytes:
+    """An envelope without an attachment."""
+    return _ENCODER.encode(Envelope(body, signature, b""))
+
+
+def signature_of(received: Received) -> bytes:
+    """The author's signature, as it stands in the envelope."""
+    return _ENVELOPE.decode(received.envelope).signature
 
 
 def message_digest(message: Message) -> bytes:

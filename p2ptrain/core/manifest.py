@@ -1,0 +1,247 @@
+"""The manifest: what a round applies, as a pure function of the availabilities that its proposal names.
+
+Whatever q - f of the q named availabilities attest goes in, nothing else, and nothing is left to the proposer but
+which q it names: contributions in the order of their authors' keys, payloads that were found bad, joins, leaves,
+evidence, who was not heard, and the newest state root. So everyone computes the manifest, and a proposal carries only
+its digest. What every honest member attests cannot be left out, and what no honest member attests cannot get in.
+
+Two contributions of one author for one round that are both attested prove a lie: neither is taken, and the author is
+banned. So is the author of a payload that q - f refuse, and whom evidence convicts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta, Struct
+
+from p2ptrain.core.messages import (
+    ADMITTED_MAX,
+    REQUESTS_MAX,
+    SEATS_MAX,
+    Announcement,
+    Availability,
+    Digest,
+    Key,
+    Number,
+    SeatBits,
+    Short,
+)
+from p2ptrain.core.roster import bitmap, roster_of, seats_in
+from p2ptrain.core.state import SPENT_MAX, AgreedState, Serial, Taken
+from p2ptrain.digest import digest
+
+if TYPE_CHECKING:
+    from p2ptrain.config import RunConfig
+
+NO_SERIAL = bytes(16)
+
+
+class Join(Struct, frozen=True, array_like=True):
+    """A key that is admitted, and the invitation that it used, if the run wants one."""
+
+    key: Key
+    serial: Serial
+    last_round: Number  # of the invitation; 0: none was needed
+
+
+class Request(Struct, frozen=True):
+    """What a verified join request, leave or evidence asks of the agreed state."""
+
+    join: Join | None = None
+    leave: bytes = b""
+    leave_round: int = 0
+    guilty: bytes = b""  # the key that evidence convicts
+
+
+class Manifest(Struct, frozen=True, array_like=True, dict=True):
+    """What round `round` applies."""
+
+    branch: Digest
+    round: Number
+    parent: Digest  # the manifest before, or the branch
+    state: Digest  # the agreed state before
+    root_round: Number
+    root: Digest
+    taken: Annotated[tuple[Taken, ...], Meta(max_length=ADMITTED_MAX)]  # by rising author
+    refused: Annotated[tuple[Short, ...], Meta(max_length=ADMITTED_MAX)]  # announcements of bad payloads
+    evidence: Annotated[tuple[Short, ...], Meta(max_length=REQUESTS_MAX)]
+    joins: Annotated[tuple[Join, ...], Meta(max_length=REQUESTS_MAX)]  # by rising key
+    leaves: Annotated[tuple[Key, ...], Meta(max_length=REQUESTS_MAX)]
+    banned: Annotated[tuple[Key, ...], Meta(max_length=ADMITTED_MAX)]
+    absent: SeatBits  # members that fewer than q - f of the named heard
+    seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # has a seat from the next round on
+    unseated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # has none any more
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest("manifest", _ENCODER.encode(self))
+
+    @property
+    def changes_roster(self) -> bool:
+        return bool(self.seated or self.unseated)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+Offers = Callable[[bytes], Announcement | None]
+Requests = Callable[[bytes], Request | None]
+
+
+class Missing(Struct, frozen=True):
+    """Attested announcements and requests that are not here yet: without them there is no manifest."""
+
+    names: tuple[bytes, ...]
+
+
+def attested(fields: Iterable[tuple[bytes, ...]], least: int) -> list[bytes]:
+    """The names that stand in at least `least` of the fields, rising."""
+    counts: Counter[bytes] = Counter()
+    for names, times in Counter(fields).items():  # most fields are equal to one another
+        for name in names:
+            counts[name] += times
+    return sorted(name for name, times in counts.items() if times >= least)
+
+
+def manifest_of(
+    state: AgreedState,
+    run: RunConfig,
+    run_id: bytes,
+    named: list[Availability],
+    offer_of: Offers,
+    request_of: Requests,
+) -> Manifest | Missing:
+    """The manifest that these availabilities of the next round lead to."""
+    roster = state.roster
+    least = roster.attesting
+    held = attested((availability.held for availability in named), least)
+    refused = attested((availability.refused for availability in named), least)
+    asked = attested((availability.requests for availability in named), least)
+    offers = {name: offer_of(name) for name in (*held, *refused)}
+    requests = {name: request_of(name) for name in asked}
+    missing = tuple(sorted(name for name, found in (*offers.items(), *requests.items()) if found is None))
+    if missing:
+        return Missing(missing)
+
+    staleness = run.agreement.staleness_rounds_max
+    candidates = [offer for name in held if (offer := offers[name]) and state.may_take(offer, staleness)]
+    liars = _conflicting(candidates)
+    refused = [name for name in refused if (offer := offers[name]) and state.may_take(offer, staleness)]
+    guilty = {name: request.guilty for name, request in requests.items() if request and request.guilty in state.place}
+    authors = {offer.author for name in refused if (offer := offers[name])}
+    banned = authors | liars | set(guilty.values())
+    wanted = [request for request in requests.values() if request]
+    leaves = {
+        request.leave
+        for request in wanted
+        if request.leave in state.place and request.leave_round >= state.admitted[state.place[request.leave]].since
+    }
+    absent = _unheard(named, roster.size, least)
+    unseated = _unseated(state, run, banned | leaves, absent)
+    if len(unseated) == roster.size:  # a roster never becomes empty: then nobody in it goes
+        banned, leaves, unseated = banned - unseated, leaves - unseated, set()
+    gone = banned | leaves
+    taken = _oldest_of_each(offer for offer in candidates if offer.author not in gone | liars)
+    root_round, root = _newest_root(state, named, least)
+    return Manifest(
+        branch=state.branch,
+        round=state.round + 1,
+        parent=state.head,
+        state=state.digest,
+        root_round=root_round,
+        root=root,
+        taken=taken,
+        refused=tuple(refused),
+        evidence=tuple(guilty),
+        joins=_joins(state, run, [request.join for request in wanted if request.join], gone),
+        leaves=tuple(sorted(leaves - banned)),
+        banned=tuple(sorted(banned)),
+        absent=bitmap(absent),
+        seated=_seated(state, run, run_id, {entry.author for entry in taken}, gone | unseated, len(unseated)),
+        unseated=tuple(sorted(unseated)),
+    )
+
+
+def _conflicting(candidates: list[Announcement]) -> set[bytes]:
+    """Who has two contributions for one round among the attested."""
+    places = Counter((offer.author, offer.round) for offer in candidates)
+    return {author for (author, _), times in places.items() if times > 1}
+
+
+def _oldest_of_each(candidates: Iterable[Announcement]) -> tuple[Taken, ...]:
+    oldest: dict[bytes, Announcement] = {}
+    for offer in candidates:
+        if offer.author not in oldest or offer.round < oldest[offer.author].round:
+            oldest[offer.author] = offer
+    return tuple(
+        Taken(offer.author, offer.round, offer.base_round, offer.payload, offer.payload_bytes)
+        for _, offer in sorted(oldest.items())
+    )
+
+
+def _unheard(named: list[Availability], size: int, least: int) -> list[int]:
+    heard = [0] * size
+    for seats, times in Counter(availability.heard for availability in named).items():
+        for seat in seats_in(seats):
+            if seat < size:
+                heard[seat] += times
+    return [seat for seat, times in enumerate(heard) if times < least]
+
+
+def _unseated(state: AgreedState, run: RunConfig, gone: set[bytes], absent: list[int]) -> set[bytes]:
+    """Members that lose their seat: gone, or unheard for too long."""
+    unheard = {state.members[seat] for seat in absent}
+    limit = run.admission.absence_rounds_max
+    return {
+        key
+        for key in state.members
+        if key in gone or (key in unheard and state.admitted[state.place[key]].absent + 1 >= limit)
+    }
+
+
+def _seated(
+    state: AgreedState, run: RunConfig, run_id: bytes, taken: set[bytes], out: set[bytes], freed: int
+) -> tuple[bytes, ...]:
+    """Newcomers that have proved themselves, the longest admitted first; a few a round, so that the roster that
+    decides about them stays the larger part of the next."""
+    free = run.admission.seats_max - len(state.members) + freed
+    most = min(free, max(1, len(state.members) // 4))
+    if most <= 0 or len(state.admitted) == len(state.members):
+        return ()
+    ready = [
+        entry
+        for entry in state.admitted
+        if entry.key not in roster_of(state.members).seat
+        and entry.key not in out
+        and entry.taken + (entry.key in taken) >= run.admission.probation_rounds
+    ]
+    prefix = run_id + state.branch
+    ready.sort(key=lambda entry: (entry.since, blake3(prefix + entry.key).digest()))
+    return tuple(sorted(entry.key for entry in ready[:most]))
+
+
+def _joins(state: AgreedState, run: RunConfig, joins: list[Join], gone: set[bytes]) -> tuple[Join, ...]:
+    """At most one of each key and one of each invitation, while there is room."""
+    room = run.admission.contributors_max - len(state.admitted)
+    spent = {serial for serial, _ in state.spent}
+    chosen: dict[bytes, Join] = {}
+    for join in sorted(joins, key=lambda join: (join.key, join.serial)):
+        if len(chosen) >= room or join.key in state.place or join.key in state.banned or join.key in gone:
+            continue
+        if join.last_round and (join.serial in spent or join.last_round <= state.round or len(spent) >= SPENT_MAX):
+            continue
+        if join.key not in chosen:
+            chosen[join.key] = join
+            spent |= {join.serial} if join.last_round else set()
+    return tuple(chosen.values())
+
+
+def _newest_root(state: AgreedState, named: list[Availability], least: int) -> tuple[int, bytes]:
+    carried = Counter((availability.root_round, availability.root) for availability in named)
+    certified = [place for place, times in carried.items() if times >= least and place[0] > state.root_round]
+    return max(certified, default=(state.root_round, state.root))

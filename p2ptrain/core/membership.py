@@ -1,0 +1,68 @@
+"""My own place in the run: asking to be admitted, and leaving properly.
+
+A newcomer asks once it has the newest state, and again until a manifest admits it; what it was told to show (an
+invitation) goes with it. A leaver says so, and votes on until a manifest carries its leave, but not for longer than
+`leave_seconds`: the others should not lose a quorum to good manners.
+"""
+
+from __future__ import annotations
+
+from p2ptrain.core.context import Context
+from p2ptrain.core.events import Stop
+from p2ptrain.core.messages import JoinRequest, Leave
+from p2ptrain.core.requests import Requests
+from p2ptrain.core.state import AgreedState
+
+JOIN_SECONDS = 5.0  # between requests; doubles, because a swarm that is busy needs no more of them
+JOIN_SECONDS_MAX = 60.0
+LEAVE_SECONDS = 5.0  # between repetitions of a leave
+
+
+class Membership:
+    """Of one node."""
+
+    def __init__(self, context: Context, requests: Requests, ticket: bytes) -> None:
+        self.context, self.requests, self.ticket = context, requests, ticket
+        self.next_at = 0.0
+        self.tries = 0
+        self.leave_until: float | None = None
+        self.has_stopped = False
+
+    def leave(self, state: AgreedState) -> None:
+        """The user wants to leave the run."""
+        if self.leave_until is None:
+            self.leave_until = self.context.now + self.context.run.admission.leave_seconds
+            self.next_at = 0.0
+
+    def tick(self, state: AgreedState, is_current: bool) -> None:
+        context = self.context
+        is_inside = context.me in state.place
+        if self.leave_until is not None:
+            is_alone = state.members == (context.me,)
+            if not self.has_stopped and (not is_inside or is_alone or context.now >= self.leave_until):
+                self.has_stopped = True
+                context.emit(Stop("left" if not is_inside or is_alone else "left without being heard"))
+            elif not self.has_stopped and context.now >= self.next_at:
+                self._request(Leave(state.branch, state.round + 1, context.me), state)
+                self.next_at = context.now + LEAVE_SECONDS
+            return
+        if is_inside:
+            self.tries = 0
+            return
+        if is_current and context.me not in state.banned and context.peers and context.now >= self.next_at:
+            self._request(JoinRequest(state.branch, state.round + 1, self.ticket, context.me), state)
+            self.next_at = context.now + min(JOIN_SECONDS * 2.0 ** min(self.tries, 8), JOIN_SECONDS_MAX)
+            self.tries += 1
+
+    def _request(self, message: JoinRequest | Leave, state: AgreedState) -> None:
+        received = self.context.signed(message)
+        self.context.publish(received)
+        if isinstance(message, Leave):
+            self.requests.add(received, state)  # a member attests its own leave, too
+
+    def deadline(self, state: AgreedState) -> float | None:
+        if self.has_stopped:
+            return None
+        if self.leave_until is not None:
+            return min(self.leave_until, self.next_at)
+        return None if self.context.me in state.place else max(self.next_at, self.context.now + 1.0)

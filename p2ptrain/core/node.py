@@ -1,0 +1,368 @@
+"""The node: events in, effects out.
+
+`handle` gives an event to the part that it concerns, and then lets the node go on as far as it can: a round that was
+decided leads to the next, a certified round is applied, training begins. The parts are a round (round.py), what
+outlives it (offers, payloads, requests, arrivals), my line of history and the way back to it (line.py, catchup.py),
+my own work (work.py), and what happens when messages or members are lost (repair.py, regroup.py).
+
+One deadline stands for all timers. A clock that goes back is taken as having stood still; after a gap, in which the
+machine slept, nothing counts as a stall until peers had time to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from p2ptrain.config import RunConfig
+from p2ptrain.core import events as ev
+from p2ptrain.core.catchup import CatchingUp, Verified
+from p2ptrain.core.context import Context, Signer
+from p2ptrain.core.history import Beginning, Step, follow
+from p2ptrain.core.inbox import Inbox
+from p2ptrain.core.line import Line
+from p2ptrain.core.membership import Membership
+from p2ptrain.core.messages import (
+    Announcement,
+    Availability,
+    Proposal,
+    Received,
+    Regroup,
+    Vote,
+    decode,
+)
+from p2ptrain.core.regroup import Regrouping
+from p2ptrain.core.repair import Repair
+from p2ptrain.core.reputation import Reason
+from p2ptrain.core.round import Parts, Round
+from p2ptrain.core.snapshot import Snapshot, snapshot_of
+from p2ptrain.core.state import AgreedState
+from p2ptrain.core.work import Work
+
+GAP_SECONDS = 5.0  # after the deadline: by then the driver would have come, had the machine not slept
+PEERS_MAX = 1_024  # connections that the core knows of; an edge keeps far fewer
+SAVE_SCORES_SECONDS = 60.0  # a restart may forget what was observed in the last minute
+RECALL_MARGIN = 2  # rounds: others may be one behind what we had seen, and we may have been one ahead
+
+
+class Node:
+    """One participant's share of the protocol."""
+
+    def __init__(self, run: RunConfig, run_id: bytes, me: bytes, signer: Signer, rng: Random) -> None:
+        self.context = Context(run, run_id, me, signer, rng)
+        self.deadline: float | None = None
+        self.parts: Parts
+        self.line: Line
+        self.here: Round
+        self.work: Work
+        self.repair: Repair
+        self.catching_up: CatchingUp
+        self.regrouping: Regrouping
+        self.membership: Membership
+        self.inbox: Inbox
+        self.recalled: dict[bytes, int] | None = None  # where members stand, while we do not know what we said
+        self._saved_scores = b""
+        self._saved_scores_at = 0.0
+        self._last = 0.0
+        self._shift = 0.0  # what a clock that went back has lost
+        self._handlers: dict[type, Callable[[Any], bool | None]] = {
+            ev.Started: self._started,
+            ev.MessageReceived: self._message_received,
+            ev.MalformedReceived: self._malformed_received,
+            ev.PeerSeen: self._peer_seen,
+            ev.PeerLost: self._peer_lost,
+            ev.TrainingFinished: self._training_finished,
+            ev.PayloadArrived: self._payload_arrived,
+            ev.FetchFailed: self._fetch_failed,
+            ev.Applied: self._applied,
+            ev.CaughtUp: self._caught_up,
+            ev.CatchUpFailed: self._catch_up_failed,
+            ev.Asked: self._asked,
+            ev.HistoryAsked: self._history_asked,
+            ev.HistoryArrived: self._history_arrived,
+            ev.HistoryFailed: self._history_failed,
+            ev.StopRequested: self._stop_requested,
+            ev.Tick: self._tick,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Take in a fact; what is to be done about it."""
+        if now < self._last:
+            self._shift += self._last - now
+        self._last = now
+        context = self.context
+        if self.deadline is not None and now > self.deadline + GAP_SECONDS:
+            self._woke_up()
+        context.now = now + self._shift
+        if self._handlers[type(event)](event):
+            return []  # only counted: nothing to do, and no deadline has changed
+        self._go_on()
+        effects, context.effects = context.effects, []
+        return effects
+
+    # -----------------------------------------------------------------------------------------------
+    # The beginning
+
+    def _started(self, event: ev.Started) -> None:
+        context, saved = self.context, event.saved
+        context.reputation.restore(saved.scores, context.now) if saved.scores else None
+        self.parts = Parts(context)
+        base = saved.history[0].state if saved.history else saved.state
+        self.line = Line(base, context.run_id, context.run.agreement.history_rounds)
+        for certified in saved.history[1:]:
+            self.line.append(certified.step, certified.state)
+        assert self.line.state.digest == saved.state.digest, "saved history leads to the saved state"
+        for left in saved.left:
+            context.keep_silent(left.branch, left.round)
+        self.work = Work(context, self.parts, self.line, saved.applied_round, saved.applied_root)
+        self.repair = Repair(context)
+        self.catching_up = CatchingUp(context, self.line)
+        self.membership = Membership(context, self.parts.requests, event.ticket)
+        self.inbox = Inbox(self)
+        if event.forgetful and self.line.state.members != (context.me,):
+            self.recalled = {}
+            context.silent_everywhere = 2**62
+        said = [decode(said.envelope, context.signer) for said in saved.said]
+        self.work.restore([each for each in said if isinstance(each.message, Announcement)])
+        self._begin_round()
+        self._restore(said, saved.said)
+
+    def _restore(self, said: list[Received], records: tuple[ev.Said, ...]) -> None:
+        """What was said in the round that we are in is said again, and what it rests on is here again."""
+        here, context = self.here, self.context
+        self.regrouping.restore([each for each in said if isinstance(each.message, Regroup)])
+        current = [
+            each
+            for each in said
+            if isinstance(each.message, Proposal | Vote)
+            and (each.message.branch, each.message.round) == (here.branch, here.number)
+        ]
+        backing = [
+            decode(envelope, context.signer)
+            for record, each in zip(records, said, strict=True)
+            for envelope in (record.backing if each in current else ())
+        ]
+        for received in backing:
+            if isinstance(received.message, Availability):
+                here.availabilities.setdefault(received.digest, received)
+            elif isinstance(received.message, Announcement):
+                self.inbox.announcement(context.me, received, asked_for=True)
+            elif not isinstance(received.message, Proposal | Vote):
+                self.parts.requests.add(received, self.line.state, asked_for=True)
+        here.agreement.restore(
+            current, [each for each in backing if isinstance(each.message, Proposal | Vote)], context.now
+        )
+        again = self.work.say_again() + current
+        if again:
+            context.publish(*again)
+
+    # -----------------------------------------------------------------------------------------------
+    # Events
+
+    def _message_received(self, event: ev.MessageReceived) -> bool:
+        return self.inbox.take(event)
+
+    def _malformed_received(self, event: ev.MalformedReceived) -> None:
+        self.context.reputation.note(event.sender, Reason.MALFORMED, self.context.now)
+        self.inbox.shun(event.sender)
+
+    def _peer_seen(self, event: ev.PeerSeen) -> None:
+        peers = self.context.peers
+        if not peers:
+            self.regrouping.restart_clock()
+        if len(peers) < PEERS_MAX and event.peer != self.context.me:
+            peers[event.peer] = None
+            self.repair.greet(self.here, event.peer)
+
+    def _peer_lost(self, event: ev.PeerLost) -> None:
+        self.context.peers.pop(event.peer, None)
+
+    def _training_finished(self, event: ev.TrainingFinished) -> None:
+        self.work.finished(event, self.here)
+
+    def _payload_arrived(self, event: ev.PayloadArrived) -> None:
+        if self.parts.payloads.arrived(event.payload, event.good):
+            for offer in list(self.parts.offers.by_payload.get(event.payload, ())):
+                self.inbox.payload_checked(offer.announcement, event.good)
+
+    def _fetch_failed(self, event: ev.FetchFailed) -> None:
+        self.parts.payloads.failed(event.payload, event.peer)
+
+    def _applied(self, event: ev.Applied) -> None:
+        self.work.applied(event.branch, event.round, event.root)
+        self._keep_payloads()
+
+    def _caught_up(self, event: ev.CaughtUp) -> None:
+        self.work.caught_up(event.round, event.root)
+        self._keep_payloads()
+
+    def _catch_up_failed(self, event: ev.CatchUpFailed) -> None:
+        self.work.catch_up_failed(event.round)
+
+    def _asked(self, event: ev.Asked) -> None:
+        if not self.context.reputation.is_greylisted(event.peer, self.context.now):
+            self.repair.answer(self.here, event.peer, event.names)
+
+    def _history_asked(self, event: ev.HistoryAsked) -> None:
+        self.context.emit(ev.SendHistory(event.peer, self.line.answer(event.branch, event.round)))
+
+    def _history_arrived(self, event: ev.HistoryArrived) -> None:
+        verified = self.catching_up.answered(event.peer, event.history)
+        if self.catching_up.proof_of_lies is not None:
+            self.context.is_halted = True
+        if verified is not None:
+            self._adopt(verified)
+
+    def _history_failed(self, event: ev.HistoryFailed) -> None:
+        self.catching_up.failed(event.peer)
+
+    def _stop_requested(self, event: ev.StopRequested) -> None:
+        self.work.is_stopping = True
+        self.membership.leave(self.line.state)
+
+    def _tick(self, event: ev.Tick) -> None:
+        """Everything whose time has come is done by `_go_on`."""
+
+    def _woke_up(self) -> None:
+        self.context.counters["gaps"] += 1
+        self.regrouping.restart_clock()
+        self.repair.greet(self.here, *self.context.some_peers(3))
+
+    # -----------------------------------------------------------------------------------------------
+    # Going on
+
+    def _go_on(self) -> None:
+        """Do all that can be done now."""
+        context = self.context
+        self.parts.payloads.tick()
+        self.here.tick()
+        while self._decide() or self._regroup():
+            self.here.tick()
+        if self.here.closed_at is not None:
+            self.regrouping.start_clock()
+        self.regrouping.tick()
+        self.catching_up.tick()
+        self.work.go_on(self.here)
+        is_waiting = self._is_waiting
+        self.repair.tick(self.here, is_waiting)
+        self.membership.tick(self.line.state, self.work.is_current and not self.catching_up.is_behind)
+        times = (
+            self.here.deadline,
+            self.parts.payloads.deadline,
+            self.regrouping.deadline,
+            self.catching_up.deadline,
+            self.work.deadline,
+            self.membership.deadline(self.line.state),
+            self.repair.deadline(is_waiting),
+        )
+        deadline = min(time for time in times if time is not None)
+        self.deadline = max(deadline, context.now) - self._shift
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether we need something from others, and not only from our own device."""
+        is_outside = self.context.me not in self.line.state.place
+        return self.here.closed_at is not None or self.catching_up.is_behind or is_outside
+
+    def _decide(self) -> bool:
+        """Go to the next round, if this one was decided."""
+        entry = self.here.decision() if self.here.agreement.decided else None
+        if entry is None or self.context.is_halted:
+            return False
+        self._follow(entry, self.line.state.after(entry.manifest, self.context.run))
+        self._begin_round()
+        return True
+
+    def _regroup(self) -> bool:
+        """Begin a branch with those who are left, if a quorum of them has signed it."""
+        if not self.regrouping.signed or self.context.run.agreement.on_quorum_loss == "halt":
+            return False
+        beginning = self.regrouping.beginning()
+        if beginning is None:
+            return False
+        self.context.counters["regroups"] += 1
+        self._follow(beginning, follow(self.line.state, beginning, self.context.run, self.context.signer))
+        self._begin_round()
+        return True
+
+    def _follow(self, step: Step, state: AgreedState) -> None:
+        self.context.emit(ev.Persist(ev.Certified(step, state)))
+        self.line.append(step, state)
+        self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
+
+    def _begin_round(self) -> None:
+        context, state = self.context, self.line.state
+        self.catching_up.advanced()
+        self.parts.offers.prune(state)
+        self.parts.requests.prune(state)
+        self._keep_payloads()
+        admitted = state.place
+        context.heard_at = {key: at for key, at in context.heard_at.items() if key in admitted}
+        self.parts.arrivals.forget(admitted)
+        self.regrouping = Regrouping(context, state)
+        self.here = Round(context, self.parts, state)
+        self.inbox.begin_round()
+        self._save_scores()
+
+    def _save_scores(self) -> None:
+        """What we observed of peers survives a restart."""
+        context = self.context
+        if context.now - self._saved_scores_at < SAVE_SCORES_SECONDS:
+            return
+        self._saved_scores_at = context.now
+        scores = context.reputation.saved(context.now)
+        if scores != self._saved_scores:
+            self._saved_scores = scores
+            context.emit(ev.Persist(ev.Observed(scores)))
+
+    def _keep_payloads(self) -> None:
+        self.parts.payloads.keep(self.parts.offers.by_payload.keys() | self.work.payloads_needed())
+
+    def _adopt(self, verified: Verified) -> None:
+        """Follow what a peer has proved."""
+        context, line = self.context, self.line
+        point = verified.point
+        if point is not line.state:
+            left = line.state
+            silent = left.round + 1 + context.run.agreement.overlap_rounds
+            context.keep_silent(left.branch, silent)
+            context.emit(ev.Persist(ev.Left(left.branch, silent)))
+            context.counters["branches left"] += 1
+            line.rewind(point)
+            self.work.rewound(point.round)
+        if verified.base is not None:
+            line.rebase(verified.changes, verified.base)
+        for step, state in verified.steps:
+            self._follow(step, state)
+        context.counters["rounds caught up"] += len(verified.steps)
+        self._begin_round()
+
+    def recall(self, member: bytes, number: int) -> None:
+        """A member says where it stands, and we do not know what we have said: be silent for as long as it may be."""
+        assert self.recalled is not None
+        self.recalled[member] = number
+        if len(self.recalled) >= self.line.state.roster.attesting:
+            overlap = self.context.run.agreement.overlap_rounds
+            self.context.silent_everywhere = max(self.recalled.values()) + overlap + RECALL_MARGIN
+            self.recalled = None
+
+    # -----------------------------------------------------------------------------------------------
+    # What others see
+
+    def snapshot(self) -> Snapshot:
+        """Where the node stands, for a person."""
+        return snapshot_of(self)
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Every buffer's size and bound."""
+        context, parts = self.context, self.parts
+        members = self.line.state.place
+        owners: tuple[Any, ...] = (
+            parts.offers, parts.payloads, parts.requests, parts.arrivals, self.line, self.here, self.work,
+            self.repair, self.catching_up, self.regrouping, self.inbox, context.reputation,
+        )  # fmt: skip
+        found = {name: limit for owner in owners for name, limit in owner.limits().items()}
+        found["connected peers"] = (len(context.peers), PEERS_MAX)
+        found["members heard"] = (len(context.heard_at), len(members))
+        return found

@@ -1,0 +1,131 @@
+"""Contributions on offer: the announcements that are here, and what became of their payloads.
+
+An announcement is named by the first 16 bytes of its digest. Of each admitted author the pool keeps what may still
+be taken: its oldest round, which is the one a manifest takes, and the newest ones up to a bound, with at most two
+announcements a round, so that a lie stays visible and nothing more of it is kept. Payloads themselves are the
+driver's; here it is only noted whether they are held, and whether the strict decoder found them good.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct
+
+from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, SHORT_BYTES, Announcement, Received, read
+from p2ptrain.core.payloads import Payloads
+from p2ptrain.core.state import AgreedState
+
+ROUNDS_KEPT = 3  # of one author, an honest one has two on offer at most
+OFFERS_OF_AUTHOR_MAX = 2 * ROUNDS_KEPT + 2 * SEATS_MAX  # with those that members attest, two each, which we then need
+OFFERS_MAX = 2 * ROUNDS_KEPT * ADMITTED_MAX + 4 * SEATS_MAX * SEATS_MAX
+
+
+class Verdict(Enum):
+    NEW = "new"
+    USELESS = "useless"
+    CONFLICT = "conflict"  # the author has announced something else for this round
+    FULL = "full"  # so many of this author's wait already
+
+
+class Offer(Struct):
+    name: bytes
+    announcement: Announcement
+    received: Received
+
+
+class Offers:
+    """The pool of one node."""
+
+    def __init__(self, staleness: int, payloads: Payloads) -> None:
+        self.staleness, self.payloads = staleness, payloads
+        self.by_name: dict[bytes, Offer] = {}
+        self.by_author: dict[bytes, list[Offer]] = {}
+        self.by_payload: dict[bytes, list[Offer]] = {}
+
+    def add(self, received: Received, asked_for: bool = False) -> Verdict:
+        """Take in an announcement by an admitted author, of a round that may still count."""
+        announcement = read(received, Announcement)
+        name = received.digest[:SHORT_BYTES]
+        if name in self.by_name:
+            return Verdict.USELESS
+        mine = self.by_author.setdefault(announcement.author, [])
+        same = [offer for offer in mine if offer.announcement.round == announcement.round]
+        if asked_for:
+            if len(mine) >= OFFERS_OF_AUTHOR_MAX:
+                return Verdict.FULL
+        elif len(same) >= 2:
+            return Verdict.USELESS
+        elif not same and len({offer.announcement.round for offer in mine}) >= ROUNDS_KEPT:
+            return Verdict.FULL
+        offer = Offer(name, announcement, received)
+        self.by_name[name] = offer
+        mine.append(offer)
+        self.by_payload.setdefault(announcement.payload, []).append(offer)
+        return Verdict.CONFLICT if same else Verdict.NEW
+
+    def conflicting(self, received: Received) -> Received:
+        """The first announcement that the same author made for the same round."""
+        announcement = read(received, Announcement)
+        return next(
+            offer.received
+            for offer in self.by_author[announcement.author]
+            if offer.announcement.round == announcement.round
+        )
+
+    def announcement(self, name: bytes) -> Announcement | None:
+        offer = self.by_name.get(name)
+        return offer.announcement if offer else None
+
+    def has_from(self, author: bytes, state: AgreedState) -> bool:
+        """Whether a good contribution of this author, which the next round may take, is held."""
+        return any(
+            self.payloads.is_good(offer.announcement.payload) and state.may_take(offer.announcement, self.staleness)
+            for offer in self.by_author.get(author, ())
+        )
+
+    def attestable(self, state: AgreedState) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """What an availability for the next round names as held and as refused: of each author the oldest round."""
+        held: list[bytes] = []
+        refused: list[bytes] = []
+        checked = self.payloads.held
+        for author, offers in self.by_author.items():
+            if author not in state.place:
+                continue
+            known = [
+                offer
+                for offer in offers
+                if offer.announcement.payload in checked and state.may_take(offer.announcement, self.staleness)
+            ]
+            if not known:
+                continue
+            oldest = min(offer.announcement.round for offer in known) if len(known) > 1 else known[0].announcement.round
+            for offer in known:
+                if offer.announcement.round == oldest:
+                    (held if checked[offer.announcement.payload] else refused).append(offer.name)
+        return tuple(sorted(held)), tuple(sorted(refused))
+
+    def prune(self, state: AgreedState) -> None:
+        """Forget what can no longer be taken."""
+        for author in list(self.by_author):
+            kept = [
+                offer
+                for offer in self.by_author[author]
+                if offer.announcement.round > state.round + 1 or state.may_take(offer.announcement, self.staleness)
+            ]
+            if kept:
+                self.by_author[author] = kept
+            else:
+                del self.by_author[author]
+        self.by_name = {offer.name: offer for offers in self.by_author.values() for offer in offers}
+
+    def payloads_on_offer(self) -> set[bytes]:
+        return {offer.announcement.payload for offer in self.by_name.values()}
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds."""
+        return {
+            "offers": (len(self.by_name), OFFERS_MAX),
+            "offers of an author": (max(map(len, self.by_author.values()), default=0), OFFERS_OF_AUTHOR_MAX),
+            "authors": (len(self.by_author), ADMITTED_MAX),
+        }

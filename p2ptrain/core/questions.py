@@ -1,0 +1,87 @@
+"""Questions: messages that a round needs and lacks, by name, and who may have them.
+
+Each is asked of one peer at a time, and of the next one when no answer came. The answer is a message like any other;
+that it was asked for lets it pass bounds that keep strangers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from p2ptrain.core.context import Context
+from p2ptrain.core.events import Ask
+
+ASK_SECONDS = 1.0  # until an unanswered question goes to somebody else; doubles
+DOUBLINGS_MAX = 5
+QUESTIONS_MAX = 4_096  # of a round: every availability and offer of it, twice
+NAMES_MAX = 256  # of one question
+SOURCES_MAX = 8  # peers that a question goes to in turn
+
+
+@dataclass(slots=True)
+class Question:
+    """A message that we lack."""
+
+    sources: list[bytes]
+    next_at: float
+    tries: int = 0
+
+
+class Questions:
+    """Of one round."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.open: dict[bytes, Question] = {}
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self.open
+
+    def ask(self, names: Iterable[bytes], sources: list[bytes]) -> None:
+        """Ask for these, unless that has just been done."""
+        others = [source for source in sources if source != self.context.me][:SOURCES_MAX]
+        fresh = []
+        for name in names:
+            question = self.open.get(name)
+            if question is not None:
+                new = [source for source in others if source not in question.sources]
+                question.sources += new[: SOURCES_MAX - len(question.sources)]
+            elif len(self.open) < QUESTIONS_MAX:
+                self.open[name] = Question(others, self.context.now + ASK_SECONDS)
+                fresh.append(name)
+        if fresh and others:
+            self._emit(others[0], fresh)
+
+    def answered(self, name: bytes) -> None:
+        self.open.pop(name, None)
+
+    def tick(self, is_known: Callable[[bytes], bool]) -> None:
+        """Ask again what is still unknown."""
+        now = self.context.now
+        by_peer: dict[bytes, list[bytes]] = {}
+        for name, question in list(self.open.items()):
+            if is_known(name):
+                del self.open[name]
+                continue
+            if question.next_at > now:
+                continue
+            question.tries += 1
+            question.next_at = now + ASK_SECONDS * 2.0 ** min(question.tries, DOUBLINGS_MAX)
+            if question.sources:
+                peer = question.sources[question.tries % len(question.sources)]
+                by_peer.setdefault(peer, []).append(name)
+        for peer, names in by_peer.items():
+            self._emit(peer, names)
+
+    def _emit(self, peer: bytes, names: list[bytes]) -> None:
+        for start in range(0, len(names), NAMES_MAX):
+            self.context.emit(Ask(peer, tuple(sorted(names[start : start + NAMES_MAX]))))
+
+    @property
+    def deadline(self) -> float | None:
+        return min((question.next_at for question in self.open.values()), default=None)
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds."""
+        return {"questions": (len(self.open), QUESTIONS_MAX)}

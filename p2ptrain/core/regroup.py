@@ -1,0 +1,204 @@
+"""Losing the quorum: who is still there, and whether to go on with those.
+
+The quorum counts as lost when no round was decided for `stall_seconds` after our availability, while we ran and were
+connected, and when in that time fewer members were heard than a quorum: as long as a quorum is heard, it is only
+slow. Then either we wait (`halt`), or (`regroup`) each member floods a call that names the last certificate; who has
+seen no new call for `settle_seconds` signs the set that it has, once an attempt. A set that a quorum of itself has
+signed begins a new branch.
+
+The settle time is longer than members differ in noticing the stall, else they would sign different sets. An attempt
+that comes to nothing is followed by another, after twice the time, up to a cap.
+"""
+
+from __future__ import annotations
+
+from p2ptrain.core.context import Context
+from p2ptrain.core.history import Beginning
+from p2ptrain.core.messages import Call, Received, Regroup, read, signature_of
+from p2ptrain.core.roster import quorum_of
+from p2ptrain.core.state import AgreedState
+
+ATTEMPTS_KEPT = 4  # the newest, of which calls and signatures are kept
+PATIENCE_MAX = 8  # times stall_seconds: the longest wait between attempts
+REPEAT_SECONDS = 3.0  # calls and signatures are said again: gossip may lose them, and newcomers have no history
+ATTEMPTS_AHEAD = 2  # attempts beyond ours of which calls are kept, so that nobody drives them up alone
+SHARE_CALLED = 0.5  # of the time that somebody waits whom others have called already: members notice a stall at
+# different times, and this brings them together
+
+
+class Regrouping:
+    """Of one node, since one agreed state."""
+
+    def __init__(self, context: Context, state: AgreedState) -> None:
+        self.context, self.state = context, state
+        self.is_member = context.me in state.roster.seat
+        self.since: float | None = None  # the stall clock; None: it does not run
+        self.attempt = -1  # the one we have called for
+        self.called_at = 0.0
+        self.last_new_at = 0.0  # when a call was new
+        self.repeat_at = 0.0
+        self.calls: dict[int, dict[bytes, Received]] = {}  # by attempt, by author
+        self.signed: dict[int, dict[bytes, Received]] = {}
+        self.mine: list[Received] = []  # what we said last
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.attempt >= 0 or (self.since is not None and self._is_lost())
+
+    # -----------------------------------------------------------------------------------------------
+    # The clock
+
+    def start_clock(self) -> None:
+        if self.since is None and self.is_member and self.state.roster.size > 1:
+            self.since = self.context.now
+
+    def restart_clock(self) -> None:
+        """We slept, or were cut off: that time does not count."""
+        if self.since is not None:
+            self.since = self.context.now
+
+    def _patience(self) -> float:
+        stall = float(self.context.run.agreement.stall_seconds)
+        return min(stall * 2.0 ** min(self.attempt + 1, 16), stall * PATIENCE_MAX)
+
+    def _is_lost(self, share: float = 1.0) -> bool:
+        """Whether the clock has run for this share of the time, and fewer members than a quorum were heard in it."""
+        now = self.context.now
+        stall = share * self.context.run.agreement.stall_seconds
+        if self.since is None or now - self.since < stall or not self.context.peers:
+            return False
+        heard = self.context.heard_at
+        present = sum(
+            key == self.context.me or now - heard.get(key, -2.0 * stall) < stall for key in self.state.members
+        )
+        return present < self.state.roster.quorum
+
+    @property
+    def deadline(self) -> float | None:
+        if self.since is None:
+            return None
+        stall = float(self.context.run.agreement.stall_seconds)
+        if self.attempt < 0:
+            due = self.since + stall
+            return due if due > self.context.now else self.context.now + REPEAT_SECONDS
+        times = [self.called_at + self._patience(), self.repeat_at]
+        if self.attempt not in self._mine_signed():
+            times.append(self.last_new_at + self.context.run.agreement.settle_seconds)
+        return min(times)
+
+    def tick(self) -> None:
+        if self.since is None or self.context.run.agreement.on_quorum_loss == "halt":
+            return
+        now = self.context.now
+        if self.attempt < 0:
+            if self._is_lost() or (self.calls and self._is_lost(SHARE_CALLED)):
+                self._call(max(0, *self.calls) if self.calls else 0)
+            return
+        if not self.context.peers:
+            return
+        highest = max(self.calls)
+        if now >= self.called_at + self._patience() * (1.0 if highest == self.attempt else SHARE_CALLED):
+            self._call(max(self.attempt + 1, highest))
+        settle = self.context.run.agreement.settle_seconds
+        if now >= self.last_new_at + settle and self.attempt not in self._mine_signed():
+            self._sign()
+        if now >= self.repeat_at and self.mine:
+            self.context.publish(*self.mine)
+            self.repeat_at = now + REPEAT_SECONDS
+
+    def _mine_signed(self) -> set[int]:
+        return {attempt for attempt, signed in self.signed.items() if self.context.me in signed}
+
+    # -----------------------------------------------------------------------------------------------
+    # What is said
+
+    def _call(self, attempt: int) -> None:
+        context, state = self.context, self.state
+        if not context.may_speak(state.branch, state.round + 1):
+            return
+        context.counters["calls"] += 1
+        self.attempt, self.called_at = attempt, context.now
+        self.last_new_at = context.now
+        call = context.signed(Call(state.branch, state.head, attempt, context.me))
+        self.calls.setdefault(attempt, {})[context.me] = call
+        self.mine = [call]
+        self.repeat_at = context.now + REPEAT_SECONDS
+        context.publish(call)
+
+    def _sign(self) -> None:
+        context, state = self.context, self.state
+        members = tuple(sorted(self.calls[self.attempt]))
+        regroup = context.signed(Regroup(state.branch, state.head, self.attempt, members, context.me))
+        self.signed.setdefault(self.attempt, {})[context.me] = regroup
+        self.mine.append(regroup)
+        context.publish_once(regroup)
+
+    def hear_call(self, received: Received) -> bool:
+        """A member's call since the same certificate; False if it is of no use."""
+        call = read(received, Call)
+        if call.author not in self.state.roster.seat or not self._is_kept(call.attempt):
+            return False
+        calls = self.calls.setdefault(call.attempt, {})
+        if call.author in calls:
+            return False
+        calls[call.author] = received
+        if call.attempt == self.attempt:
+            self.last_new_at = self.context.now
+        return True
+
+    def hear_regroup(self, received: Received) -> bool:
+        """A member's signature under a set; False if it is of no use."""
+        regroup = read(received, Regroup)
+        seat = self.state.roster.seat
+        if any(key not in seat for key in regroup.members) or not self._is_kept(regroup.attempt):
+            return False
+        signed = self.signed.setdefault(regroup.attempt, {})
+        if regroup.author in signed:
+            return False
+        signed[regroup.author] = received
+        return True
+
+    def _is_kept(self, attempt: int) -> bool:
+        for kept in (self.calls, self.signed):
+            for old in [each for each in kept if each <= self.attempt - ATTEMPTS_KEPT]:
+                del kept[old]
+        return self.attempt - ATTEMPTS_KEPT < attempt <= max(self.attempt, 0) + ATTEMPTS_AHEAD
+
+    def beginning(self) -> Beginning | None:
+        """A branch that a quorum of its own members has signed, if there is one."""
+        for attempt in sorted(self.signed, reverse=True):
+            sets: dict[tuple[bytes, ...], list[Received]] = {}
+            for received in self.signed[attempt].values():
+                sets.setdefault(read(received, Regroup).members, []).append(received)
+            for members, signed in sorted(sets.items()):
+                if len(signed) >= quorum_of(len(members)):
+                    return self._begun(attempt, members, signed)
+        return None
+
+    def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:
+        by_author = sorted((read(received, Regroup).author, signature_of(received)) for received in signed)
+        return Beginning(
+            self.state.branch,
+            self.state.round,
+            self.state.head,
+            attempt,
+            members,
+            tuple(author for author, _ in by_author),
+            tuple(signature for _, signature in by_author),
+        )
+
+    def restore(self, said: list[Received]) -> None:
+        """After a restart: a set that was signed stays signed."""
+        for received in said:
+            regroup = read(received, Regroup)
+            if (regroup.branch, regroup.parent) == (self.state.branch, self.state.head):
+                self.signed.setdefault(regroup.attempt, {})[self.context.me] = received
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds."""
+        size, kept = self.state.roster.size, ATTEMPTS_KEPT + ATTEMPTS_AHEAD + 1
+        return {
+            "attempts called for": (len(self.calls), kept),
+            "attempts signed": (len(self.signed), kept),
+            "calls of an attempt": (max(map(len, self.calls.values()), default=0), size),
+        }

@@ -1,0 +1,152 @@
+"""Repair: what gossip has lost, neighbours hand over.
+
+Now and then, and whenever it waits for votes, a node tells a few neighbours where it stands (`Hello`): branch, round,
+view, and of which members it holds what. A neighbour at the same place hands over what is missing, on a stream; one
+that is further on says where it stands itself, so that the other asks for history. Answers are limited per peer, so
+that nobody can make us send without end.
+"""
+
+from __future__ import annotations
+
+from p2ptrain.core.context import Context
+from p2ptrain.core.messages import PROTOCOL_VERSION, SHORT_BYTES, Ballot, Hello, Proposal, Received, read
+from p2ptrain.core.roster import bitmap, seats_in
+from p2ptrain.core.round import Round
+
+NEIGHBOURS = 3  # told at a time: of those, somebody has what a node lacks, and the swarm's load stays linear
+WAITING_SECONDS = 1.0  # between hellos while waiting for messages; a fast round is over by then
+HEARTBEAT_SECONDS = 20.0  # without a message of ours, so that nobody takes a long training for an absence
+ANSWER_SECONDS = 0.4  # at most one answer a peer in that time
+ANSWERS_MAX = 2_048  # peers whose last answer is remembered
+HANDED_MAX = 512  # messages of an answer
+HANDED_BYTES_MAX = 2**20
+
+
+class Repair:
+    """Of one node."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.next_at = context.now + WAITING_SECONDS
+        self.answered: dict[bytes, float] = {}
+
+    def hello(self, here: Round) -> Received:
+        """Where we stand."""
+        seat = here.roster.seat
+        view = here.agreement.views[here.agreement.view]
+        offers = here.parts.offers.by_author
+        return self.context.signed(
+            Hello(
+                (PROTOCOL_VERSION,),
+                here.branch,
+                here.number,
+                here.agreement.view,
+                bitmap(seat[key] for key in offers if key in seat),
+                bitmap(seat[key] for key in here.available),
+                bitmap(seat[key] for key in view.prevotes),
+                bitmap(seat[key] for key in view.precommits),
+                self.context.me,
+            )
+        )
+
+    def greet(self, here: Round, *peers: bytes) -> None:
+        """Tell these peers where we stand."""
+        if peers:
+            hello = self.hello(here)
+            for peer in peers:
+                self.context.send(peer, hello)
+
+    def tick(self, here: Round, is_waiting: bool) -> None:
+        context = self.context
+        if context.now < self.next_at:
+            return
+        if is_waiting:
+            self.greet(here, *context.some_peers(NEIGHBOURS))
+        if context.now - context.published_at >= HEARTBEAT_SECONDS:
+            context.publish(self.hello(here))
+        self.next_at = context.now + WAITING_SECONDS
+
+    def deadline(self, is_waiting: bool) -> float:
+        return self.next_at if is_waiting else max(self.next_at, self.context.published_at + HEARTBEAT_SECONDS)
+
+    def may_answer(self, peer: bytes) -> bool:
+        """Whether it is time to answer this peer again; counts as an answer."""
+        now = self.context.now
+        if now - self.answered.get(peer, -ANSWER_SECONDS) < ANSWER_SECONDS:
+            return False
+        self.answered.pop(peer, None)
+        self.answered[peer] = now
+        if len(self.answered) > ANSWERS_MAX:
+            del self.answered[next(iter(self.answered))]
+        return True
+
+    def hand_over(self, here: Round, hello: Hello) -> None:
+        """Send a neighbour at the same round what it lacks and we hold."""
+        lacking = [] if self._is_level(here, hello) else self._lacking(here, hello)
+        chosen, size = [], 0
+        for received in lacking[:HANDED_MAX]:
+            size += len(received.envelope)
+            if size > HANDED_BYTES_MAX:
+                break
+            chosen.append(received)
+        if chosen:
+            self.context.send(hello.author, *chosen)
+
+    def _is_level(self, here: Round, hello: Hello) -> bool:
+        """Whether a neighbour holds as much as we do: then nothing is looked through."""
+        mine = here.agreement.views[here.agreement.view]
+        counts = len(here.available), len(mine.prevotes), len(mine.precommits)
+        theirs = tuple(
+            int.from_bytes(seats, "little").bit_count()
+            for seats in (hello.available, hello.prevoted, hello.precommitted)
+        )
+        announced = int.from_bytes(hello.announced, "little").bit_count()
+        return (
+            hello.view == here.agreement.view
+            and theirs == counts
+            and announced >= min(here.roster.size, len(here.parts.offers.by_author))
+        )
+
+    def _lacking(self, here: Round, hello: Hello) -> list[Received]:
+        agreement, members = here.agreement, here.roster.members
+        view = agreement.views[agreement.view]
+        is_same_view = hello.view == agreement.view
+        lacking: list[Received] = []
+        if hello.view <= agreement.view:
+            prevoted = set(seats_in(hello.prevoted)) if is_same_view else set()
+            precommitted = set(seats_in(hello.precommitted)) if is_same_view else set()
+            place = here.roster.seat.get(hello.author, -1)
+            if view.proposal is not None and place not in prevoted:
+                lacking.append(view.proposal)
+                proposal = read(view.proposal, Proposal)
+                if proposal.valid_view >= 0:
+                    lacking += agreement.voted(proposal.valid_view, Ballot.PREVOTE, proposal.manifest)
+            for votes, known in ((view.prevotes, prevoted), (view.precommits, precommitted)):
+                lacking += [votes[key] for seat, key in enumerate(members) if key in votes and seat not in known]
+        available, announced = set(seats_in(hello.available)), set(seats_in(hello.announced))
+        for seat, key in enumerate(members):
+            if seat not in available:
+                lacking += here.available.get(key, [])[:2]
+            if seat not in announced:
+                lacking += [offer.received for offer in here.parts.offers.by_author.get(key, [])[:2]]
+        return lacking
+
+    def answer(self, here: Round, peer: bytes, names: tuple[bytes, ...]) -> None:
+        """Send a peer the messages that it asks for by name."""
+        known = {digest[:SHORT_BYTES]: received for digest, received in here.availabilities.items()}
+        found: list[Received] = []
+        size = 0
+        for name in names[:HANDED_MAX]:
+            offer = here.parts.offers.by_name.get(name)
+            received = offer.received if offer else known.get(name) or here.parts.requests.received(name)
+            if received is not None:
+                size += len(received.envelope)
+                if size > HANDED_BYTES_MAX:
+                    break
+                found.append(received)
+        if found:
+            self.context.send(peer, *found)
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds."""
+        return {"peers answered": (len(self.answered), ANSWERS_MAX)}

@@ -1,0 +1,248 @@
+"""Reputation: what a peer did wrong, as proof for everyone or as an observation of our own.
+
+Provable is what two signatures show: two announcements, votes or proposals by one author for one place. Such
+evidence goes into a manifest, everyone verifies it, and it bans. (A payload that q - f members refuse bans too, but
+needs no evidence: manifest.py.)
+
+Our own observations (late, silent, unfetchable, malformed, useless, flooding) add up to a score that decays, with a
+counter for each reason. It decides whom we ask and answer first, whom we dial, and whom we keep away; it never
+decides what is averaged, because no two nodes observe the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2ptrain.core.messages import (
+    Announcement,
+    Evidence,
+    Key,
+    Message,
+    Proposal,
+    Verifier,
+    Vote,
+    decode,
+    open_envelope,
+    seal_envelope,
+)
+from p2ptrain.errors import DataError, RemoteProtocolError
+
+HALF_LIFE_SECONDS = 3_600.0  # a laptop that was asleep at night should not be shunned the next morning; a guess
+GREYLISTED_FROM = 20.0  # points; two dozen malformed messages, or a flood that lasts ten seconds
+PARDONED_BELOW = 10.0  # points; lower than the line above, so that nobody flutters between the two
+BURST = 256.0  # useless messages that cost nothing: a hand-over that crossed with gossip
+REFILL_A_SECOND = 16.0
+FLOOD_SECONDS = 1.0  # a flood is noted once in that time
+PEERS_MAX = 4_096
+SAVED_BYTES_MAX = 2**20  # 4,096 peers take 600 kB
+
+
+class Reason(Enum):
+    """What we observed, and its points. The weights are guesses: only malformed and flooding need intent."""
+
+    LATE = "late"
+    SILENT = "silent"
+    UNFETCHABLE = "unfetchable"
+    MALFORMED = "malformed"
+    FLOODING = "flooding"
+
+
+POINTS = {
+    Reason.LATE: 0.05,
+    Reason.SILENT: 0.05,
+    Reason.UNFETCHABLE: 0.1,
+    Reason.MALFORMED: 1.0,
+    Reason.FLOODING: 2.0,
+}
+REASONS = tuple(Reason)
+
+# ---------------------------------------------------------------------------------------------------
+# Proof
+
+
+def conflict(first: Message, second: Message) -> bool:
+    """Whether no honest author would have signed both."""
+    match first, second:
+        case (Announcement(), Announcement()) | (Vote(), Vote()) | (Proposal(), Proposal()):
+            return _place(first) == _place(second) and first != second
+        case _:
+            return False
+
+
+def _place(message: Message) -> tuple[object, ...]:
+    match message:
+        case Announcement(branch=branch, round=number, author=author):
+            return branch, number, author
+        case Proposal(branch=branch, round=number, view=view, author=author):
+            return branch, number, view, author
+        case Vote(branch=branch, round=number, view=view, ballot=ballot, author=author):
+            return branch, number, view, ballot, author
+        case _:
+            raise AssertionError("only announcements, proposals and votes have a place")
+
+
+def prove(first: bytes, second: bytes) -> Evidence:
+    """Evidence from two envelopes; attachments prove nothing and stay away."""
+    lower, higher = sorted((_without_attachment(first), _without_attachment(second)))
+    return Evidence(lower, higher)
+
+
+def _without_attachment(envelope: bytes) -> bytes:
+    body, signature, _ = open_envelope(envelope)
+    return seal_envelope(body, signature)
+
+
+def convict(evidence: Evidence, verifier: Verifier) -> bytes:
+    """The key that evidence proves guilty; RemoteProtocolError if it proves nothing."""
+    first, second = decode(evidence.first, verifier), decode(evidence.second, verifier)
+    if first.attachment or second.attachment:
+        raise RemoteProtocolError("evidence with an attachment")
+    if not conflict(first.message, second.message):
+        raise RemoteProtocolError("evidence of two messages that an honest author may sign")
+    assert isinstance(first.message, Announcement | Proposal | Vote)
+    return first.message.author
+
+
+# ---------------------------------------------------------------------------------------------------
+# Observation
+
+
+class Record(Struct):
+    """One peer, as we know it."""
+
+    score: float = 0.0
+    at: float = 0.0  # when the score was that
+    is_greylisted: bool = False
+    tokens: float = BURST
+    tokens_at: float = 0.0
+    flood_at: float = -FLOOD_SECONDS
+    counters: dict[Reason, int] = msgspec.field(default_factory=dict)
+
+
+class SavedRecord(Struct, frozen=True, array_like=True):
+    """A record on disk: ages, because clocks start anew."""
+
+    key: Key
+    score: Annotated[float, Meta(ge=0, le=1e9)]
+    age: Annotated[float, Meta(ge=0, le=1e12)]
+    is_greylisted: bool
+    counters: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**62)], ...], Meta(max_length=len(REASONS))]
+
+
+_SAVED = msgspec.msgpack.Decoder(Annotated[tuple[SavedRecord, ...], Meta(max_length=PEERS_MAX)])
+
+
+class Reputation:
+    """What one node has observed of its peers."""
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, Record] = {}
+
+    def note(self, peer: bytes, reason: Reason, now: float) -> None:
+        """A peer did something wrong."""
+        record = self._record(peer, now)
+        record.score, record.at = self._decayed(record, now) + POINTS[reason], now
+        record.counters[reason] = record.counters.get(reason, 0) + 1
+        if record.score >= GREYLISTED_FROM:
+            record.is_greylisted = True
+
+    def score(self, peer: bytes, now: float) -> float:
+        """Points against a peer; none is best."""
+        record = self.records.get(peer)
+        return self._decayed(record, now) if record else 0.0
+
+    def is_greylisted(self, peer: bytes, now: float) -> bool:
+        """Whether to keep this peer away."""
+        record = self.records.get(peer)
+        if record is None or not record.is_greylisted:
+            return False
+        if self._decayed(record, now) < PARDONED_BELOW:
+            record.is_greylisted = False
+        return record.is_greylisted
+
+    def allow(self, peer: bytes, now: float) -> bool:
+        """Count a useless message of a peer; False if it has sent too many."""
+        record = self._record(peer, now)
+        elapsed = max(0.0, now - record.tokens_at)
+        record.tokens = min(BURST, record.tokens + elapsed * REFILL_A_SECOND)
+        record.tokens_at = now
+        if record.tokens >= 1.0:
+            record.tokens -= 1.0
+            return True
+        if now - record.flood_at >= FLOOD_SECONDS:
+            record.flood_at = now
+            self.note(peer, Reason.FLOODING, now)
+        return False
+
+    def preferred(self, peers: Iterable[bytes], now: float) -> list[bytes]:
+        """The peers, the best first; equals stay in the order in which they came."""
+        return sorted(peers, key=lambda peer: (self.is_greylisted(peer, now), round(self.score(peer, now), 3)))
+
+    def counters(self) -> Counter[str]:
+        """How often each reason was noted, over all peers that are remembered."""
+        total: Counter[str] = Counter()
+        for record in self.records.values():
+            total.update({reason.value: count for reason, count in record.counters.items()})
+        return total
+
+    def _decayed(self, record: Record, now: float) -> float:
+        return float(record.score * 0.5 ** (max(0.0, now - record.at) / HALF_LIFE_SECONDS))
+
+    def _record(self, peer: bytes, now: float) -> Record:
+        record = self.records.get(peer)
+        if record is None:
+            if len(self.records) >= PEERS_MAX:
+                self._forget_the_most_harmless(now)
+            record = self.records[peer] = Record(at=now, tokens_at=now)
+        return record
+
+    def _forget_the_most_harmless(self, now: float) -> None:
+        """New keys cost nothing: they must not push out the peers whose record is bad."""
+        harmless = sorted(
+            self.records,
+            key=lambda peer: (self.records[peer].is_greylisted, self._decayed(self.records[peer], now)),
+        )
+        for peer in harmless[: PEERS_MAX // 16]:  # many at once, so that a flood of keys does not sort each time
+            del self.records[peer]
+
+    def saved(self, now: float) -> bytes:
+        """Scores and counters, for the store."""
+        records = tuple(
+            SavedRecord(
+                key,
+                record.score,
+                max(0.0, now - record.at),
+                record.is_greylisted,
+                tuple(record.counters.get(reason, 0) for reason in REASONS),
+            )
+            for key, record in sorted(self.records.items())
+        )
+        return msgspec.msgpack.encode(records)
+
+    def restore(self, saved: bytes, now: float) -> None:
+        """Take up what `saved` returned; DataError if it is damaged."""
+        if len(saved) > SAVED_BYTES_MAX:
+            raise DataError(f"saved reputation of {len(saved)} bytes, the limit is {SAVED_BYTES_MAX}")
+        try:
+            records = _SAVED.decode(saved)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"saved reputation is damaged: {error}") from error
+        for record in records:
+            counters = {reason: count for reason, count in zip(REASONS, record.counters, strict=False) if count}
+            self.records[record.key] = Record(
+                score=record.score,
+                at=now - record.age,
+                is_greylisted=record.is_greylisted,
+                tokens_at=now,
+                counters=counters,
+            )
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds."""
+        return {"peers remembered": (len(self.records), PEERS_MAX)}

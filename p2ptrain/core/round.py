@@ -1,0 +1,472 @@
+"""One round as one node lives it: collect, avail, propose, vote, decide.
+
+Collecting ends when every contribution that is worth waiting for is held, at a deadline that follows the members'
+own pace (arrivals.py), or when q - f members have stopped collecting. Then each member says once what it holds. The
+manifest is a function of q such availabilities (manifest.py), and agreement.py decides which q. What a proposal
+names and we lack is asked for, first of its proposer, then of whoever prevoted it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2ptrain.core.agreement import Agreement, Decided, Entered, Heard, Judgement, Propose, Say
+from p2ptrain.core.arrivals import Arrivals
+from p2ptrain.core.context import Context
+from p2ptrain.core.history import Entry
+from p2ptrain.core.manifest import Manifest, Missing, manifest_of
+from p2ptrain.core.messages import (
+    HELD_MAX,
+    NOTHING,
+    SHORT_BYTES,
+    Availability,
+    Ballot,
+    Certificate,
+    Proposal,
+    Received,
+    Vote,
+    read,
+    signature_of,
+)
+from p2ptrain.core.offers import Offers
+from p2ptrain.core.payloads import Payloads
+from p2ptrain.core.questions import NAMES_MAX, QUESTIONS_MAX, Questions
+from p2ptrain.core.reputation import Reason
+from p2ptrain.core.requests import Requests
+from p2ptrain.core.roster import bitmap, proposers
+from p2ptrain.core.state import AgreedState
+
+EARLY_SPREAD = 3.0  # a proposer waits for the rest for as many times as the first q took; a guess
+
+
+@dataclass(slots=True)
+class Judged:
+    """A proposal, as far as it could be worked out."""
+
+    manifest: Manifest | None = None
+    is_bad: bool = False
+    is_held: bool = False
+
+
+class Parts:
+    """What outlives a round."""
+
+    def __init__(self, context: Context) -> None:
+        self.payloads = Payloads(context)
+        self.offers = Offers(context.run.agreement.staleness_rounds_max, self.payloads)
+        self.requests = Requests(context)
+        self.arrivals = Arrivals()
+        self.applied_root: tuple[int, bytes] = (0, NOTHING)  # what our availabilities carry
+        self.last_began = 0.0
+
+
+class Round:
+    """The round after `state`."""
+
+    def __init__(self, context: Context, parts: Parts, state: AgreedState) -> None:
+        self.context, self.parts, self.state = context, parts, state
+        self.branch, self.number, self.roster = state.branch, state.round + 1, state.roster
+        self.is_member = context.me in self.roster.seat
+        self.began = context.now
+        self.heard_since, parts.last_began = parts.last_began, context.now
+        self.closed_at: float | None = None  # when collecting ended
+        self.mine: Received | None = None  # my availability
+        self.mine_held = 0  # contributions that it names
+        self.availabilities: dict[bytes, Received] = {}  # by digest
+        self.available: dict[bytes, list[Received]] = {}  # by member
+        self.held_lists: set[tuple[bytes, ...]] = set()  # of availabilities that hold only what we hold
+        self.first_available_at: float | None = None
+        self.propose_at: float | None = None
+        self.judged: dict[bytes, Judged] = {}  # by the digest of the proposal
+        self.manifests: dict[bytes, Manifest] = {}  # those worked out, by their digest
+        self.questions = Questions(context)
+        self.draft: tuple[tuple[bytes, ...], Manifest] | None = None
+        agreement = context.run.agreement
+        self.agreement = Agreement(
+            self.roster,
+            proposers(context.run_id, self.branch, self.number, self.roster.members),
+            context.me,
+            self._judge,
+            self._may_propose,
+            (float(agreement.view_seconds), float(agreement.view_seconds_max)),
+        )
+        parts.arrivals.begin(self.number, context.now)
+        self.collect_at: float | None = None
+        self.waiting: set[bytes] = set()
+        self.has_any = False
+        self._expect()
+
+    # -----------------------------------------------------------------------------------------------
+    # Collect
+
+    def _expect(self) -> None:
+        """Work out whom to wait for, and until when."""
+        arrivals, me = self.parts.arrivals, self.context.me
+        members = self.roster.members
+        usual, strangers = arrivals.patience(members)
+        self.has_any = any(self.parts.offers.has_from(author, self.state) for author in self.parts.offers.by_author)
+        if usual is None:
+            self.collect_at, self.waiting = None, set(members)
+            return
+        others = [entry.key for entry in self.state.admitted]
+        expected = arrivals.expected(members, others, usual)
+        unknown = any(key not in arrivals.offsets for key in members if key != me)
+        self.collect_at = self.began + (strangers if unknown else usual)
+        self.waiting = {key for key in expected if not self.parts.offers.has_from(key, self.state)}
+
+    def offer_held(self, author: bytes) -> None:
+        """A good contribution that this round may take is here."""
+        if self.closed_at is not None:
+            return
+        self.has_any = True
+        self.waiting.discard(author)
+        if self.collect_at is None:
+            self._expect()
+        self.collect()
+
+    def collect(self) -> None:
+        """End the phase if it is time."""
+        if self.closed_at is not None:
+            return
+        now = self.context.now
+        others_closed = len(self.available) >= self.roster.attesting
+        in_time = self.has_any and (not self.waiting or (self.collect_at is not None and now >= self.collect_at))
+        idle_over = bool(self.parts.requests.by_name) and now >= self._idle_at()
+        if others_closed or in_time or idle_over:
+            self._close()
+
+    def _idle_at(self) -> float:
+        return self.began + self.context.run.agreement.idle_round_seconds
+
+    def _close(self) -> None:
+        context, parts = self.context, self.parts
+        self.closed_at = context.now
+        if self.has_any and self.collect_at is not None and context.now >= self.collect_at:
+            for author in sorted(self.waiting):
+                parts.arrivals.missed(author)
+                context.reputation.note(author, Reason.LATE, context.now)
+        if self.is_member and self.mine is None and context.may_speak(self.branch, self.number):
+            held, refused = parts.offers.attestable(self.state)
+            message = Availability(
+                self.branch,
+                self.number,
+                *parts.applied_root,
+                held[:HELD_MAX],
+                refused[:HELD_MAX],
+                parts.requests.names(),
+                bitmap(self._heard_seats()),
+                context.me,
+            )
+            self.mine, self.mine_held = context.signed(message), len(message.held)
+            context.publish(self.mine)
+            self.hear_availability(self.mine)
+        self.advance()
+
+    def _heard_seats(self) -> list[int]:
+        heard = self.context.heard_at
+        me = self.context.me
+        return [
+            seat
+            for seat, key in enumerate(self.roster.members)
+            if key == me or heard.get(key, -1.0) >= self.heard_since
+        ]
+
+    # -----------------------------------------------------------------------------------------------
+    # Availabilities
+
+    def hear_availability(self, received: Received) -> bool:
+        """Take in a member's availability; False if it is of no use."""
+        message = read(received, Availability)
+        digest, author = received.digest, message.author
+        if digest in self.availabilities:
+            return False
+        asked_for = digest[:SHORT_BYTES] in self.questions
+        mine = self.available.setdefault(author, [])
+        if len(mine) >= 2 and not asked_for:
+            return False
+        self.questions.answered(digest[:SHORT_BYTES])
+        self.availabilities[digest] = received
+        mine.append(received)
+        self._ask_for_what_it_holds(message)
+        if len(mine) == 1:
+            self._count_availabilities()
+        if asked_for:
+            self.advance()
+        return True
+
+    def _count_availabilities(self) -> None:
+        now, count = self.context.now, len(self.available)
+        if self.first_available_at is None:
+            self.first_available_at = now
+        if self.closed_at is None and count >= self.roster.attesting:
+            self.collect()
+        if count == self.roster.quorum:
+            spread = EARLY_SPREAD * (now - self.first_available_at) + 0.1
+            self.propose_at = now + min(spread, float(self.context.run.agreement.avail_seconds))
+            self.agreement.start(now)
+        if count >= self.roster.quorum and self.closed_at is not None:
+            self.advance()
+
+    def _ask_for_what_it_holds(self, message: Availability) -> None:
+        by_name, payloads = self.parts.offers.by_name, self.parts.payloads
+        if (
+            self.mine is not None
+            and len(message.held) <= self.mine_held
+            and not payloads.wanted
+            and not message.requests
+        ):
+            return  # we hold as much; should it be something else, the proposal will tell
+        unknown: list[bytes] = []
+        is_held = True
+        for name in () if message.held in self.held_lists else message.held:
+            offer = by_name.get(name)
+            if offer is None:
+                unknown.append(name)
+            elif offer.announcement.payload not in payloads.held:
+                payloads.add_source(offer.announcement.payload, message.author)
+                is_held = False
+        if is_held and not unknown:
+            self.held_lists.add(message.held)
+        unknown += [name for name in message.requests if name not in self.parts.requests.by_name]
+        unknown += [name for name in message.refused if name not in by_name]
+        if unknown and message.author != self.context.me:
+            self.questions.ask(unknown[:NAMES_MAX], [message.author])
+
+    # -----------------------------------------------------------------------------------------------
+    # Proposals and votes
+
+    def _may_propose(self) -> bool:
+        if not self.context.may_speak(self.branch, self.number):
+            return False
+        if self.agreement.valid is not None:
+            return True
+        if len(self.available) < self.roster.quorum:
+            return False
+        waiting = self.agreement.view == 0 and not self._everyone_is_here()
+        if waiting and self.propose_at is not None and self.context.now < self.propose_at:
+            return False
+        return self._make_draft()
+
+    def _everyone_is_here(self) -> bool:
+        """Whether nobody is missing from whom we heard lately."""
+        if len(self.available) == self.roster.size:
+            return True
+        heard = self.context.heard_at
+        return all(key in self.available or heard.get(key, -1.0) < self.began for key in self.roster.members)
+
+    def _make_draft(self) -> bool:
+        """Choose the q availabilities that attest most of what we hold; True if their manifest is here in full."""
+        by_name, requests = self.parts.offers.by_name, self.parts.requests.by_name
+        payloads = self.parts.payloads
+        lacking: dict[tuple[bytes, ...], int] = {}
+
+        def rank(received: Received) -> tuple[int, int, bytes]:
+            message = read(received, Availability)
+            if message.held not in lacking:
+                lacking[message.held] = sum(
+                    (offer := by_name.get(name)) is None or not payloads.is_good(offer.announcement.payload)
+                    for name in message.held
+                )
+            lacks = lacking[message.held] + sum(name not in requests for name in message.requests)
+            return lacks, -len(message.held) - len(message.requests), message.author
+
+        chosen = sorted((received[0] for received in self.available.values()), key=rank)[: self.roster.quorum]
+        names = tuple(sorted(received.digest for received in chosen))
+        if self.draft is None or self.draft[0] != names:
+            manifest = self._manifest(names)
+            if manifest is None:
+                return False
+            self.draft = names, manifest
+        return self._payloads_are_here(self.draft[1])
+
+    def _manifest(self, names: tuple[bytes, ...]) -> Manifest | None:
+        """The manifest of these availabilities; None if something is missing, which is then asked for."""
+        context, parts = self.context, self.parts
+        named = [read(self.availabilities[name], Availability) for name in names]
+        found = manifest_of(
+            self.state, context.run, context.run_id, named, parts.offers.announcement, parts.requests.request
+        )
+        if isinstance(found, Missing):
+            self.questions.ask(found.names, [each.author for each in named])
+            return None
+        return self.manifests.setdefault(found.digest, found)
+
+    def _payloads_are_here(self, manifest: Manifest) -> bool:
+        payloads = self.parts.payloads
+        missing = [taken for taken in manifest.taken if not payloads.is_good(taken.payload)]
+        for taken in missing:
+            payloads.want(taken.payload, taken.payload_bytes, taken.author)
+        return not missing
+
+    def _judge(self, received: Received) -> Judgement:
+        judged = self.judged.get(received.digest)
+        if judged is None:
+            judged = self.judged[received.digest] = Judged()
+        if judged.is_held:
+            return Judgement.HELD
+        if judged.is_bad:
+            return Judgement.BAD
+        if judged.manifest is None:
+            self._work_out(received, judged)
+        if judged.manifest is None:
+            return Judgement.BAD if judged.is_bad else Judgement.UNKNOWN
+        judged.is_held = self._payloads_are_here(judged.manifest)
+        return Judgement.HELD if judged.is_held else Judgement.KNOWN
+
+    def _work_out(self, received: Received, judged: Judged) -> None:
+        proposal = read(received, Proposal)
+        if len(proposal.availabilities) != self.roster.quorum:
+            judged.is_bad = True
+            return
+        missing = [name for name in proposal.availabilities if name not in self.availabilities]
+        if missing:
+            voters = self.agreement.voted(proposal.view, Ballot.PREVOTE, proposal.manifest)
+            sources = [proposal.author, *(read(vote, Vote).author for vote in voters)]
+            self.questions.ask([name[:SHORT_BYTES] for name in missing], sources)
+            return
+        authors = {read(self.availabilities[name], Availability).author for name in proposal.availabilities}
+        manifest = self._manifest(proposal.availabilities) if len(authors) == self.roster.quorum else None
+        if len(authors) != self.roster.quorum or (manifest is not None and manifest.digest != proposal.manifest):
+            judged.is_bad = True
+            return
+        judged.manifest = manifest
+
+    def hear_proposal(self, received: Received) -> Heard:
+        heard = self.agreement.hear_proposal(received)
+        if heard is Heard.NEW:
+            self.agreement.start(self.context.now)
+            self.advance()
+        return heard
+
+    def hear_vote(self, received: Received) -> Heard:
+        heard = self.agreement.hear_vote(received)
+        if self.agreement.is_due:
+            self.advance()
+        return heard
+
+    def advance(self) -> None:
+        """Do what the agreement wants, until it wants nothing more."""
+        agreement, context = self.agreement, self.context
+        while True:
+            match agreement.advance(context.now):
+                case Say(view=view, ballot=ballot, manifest=manifest):
+                    self._vote(view, ballot, manifest)
+                case Propose(view=view, valid_view=valid_view, valid=valid):
+                    self._propose(view, valid_view, valid)
+                case Entered():
+                    self.say_again()
+                case Decided() | None:
+                    return
+
+    def _vote(self, view: int, ballot: Ballot, manifest: bytes) -> None:
+        if not self.context.may_speak(self.branch, self.number):
+            return
+        vote = self.context.signed(Vote(self.branch, self.number, view, ballot, manifest, self.context.me))
+        backing: tuple[bytes, ...] = ()
+        if ballot is Ballot.PRECOMMIT and manifest != NOTHING:
+            backing = self._backing(view, manifest)
+        self.context.publish_once(vote, backing)
+        self.agreement.hear_vote(vote)
+
+    def _backing(self, view: int, manifest: bytes) -> tuple[bytes, ...]:
+        """What we need after a restart to propose again what we are locked on."""
+        received = self.agreement.views[view].proposal
+        assert received is not None, "one precommits what was proposed"
+        proposal = read(received, Proposal)
+        named = [self.availabilities[name] for name in proposal.availabilities]
+        contents = [read(each, Availability) for each in named]
+        lists = dict.fromkeys(names for each in contents for names in (each.held, each.refused))  # few differ
+        wanted = sorted({name for names in lists for name in names})
+        asked = sorted({name for names in dict.fromkeys(each.requests for each in contents) for name in names})
+        offers, requests = self.parts.offers.by_name, self.parts.requests.by_name
+        backing = [received, *named]
+        backing += [offers[name].received for name in wanted if name in offers]
+        backing += [requests[name].received for name in asked if name in requests]
+        backing += self.agreement.voted(view, Ballot.PREVOTE, manifest)
+        return tuple(each.envelope for each in backing)
+
+    def _propose(self, view: int, valid_view: int, valid: Proposal | None) -> None:
+        context = self.context
+        if valid is None:
+            assert self.draft is not None, "one proposes when a draft is ready"
+            names, manifest = self.draft[0], self.draft[1].digest
+        else:
+            names, manifest = valid.availabilities, valid.manifest
+        proposal = context.signed(
+            Proposal(self.branch, self.number, view, valid_view if valid else -1, names, manifest, context.me)
+        )
+        context.publish_once(proposal)
+        if valid is not None:
+            context.publish(*self.agreement.voted(valid_view, Ballot.PREVOTE, manifest))
+        self.agreement.hear_proposal(proposal)
+
+    # -----------------------------------------------------------------------------------------------
+    # Saying again
+
+    def say_again(self) -> None:
+        """Gossip may have lost anything: publish what we have said in this round and still stand by."""
+        agreement, me = self.agreement, self.context.me
+        again = [self.mine] if self.mine else []
+        for number in sorted({agreement.view - 1, agreement.view}):
+            view = agreement.views.get(number)
+            if view is None:
+                continue
+            if view.proposal is not None and agreement.proposer(number) == me:
+                again.append(view.proposal)
+            again += [votes[me] for votes in (view.prevotes, view.precommits) if me in votes]
+        if again:
+            self.context.publish(*again)
+
+    # -----------------------------------------------------------------------------------------------
+    # The end
+
+    def decision(self) -> Entry | None:
+        """The manifest and its certificate, once both are here."""
+        decided = self.agreement.decided
+        if decided is None:
+            return None
+        manifest = self.manifests.get(decided.manifest)
+        if manifest is None:
+            for view in self.agreement.views.values():  # perhaps in a proposal that we have not looked at
+                if view.proposal and read(view.proposal, Proposal).manifest == decided.manifest:
+                    self._judge(view.proposal)
+            manifest = self.manifests.get(decided.manifest)
+        if manifest is None:
+            return None
+        votes = self.agreement.voted(decided.view, Ballot.PRECOMMIT, decided.manifest)[: self.roster.quorum]
+        seats = bitmap(self.roster.seat[read(vote, Vote).author] for vote in votes)
+        signatures = tuple(signature_of(vote) for vote in votes)
+        return Entry(manifest, Certificate(self.branch, self.number, decided.view, manifest.digest, seats, signatures))
+
+    @property
+    def deadline(self) -> float | None:
+        times = [self.agreement.deadline]
+        if self.closed_at is None:
+            if self.has_any and self.collect_at is not None:
+                times.append(self.collect_at)
+            if self.parts.requests.by_name:
+                times.append(self._idle_at())
+        elif self.propose_at is not None and self.propose_at > self.context.now:
+            times.append(self.propose_at)
+        times.append(self.questions.deadline)
+        return min((time for time in times if time is not None), default=None)
+
+    def tick(self) -> None:
+        self.collect()
+        if self.questions.open:
+            self.questions.tick(self._is_known)
+        self.advance()
+
+    def _is_known(self, name: bytes) -> bool:
+        return name in self.parts.offers.by_name or name in self.parts.requests.by_name
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds. What is asked for may exceed two availabilities of a member, once a view."""
+        size = self.roster.size
+        return {
+            "availabilities": (len(self.availabilities), 2 * size + QUESTIONS_MAX),
+            "lists of held": (len(self.held_lists), 2 * size + QUESTIONS_MAX),
+            **self.questions.limits(),
+            "judged proposals": (len(self.judged), 256),
+            **self.agreement.limits(),
+        }

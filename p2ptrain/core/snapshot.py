@@ -1,0 +1,90 @@
+"""The snapshot: where a node stands, as data for people and their tools. It decides nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from p2ptrain.core.node import Node
+
+
+class Snapshot(Struct, frozen=True):
+    """One moment of one node."""
+
+    run_id: bytes
+    me: bytes
+    branch: bytes
+    round: int  # the one that is being worked on
+    phase: str  # train, collect, agree, apply
+    view: int
+    head: bytes
+    applied_round: int
+    root: bytes
+    certified_round: int  # of the newest certified root
+    members: tuple[bytes, ...]
+    quorum: int
+    tolerated: int
+    admitted: int
+    is_member: bool
+    is_admitted: bool
+    peers: int
+    held: int  # contributions on offer
+    waiting_for: int  # contributions that collecting still waits for
+    health: tuple[str, ...]  # what is not as it should be; empty: nothing
+    counters: dict[str, int]
+
+
+def snapshot_of(node: Node) -> Snapshot:
+    """What `Node.snapshot` returns."""
+    context, state, here, work = node.context, node.line.state, node.here, node.work
+    return Snapshot(
+        run_id=context.run_id,
+        me=context.me,
+        branch=state.branch,
+        round=here.number,
+        phase=phase_of(node),
+        view=here.agreement.view,
+        head=state.head,
+        applied_round=work.applied_round,
+        root=work.roots.get(work.applied_round, b""),
+        certified_round=state.root_round,
+        members=state.members,
+        quorum=state.roster.quorum,
+        tolerated=state.roster.tolerated,
+        admitted=len(state.admitted),
+        is_member=here.is_member,
+        is_admitted=context.me in state.place,
+        peers=len(context.peers),
+        held=len(node.parts.offers.by_name),
+        waiting_for=len(here.waiting) if here.closed_at is None else 0,
+        health=tuple(health_of(node)),
+        counters=dict(sorted(context.counters.items())),
+    )
+
+
+def phase_of(node: Node) -> str:
+    if node.work.applying is not None or node.work.catching is not None:
+        return "apply"
+    if node.here.closed_at is not None:
+        return "agree"
+    return "train" if node.work.training is not None else "collect"
+
+
+def health_of(node: Node) -> list[str]:
+    """Everything that a person should know of, the worst first."""
+    context, state, work = node.context, node.line.state, node.work
+    found = {
+        "halted: two certificates for one round, more than f members lie": context.is_halted,
+        "split: another branch went its own way too long ago, an operator has to choose": node.catching_up.is_split,
+        "banned": context.me in state.banned,
+        "quarantined: own state is not the certified one": work.is_quarantined,
+        "stalled: the quorum is lost": node.regrouping.is_stalled,
+        "catching up": work.is_astray or node.catching_up.is_behind or work.applied_round < state.round,
+        "silent: what this identity has said before is not known": not context.may_speak(state.branch, state.round + 1),
+        "not admitted": context.me not in state.place,
+        "no peers": not context.peers and state.members != (context.me,),
+        "crash-only: fewer than four members, a liar is not tolerated": state.roster.is_crash_only,
+    }
+    return [what for what, holds in found.items() if holds]

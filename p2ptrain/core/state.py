@@ -1,0 +1,193 @@
+"""The agreed state: what all members know alike after a round, and how a manifest changes it.
+
+Roster, admitted keys, bans, the window of contributions taken, absences and spent invitations. A manifest names the
+digest of the state before it, so that a certificate also proves the state. Everything here is a function of the
+state and the manifest alone; nothing is looked up, drawn or timed.
+
+A contribution is taken once ever: the window remembers (author, round) as long as a contribution of that round
+could still be taken. Its base may lie at most `staleness_rounds_max` non-empty manifests back, and a base is never
+later than its round, so older entries can go.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Digest, Key, Number
+from p2ptrain.core.roster import Roster, roster_of
+from p2ptrain.digest import digest
+
+if TYPE_CHECKING:
+    from p2ptrain.config import RunConfig
+    from p2ptrain.core.manifest import Manifest
+
+BANS_MAX = 4_096  # only admitted keys are banned, 1,024 at a time; beyond, the oldest ban is forgotten
+SPENT_MAX = 65_536  # serials of invitations that could still be used; then no more are accepted until some expire
+WINDOW_MAX = 65 * ADMITTED_MAX  # staleness_rounds_max is 64 at most
+UNSEATED_ABSENCES = 64  # times absence_rounds_max: how long an open run keeps the place of one that has no seat and
+# offers nothing. A machine fifty times slower than the rest still counts; a guess beyond that.
+
+
+class Admitted(Struct, frozen=True, array_like=True):
+    """One who may contribute."""
+
+    key: Key
+    since: Number  # the round that admitted it
+    taken: Number  # contributions since it was last without a seat
+    absent: Number  # rounds in a row unheard (members), or with nothing taken (the rest)
+
+
+class Taken(Struct, frozen=True, array_like=True):
+    """A contribution that a manifest applies."""
+
+    author: Key
+    round: Number
+    base_round: Number
+    payload: Digest
+    payload_bytes: Number
+
+
+Serial = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class AgreedState(Struct, frozen=True, array_like=True, dict=True):
+    """After round `round` of `branch`."""
+
+    branch: Digest
+    round: Number
+    head: Digest  # the manifest of this round; at the start of a branch, the branch
+    members: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # rising
+    admitted: Annotated[tuple[Admitted, ...], Meta(max_length=ADMITTED_MAX)]  # by rising key; members too
+    bans: Annotated[tuple[Key, ...], Meta(max_length=BANS_MAX)]  # the oldest first
+    window: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=WINDOW_MAX)]  # (author, round) taken; rising
+    filled: Annotated[tuple[Number, ...], Meta(max_length=65)]  # the last rounds whose manifest was not empty
+    spent: Annotated[tuple[tuple[Serial, Number], ...], Meta(max_length=SPENT_MAX)]  # (serial, last round); rising
+    root_round: Number  # the newest certified root, and the round it is of
+    root: Digest
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest("agreed state", _ENCODER.encode(self))
+
+    @cached_property
+    def place(self) -> dict[bytes, int]:
+        """Where an admitted key stands among all of them."""
+        return {entry.key: place for place, entry in enumerate(self.admitted)}
+
+    @cached_property
+    def banned(self) -> frozenset[bytes]:
+        return frozenset(self.bans)
+
+    @cached_property
+    def taken(self) -> frozenset[tuple[bytes, int]]:
+        return frozenset(self.window)
+
+    @cached_property
+    def roster(self) -> Roster:
+        return roster_of(self.members)
+
+    def oldest_base(self, staleness: int) -> int:
+        """The earliest base of a contribution that the next round may take."""
+        return self.filled[-staleness - 1] if len(self.filled) > staleness else 0
+
+    def may_take(self, offer: Announcement, staleness: int) -> bool:
+        """Whether the next round may take this contribution."""
+        return (
+            offer.author in self.place
+            and offer.branch == self.branch
+            and offer.round <= self.round + 1
+            and offer.base_round >= self.oldest_base(staleness)
+            and (offer.author, offer.round) not in self.taken
+        )
+
+    def after(self, manifest: Manifest, run: RunConfig) -> AgreedState:
+        """The state that a manifest leads to."""
+        assert manifest.state == self.digest, "a manifest follows the state that it names"
+        members = _changed(self.members, add=manifest.seated, drop=manifest.unseated)
+        filled = (*self.filled, manifest.round) if manifest.taken else self.filled
+        filled = filled[-run.agreement.staleness_rounds_max - 1 :]
+        window = (*self.window, *((taken.author, taken.round) for taken in manifest.taken))
+        if len(filled) > run.agreement.staleness_rounds_max:
+            window = tuple(entry for entry in window if entry[1] >= filled[0])
+        spent = (*self.spent, *((join.serial, join.last_round) for join in manifest.joins if join.last_round))
+        return AgreedState(
+            branch=self.branch,
+            round=manifest.round,
+            head=manifest.digest,
+            members=members,
+            admitted=self._admitted_after(manifest, members, run),
+            bans=(*self.bans, *manifest.banned)[-BANS_MAX:],
+            window=tuple(sorted(window)),
+            filled=filled,
+            spent=tuple(sorted(entry for entry in spent if entry[1] > manifest.round)),
+            root_round=manifest.root_round,
+            root=manifest.root,
+        )
+
+    def _admitted_after(self, manifest: Manifest, members: tuple[bytes, ...], run: RunConfig) -> tuple[Admitted, ...]:
+        taken = {taken.author for taken in manifest.taken}
+        unheard = set(self.roster.in_seats(manifest.absent) or ())
+        unseated = set(manifest.unseated)
+        gone = {*manifest.leaves, *manifest.banned}
+        seated = set(members)
+        patience = UNSEATED_ABSENCES * run.admission.absence_rounds_max
+        entries = [Admitted(join.key, manifest.round, 0, 0) for join in manifest.joins if join.key not in self.place]
+        for entry in self.admitted:
+            key = entry.key
+            if key in gone:
+                continue
+            member = key in seated
+            is_missing = key in unheard if member else key not in taken
+            absent = entry.absent + 1 if is_missing and key not in unseated else 0
+            if not member and run.admission.policy == "open" and absent > patience:
+                continue
+            count = 0 if key in unseated else entry.taken + (key in taken)
+            if count != entry.taken or absent != entry.absent:
+                entry = Admitted(key, entry.since, count, absent)  # noqa: PLW2901
+            entries.append(entry)
+        return tuple(sorted(entries, key=lambda entry: entry.key))
+
+    def regrouped(self, branch: bytes, members: tuple[bytes, ...]) -> AgreedState:
+        """The state in which a branch of these members starts. The rest stay admitted, and earn their seats again."""
+        kept = set(members)
+        assert kept <= set(self.members), "a regroup is made of members"
+        return msgspec.structs.replace(
+            self,
+            branch=branch,
+            head=branch,
+            members=members,
+            admitted=tuple(
+                Admitted(entry.key, entry.since, entry.taken if entry.key in kept else 0, 0) for entry in self.admitted
+            ),
+        )
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def genesis(run_id: bytes, members: tuple[bytes, ...], root: bytes) -> AgreedState:
+    """The state before the first round."""
+    ordered = tuple(sorted(members))
+    return AgreedState(
+        branch=run_id,
+        round=0,
+        head=run_id,
+        members=ordered,
+        admitted=tuple(Admitted(key, 0, 0, 0) for key in ordered),
+        bans=(),
+        window=(),
+        filled=(),
+        spent=(),
+        root_round=0,
+        root=root,
+    )
+
+
+def _changed(keys: tuple[bytes, ...], add: tuple[bytes, ...], drop: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    if not add and not drop:
+        return keys  # the same object, so that its roster is found at once
+    return tuple(sorted((set(keys) | set(add)) - set(drop)))

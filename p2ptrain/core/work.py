@@ -1,0 +1,271 @@
+"""My own work: what to train, what to apply, and whether my state is the swarm's.
+
+Training waits for the newest applied state, and for the last contribution to be taken or to expire: one on offer at a
+time, two with overlap. Certified rounds are applied in order, each when all its payloads are here. Every manifest
+carries the newest root that q - f members attest; a node whose own root for that round is another has computed
+something else. It stops contributing (`quarantine`), gets the certified state from its peers, and goes on; the
+counter says how often, because a machine that does this again is broken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2ptrain.core.context import Context
+from p2ptrain.core.events import Apply, CatchUp, Return, Train, TrainingFinished
+from p2ptrain.core.line import Line
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import SHORT_BYTES, Announcement, Received, read
+from p2ptrain.core.round import Parts, Round
+
+REPLAY_ROUNDS_MAX = 32  # behind by more, fetching the state is cheaper than fetching each round's payloads; a guess
+FETCH_TRIES_MAX = 5  # of a payload that was certified; then the state itself is fetched
+ROOTS_MAX = 128  # rounds whose own root is remembered: a manifest certifies one of the last few
+RETRY_SECONDS = 1.0
+RETRY_SECONDS_MAX = 30.0
+SOURCES_MAX = 8  # peers that a state is fetched from at once
+
+
+@dataclass(slots=True)
+class Training:
+    """In progress."""
+
+    round: int
+    base_round: int
+    base_root: bytes
+    is_useful: bool = True  # False: its base has left our line
+
+
+class Work:
+    """Of one node."""
+
+    def __init__(self, context: Context, parts: Parts, line: Line, applied_round: int, applied_root: bytes) -> None:
+        self.context, self.parts, self.line = context, parts, line
+        self.applied_round = applied_round
+        self.roots = {applied_round: applied_root}  # mine, by round
+        self.applying: Manifest | None = None
+        self.training: Training | None = None
+        self.outstanding: dict[int, Received] = {}  # my announcements that may still be taken
+        self.announced: dict[bytes, int] = {}  # by branch: the last round that I have announced for
+        self.is_astray = False  # the applied state is not on my line
+        self.is_quarantined = False  # my root is not the certified one
+        self.is_stopping = False
+        self.catching: tuple[int, bytes] | None = None  # the root that is being fetched
+        self.retry_at: float | None = None
+        self.tries = 0
+        self._carry_root()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether my state is the newest one that was agreed on."""
+        return not (self.is_astray or self.is_quarantined) and self.applied_round == self.line.state.round
+
+    def _carry_root(self) -> None:
+        state = self.line.state
+        if self.is_astray or self.is_quarantined:
+            self.parts.applied_root = (state.root_round, state.root)
+        else:
+            self.parts.applied_root = (self.applied_round, self.roots[self.applied_round])
+
+    # -----------------------------------------------------------------------------------------------
+    # What was agreed on
+
+    def advanced(self, manifest: Manifest | None) -> None:
+        """The line went on by a manifest, or by the beginning of a branch."""
+        me, state = self.context.me, self.line.state
+        taken = {each.round for each in manifest.taken if each.author == me} if manifest else set()
+        for number in sorted(self.outstanding):
+            announcement = read(self.outstanding[number], Announcement)
+            if number in taken:
+                self.context.counters["contributions taken"] += 1
+                del self.outstanding[number]
+            elif announcement.branch != state.branch or (
+                number <= state.round + 1 and not state.may_take(announcement, self.parts.offers.staleness)
+            ):
+                self.context.counters["contributions expired"] += 1
+                self.context.emit(Return(number))
+                del self.outstanding[number]
+        self._check_root()
+
+    def _check_root(self) -> None:
+        state = self.line.state
+        mine = self.roots.get(state.root_round)
+        if mine is not None and mine != state.root and not (self.is_quarantined or self.is_astray):
+            self.is_quarantined = True
+            self.applying = None
+            self.context.counters["root mismatches"] += 1
+        self._carry_root()
+
+    def rewound(self, number: int) -> None:
+        """The line has gone back to this round."""
+        self.applying = None
+        self.catching = None
+        if self.applied_round > number:
+            self.is_astray = True
+        self.roots = {at: root for at, root in self.roots.items() if at <= number}
+        if self.training is not None and self.training.base_round > number:
+            self.training.is_useful = False
+
+    # -----------------------------------------------------------------------------------------------
+    # Applying
+
+    def go_on(self, here: Round) -> None:
+        """Apply what can be applied, and train if it is time."""
+        if self.catching is None and (self.retry_at is None or self.context.now >= self.retry_at):
+            if self.is_astray or self.is_quarantined:
+                self._catch_up()
+            elif self.applying is None and self.applied_round < self.line.state.round:
+                self._apply_next()
+        self._train(here)
+
+    def _apply_next(self) -> None:
+        state = self.line.state
+        entry = self.line.entry(self.applied_round + 1)
+        can_jump = state.root_round > self.applied_round
+        if entry is None or (can_jump and state.round - self.applied_round > REPLAY_ROUNDS_MAX):
+            self._catch_up()
+            return
+        payloads, tries = self.parts.payloads, 0
+        missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
+        for taken in missing:
+            payloads.want(taken.payload, taken.payload_bytes, taken.author, state.members)
+            want = payloads.wanted.get(taken.payload)
+            tries = max(tries, want.tries if want else FETCH_TRIES_MAX)
+        if not missing:
+            self.applying = entry.manifest
+            self.context.emit(Apply(entry.manifest))
+        elif can_jump and tries >= FETCH_TRIES_MAX:
+            self._catch_up()
+
+    def applied(self, branch: bytes, number: int, root: bytes) -> None:
+        """The trainer has applied a manifest."""
+        manifest = self.applying
+        if manifest is None or (manifest.branch, manifest.round) != (branch, number):
+            return  # of a line that we have left meanwhile
+        self.applying = None
+        self.applied_round = number
+        self._remember(number, root)
+        self._check_root()
+
+    def _remember(self, number: int, root: bytes) -> None:
+        self.roots[number] = root
+        while len(self.roots) > ROOTS_MAX:
+            del self.roots[min(self.roots)]
+
+    def _catch_up(self) -> None:
+        state, context = self.line.state, self.context
+        first_needed = state.root_round + 1
+        if first_needed <= state.round and self.line.entry(first_needed) is None:
+            return  # nothing certified yet that the kept rounds lead on from: a later round will
+        others = [peer for peer in context.peers if peer in state.place] or list(context.peers)
+        context.rng.shuffle(others)
+        sources = context.reputation.preferred(others[: 2 * SOURCES_MAX], context.now)[:SOURCES_MAX]
+        self.catching = (state.root_round, state.root)
+        context.counters["states fetched"] += 1
+        context.emit(CatchUp(state.root_round, state.root, tuple(sources)))
+
+    def caught_up(self, number: int, root: bytes) -> None:
+        if self.catching != (number, root):
+            return
+        self.catching, self.retry_at, self.tries = None, None, 0
+        self.applied_round, self.roots = number, {number: root}
+        self.is_astray = self.is_quarantined = False
+        self._carry_root()
+
+    def catch_up_failed(self, number: int) -> None:
+        if self.catching is None or self.catching[0] != number:
+            return
+        self.catching = None
+        self.retry_at = self.context.now + min(RETRY_SECONDS * 2.0 ** min(self.tries, 16), RETRY_SECONDS_MAX)
+        self.tries += 1
+
+    # -----------------------------------------------------------------------------------------------
+    # Training
+
+    def _train(self, here: Round) -> None:
+        state, context = self.line.state, self.context
+        overlap = context.run.agreement.overlap_rounds
+        is_free = self.training is None and not self.is_stopping and len(self.outstanding) <= overlap
+        if not is_free or self.applying is not None or not self.is_current or context.me not in state.place:
+            return
+        number = max(state.round + 1, self.announced.get(state.branch, 0) + 1)
+        if number > state.round + 1 + overlap or not context.may_speak(state.branch, number):
+            return
+        self.training = Training(number, self.applied_round, self.roots[self.applied_round])
+        context.emit(Train(number, self.applied_round, state.place[context.me], len(state.admitted)))
+
+    def finished(self, event: TrainingFinished, here: Round) -> None:
+        """Offer what was trained, if it may still be taken."""
+        training = self.training
+        if training is None or training.round != event.round:
+            return
+        self.training = None
+        state, context = self.line.state, self.context
+        announcement = Announcement(
+            state.branch,
+            event.round,
+            training.base_round,
+            training.base_root,
+            event.payload,
+            event.payload_bytes,
+            context.me,
+        )
+        may = (
+            training.is_useful
+            and not (self.is_astray or self.is_quarantined)
+            and context.me in state.place
+            and event.round > self.announced.get(state.branch, 0)
+            and context.may_speak(state.branch, event.round)
+            and (
+                state.may_take(announcement, self.parts.offers.staleness)
+                or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds
+            )
+        )
+        if not may:
+            context.counters["contributions too late"] += 1
+            context.emit(Return(event.round))
+            return
+        received = context.signed(announcement, event.attachment)
+        self.announced[state.branch] = event.round
+        self.outstanding[event.round] = received
+        self.parts.payloads.mine(event.payload)
+        self.parts.offers.add(received)
+        self.parts.arrivals.note(context.me, event.round, context.now)
+        context.publish_once(received)
+        here.offer_held(context.me)
+
+    def restore(self, announcements: list[Received]) -> None:
+        """After a restart: what was announced stays announced."""
+        state = self.line.state
+        for received in announcements:
+            announcement = read(received, Announcement)
+            last = self.announced.get(announcement.branch, 0)
+            self.announced[announcement.branch] = max(last, announcement.round)
+            may = announcement.round > state.round + 1 or state.may_take(announcement, self.parts.offers.staleness)
+            if announcement.branch == state.branch and may and self.context.me in state.place:
+                self.outstanding[announcement.round] = received
+                self.parts.payloads.mine(announcement.payload)
+                self.parts.offers.add(received)
+
+    @property
+    def deadline(self) -> float | None:
+        return self.retry_at if self.catching is None and (self.is_astray or self.is_quarantined) else None
+
+    def say_again(self) -> list[Received]:
+        return list(self.outstanding.values())
+
+    def names(self) -> list[bytes]:
+        return [received.digest[:SHORT_BYTES] for received in self.outstanding.values()]
+
+    def payloads_needed(self) -> set[bytes]:
+        """Of rounds that were agreed on and are not applied yet."""
+        needed: set[bytes] = set()
+        for number in range(self.applied_round + 1, self.line.state.round + 1):
+            entry = self.line.entry(number)
+            if entry is not None:
+                needed.update(taken.payload for taken in entry.manifest.taken)
+        return needed
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds."""
+        return {"own roots": (len(self.roots), ROOTS_MAX), "own announcements": (len(self.outstanding), 8)}
