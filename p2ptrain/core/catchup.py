@@ -8,6 +8,7 @@ that was not verified changes anything here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2ptrain.core.context import Context
@@ -48,8 +49,9 @@ class Verified:
 class CatchingUp:
     """Of one node."""
 
-    def __init__(self, context: Context, line: Line) -> None:
+    def __init__(self, context: Context, line: Line, may_follow: Callable[[Beginning], bool]) -> None:
         self.context, self.line = context, line
+        self.may_follow = may_follow  # a branch from our head
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # branch and round in which a peer was seen
         self.asked: Question | None = None
         self.ask_at: float | None = None
@@ -188,9 +190,18 @@ class CatchingUp:
                 raise RemoteProtocolError("a jump that nothing certifies")
         steps: list[tuple[Step, AgreedState]] = []
         for step in history.steps:
+            if isinstance(step, Beginning) and not self._may_follow(step, state):
+                break  # what comes before it is true all the same
             state = follow(state, step, self.context.run, self.context.signer)
             steps.append((step, state))
         return Verified(start, history.changes, history.base, steps) if steps else None
+
+    def _may_follow(self, beginning: Beginning, state: AgreedState) -> bool:
+        """The same question as `Regrouping.may_follow`, wherever the branch begins."""
+        if state is self.line.state:
+            return self.may_follow(beginning)
+        is_bound = len(set(beginning.signers)) > state.roster.tolerated
+        return is_bound or self.context.me not in state.roster.seat or beginning.branch in self.line.beginnings
 
     def _look_for_lies(self, state: AgreedState, history: History) -> None:
         """A round that our own roster certified, after another round than ours: more than f members have lied."""

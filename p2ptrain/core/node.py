@@ -117,7 +117,7 @@ class Node:
             context.keep_silent(left.branch, left.round)
         self.work = Work(context, self.parts, self.line, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
-        self.catching_up = CatchingUp(context, self.line)
+        self.catching_up = CatchingUp(context, self.line, self._may_follow)
         self.membership = Membership(context, self.parts.requests, event.ticket)
         self.inbox = Inbox(self)
         if event.forgetful and self.line.state.members != (context.me,):
@@ -285,6 +285,9 @@ class Node:
         self._follow(beginning, follow(self.line.state, beginning, self.context.run, self.context.signer))
         self._begin_round()
         return True
+
+    def _may_follow(self, beginning: Beginning) -> bool:
+        return self.regrouping.may_follow(beginning)
 
     def _follow(self, step: Step, state: AgreedState) -> None:
         self.context.emit(ev.Persist(ev.Certified(step, state)))

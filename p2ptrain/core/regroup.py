@@ -4,7 +4,8 @@ The quorum counts as lost when no round was decided for `stall_seconds` after ou
 connected, and when in that time fewer members were heard than a quorum: as long as a quorum is heard, it is only
 slow. Then either we wait (`halt`), or (`regroup`) each member floods a call that names the last certificate; who has
 seen no new call for `settle_seconds` signs the set that it has, once an attempt. A set that a quorum of itself has
-signed begins a new branch.
+signed begins a new branch. Were that all, a lone liar could sign a set of itself and take over a swarm that is well;
+so a set that we have not signed binds us only if an honest member must have lost the quorum (`may_follow`).
 
 The settle time is longer than members differ in noticing the stall, else they would sign different sets. An attempt
 that comes to nothing is followed by another, after twice the time, up to a cap.
@@ -96,7 +97,7 @@ class Regrouping:
             return
         if not self.context.peers:
             return
-        highest = max(self.calls)
+        highest = max(self.calls, default=self.attempt)
         if now >= self.called_at + self._patience() * (1.0 if highest == self.attempt else SHARE_CALLED):
             self._call(max(self.attempt + 1, highest))
         settle = self.context.run.agreement.settle_seconds
@@ -172,8 +173,22 @@ class Regrouping:
                 sets.setdefault(read(received, Regroup).members, []).append(received)
             for members, signed in sorted(sets.items()):
                 if len(signed) >= quorum_of(len(members)):
-                    return self._begun(attempt, members, signed)
+                    begun = self._begun(attempt, members, signed)
+                    if self.may_follow(begun):
+                        return begun
         return None
+
+    def may_follow(self, beginning: Beginning) -> bool:
+        """Whether a branch from our head binds us, and is not a few liars taking over a swarm that is well.
+
+        It does if we signed it, or have no vote; if f + 1 members signed, of whom one is honest and has lost the
+        quorum; or if we have lost it ourselves, and more members signed than answer our own call.
+        """
+        signers = beginning.signers
+        if not self.is_member or self.context.me in signers or len(signers) > self.state.roster.tolerated:
+            return True
+        has_lost = self.attempt >= 0 or self._is_lost(SHARE_CALLED)
+        return has_lost and len(signers) > len(self.calls.get(self.attempt, ()))
 
     def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:
         by_author = sorted((read(received, Regroup).author, signature_of(received)) for received in signed)
@@ -193,6 +208,7 @@ class Regrouping:
             regroup = read(received, Regroup)
             if (regroup.branch, regroup.parent) == (self.state.branch, self.state.head):
                 self.signed.setdefault(regroup.attempt, {})[self.context.me] = received
+                self.attempt, self.called_at, self.mine = regroup.attempt, self.context.now, [received]
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2ptrain.core.agreement import Agreement, Decided, Entered, Heard, Judgement, Propose, Say
-from p2ptrain.core.arrivals import Arrivals
+from p2ptrain.core.arrivals import SLACK, Arrivals
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest, Missing, manifest_of
@@ -36,6 +36,7 @@ from p2ptrain.core.requests import Requests
 from p2ptrain.core.roster import bitmap, proposers
 from p2ptrain.core.state import AgreedState
 
+JUDGED_MAX = 128  # proposals of a round that are worked out and kept so: one a view
 EARLY_SPREAD = 3.0  # a proposer waits for the rest for as many times as the first q took; a guess
 
 
@@ -118,10 +119,13 @@ class Round:
         """A good contribution that this round may take is here."""
         if self.closed_at is not None:
             return
-        self.has_any = True
+        is_first, self.has_any = not self.has_any, True
         self.waiting.discard(author)
         if self.collect_at is None:
             self._expect()
+        if is_first and self.collect_at is not None:  # should our estimates be too short, the rest get their time, too
+            first = self.context.now - self.began
+            self.collect_at = max(self.collect_at, self.began + (1.0 + SLACK) * first)
         self.collect()
 
     def collect(self) -> None:
@@ -301,6 +305,8 @@ class Round:
     def _judge(self, received: Received) -> Judgement:
         judged = self.judged.get(received.digest)
         if judged is None:
+            while len(self.judged) >= JUDGED_MAX:
+                del self.judged[next(iter(self.judged))]
             judged = self.judged[received.digest] = Judged()
         if judged.is_held:
             return Judgement.HELD
@@ -467,6 +473,6 @@ class Round:
             "availabilities": (len(self.availabilities), 2 * size + QUESTIONS_MAX),
             "lists of held": (len(self.held_lists), 2 * size + QUESTIONS_MAX),
             **self.questions.limits(),
-            "judged proposals": (len(self.judged), 256),
+            "judged proposals": (len(self.judged), JUDGED_MAX),
             **self.agreement.limits(),
         }
