@@ -206,6 +206,8 @@ class Agreement:
 
     @property
     def deadline(self) -> float | None:
+        if self.decided is not None:
+            return None
         if self.timer is None or self.view_timer is None:
             return self.view_timer if self.timer is None else self.timer
         return min(self.timer, self.view_timer)

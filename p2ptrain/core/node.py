@@ -244,8 +244,7 @@ class Node:
         self.regrouping.tick()
         self.catching_up.tick()
         self.work.go_on(self.here)
-        is_waiting = self._is_waiting
-        self.repair.tick(self.here, is_waiting)
+        self.repair.tick(self.here, self._is_waiting)
         self.membership.tick(self.line.state, self.work.is_current and not self.catching_up.is_behind)
         times = (
             self.here.deadline,
@@ -254,7 +253,7 @@ class Node:
             self.catching_up.deadline,
             self.work.deadline,
             self.membership.deadline(self.line.state),
-            self.repair.deadline(is_waiting),
+            self.repair.deadline,
         )
         deadline = min(time for time in times if time is not None)
         self.deadline = max(deadline, context.now) - self._shift

@@ -44,14 +44,14 @@ class Payloads:
         return self.held.get(payload, False)
 
     def want(self, payload: bytes, payload_bytes: int, author: bytes, sources: Iterable[bytes] = ()) -> None:
-        """Get this payload, if it is not here."""
-        if payload in self.held or author == self.context.me:
+        """Get this payload, if it is not here. The driver looks into its own store first."""
+        if payload in self.held:
             return
         want = self.wanted.get(payload)
         if want is None:
             if len(self.wanted) >= PAYLOADS_MAX:
                 return
-            want = self.wanted[payload] = Want(payload_bytes, author, {author: None})
+            want = self.wanted[payload] = Want(payload_bytes, author, {})
         for source in sources:
             if len(want.sources) < 4 * SOURCES_MAX and source != self.context.me:
                 want.sources.setdefault(source)
@@ -70,10 +70,11 @@ class Payloads:
         if want.tries:
             start = (want.tries - 1) * (SOURCES_MAX - 1) % max(1, len(others))
             others = others[start:] + others[:start]
-        sources = (want.author, *others)[:SOURCES_MAX]
+        sources = ((want.author,) if want.author != context.me else ()) + tuple(others)
+        sources = sources[:SOURCES_MAX]
         want.asked, want.tries = len(sources), want.tries + 1
         want.next_at = context.now + ANSWER_SECONDS
-        context.emit(Fetch(payload, want.payload_bytes, tuple(sources)))
+        context.emit(Fetch(payload, want.payload_bytes, sources))
         self._reschedule()
 
     def arrived(self, payload: bytes, good: bool) -> bool:

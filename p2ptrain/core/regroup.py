@@ -66,13 +66,17 @@ class Regrouping:
         """Whether the clock has run for this share of the time, and fewer members than a quorum were heard in it."""
         now = self.context.now
         stall = share * self.context.run.agreement.stall_seconds
-        if self.since is None or now - self.since < stall or not self.context.peers:
+        if self.since is None or now - self.since < stall or self._is_cut_off():
             return False
         heard = self.context.heard_at
         present = sum(
             key == self.context.me or now - heard.get(key, -2.0 * stall) < stall for key in self.state.members
         )
         return present < self.state.roster.quorum
+
+    def _is_cut_off(self) -> bool:
+        """Without any connection it is we who are gone; but in a crash-only roster the others may be all there was."""
+        return not self.context.peers and not self.state.roster.is_crash_only
 
     @property
     def deadline(self) -> float | None:
@@ -95,7 +99,7 @@ class Regrouping:
             if self._is_lost() or (self.calls and self._is_lost(SHARE_CALLED)):
                 self._call(max(0, *self.calls) if self.calls else 0)
             return
-        if not self.context.peers:
+        if self._is_cut_off():
             return
         highest = max(self.calls, default=self.attempt)
         if now >= self.called_at + self._patience() * (1.0 if highest == self.attempt else SHARE_CALLED):

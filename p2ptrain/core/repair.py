@@ -27,7 +27,7 @@ class Repair:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.next_at = context.now + WAITING_SECONDS
+        self.next_at: float | None = None  # of the hellos while waiting
         self.answered: dict[bytes, float] = {}
 
     def hello(self, here: Round) -> Received:
@@ -58,16 +58,20 @@ class Repair:
 
     def tick(self, here: Round, is_waiting: bool) -> None:
         context = self.context
-        if context.now < self.next_at:
-            return
-        if is_waiting:
+        if not is_waiting:
+            self.next_at = None
+        elif self.next_at is None:
+            self.next_at = context.now + WAITING_SECONDS  # mostly it is all on its way
+        elif context.now >= self.next_at:
             self.greet(here, *context.some_peers(NEIGHBOURS))
+            self.next_at = context.now + WAITING_SECONDS
         if context.now - context.published_at >= HEARTBEAT_SECONDS:
             context.publish(self.hello(here))
-        self.next_at = context.now + WAITING_SECONDS
 
-    def deadline(self, is_waiting: bool) -> float:
-        return self.next_at if is_waiting else max(self.next_at, self.context.published_at + HEARTBEAT_SECONDS)
+    @property
+    def deadline(self) -> float:
+        heartbeat = self.context.published_at + HEARTBEAT_SECONDS
+        return heartbeat if self.next_at is None else min(self.next_at, heartbeat)
 
     def may_answer(self, peer: bytes) -> bool:
         """Whether it is time to answer this peer again; counts as an answer."""
@@ -93,18 +97,13 @@ class Repair:
             self.context.send(hello.author, *chosen)
 
     def _is_level(self, here: Round, hello: Hello) -> bool:
-        """Whether a neighbour holds as much as we do: then nothing is looked through."""
+        """Whether a neighbour plainly lacks nothing: then nothing is looked through."""
         mine = here.agreement.views[here.agreement.view]
-        counts = len(here.available), len(mine.prevotes), len(mine.precommits)
-        theirs = tuple(
-            int.from_bytes(seats, "little").bit_count()
-            for seats in (hello.available, hello.prevoted, hello.precommitted)
-        )
-        announced = int.from_bytes(hello.announced, "little").bit_count()
-        return (
-            hello.view == here.agreement.view
-            and theirs == counts
-            and announced >= min(here.roster.size, len(here.parts.offers.by_author))
+        counts = len(here.available), len(mine.prevotes), len(mine.precommits), len(here.parts.offers.by_author)
+        bitmaps = hello.available, hello.prevoted, hello.precommitted, hello.announced
+        return hello.view == here.agreement.view and all(
+            count == 0 or int.from_bytes(seats, "little").bit_count() == here.roster.size
+            for count, seats in zip(counts, bitmaps, strict=True)
         )
 
     def _lacking(self, here: Round, hello: Hello) -> list[Received]:

@@ -210,20 +210,23 @@ class Work:
             event.payload_bytes,
             context.me,
         )
-        may = (
+        is_mine_to_say = (
             training.is_useful
             and not (self.is_astray or self.is_quarantined)
             and context.me in state.place
             and event.round > self.announced.get(state.branch, 0)
             and context.may_speak(state.branch, event.round)
-            and (
-                state.may_take(announcement, self.parts.offers.staleness)
-                or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds
-            )
+        )
+        may = is_mine_to_say and (
+            state.may_take(announcement, self.parts.offers.staleness)
+            or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds
         )
         if not may:
             context.counters["contributions too late"] += 1
             context.emit(Return(event.round))
+            if is_mine_to_say and event.round <= state.round:  # nobody can take it, but all learn how long to wait
+                self.announced[state.branch] = event.round
+                context.publish_once(context.signed(announcement))
             return
         received = context.signed(announcement, event.attachment)
         self.announced[state.branch] = event.round
