@@ -85,12 +85,13 @@ Act: TypeAlias = Say | Propose | Entered | Decided
 class View:
     """The messages of one view."""
 
-    __slots__ = ("has_quorum", "precommits", "prevotes", "proposal", "tallies")
+    __slots__ = ("has_quorum", "others", "precommits", "prevotes", "proposal", "tallies")
 
     def __init__(self) -> None:
         self.proposal: Received | None = None
         self.prevotes: dict[bytes, Received] = {}
         self.precommits: dict[bytes, Received] = {}
+        self.others: dict[tuple[Ballot, bytes, bytes], Received] = {}  # of members that have voted otherwise, too
         self.tallies: dict[Ballot, dict[bytes, int]] = {Ballot.PREVOTE: {}, Ballot.PRECOMMIT: {}}
         self.has_quorum = False  # of prevotes for the proposal, seen for the first time
 
@@ -157,16 +158,33 @@ class Agreement:
         votes = view.prevotes if ballot is Ballot.PREVOTE else view.precommits
         earlier = votes.get(author)
         if earlier is not None:
-            return Heard.USELESS if earlier.digest == received.digest else Heard.CONFLICT
+            if earlier.digest == received.digest or (ballot, author, vote.manifest) in view.others:
+                return Heard.USELESS
+            if self._is_proposed(vote.manifest):
+                view.others[ballot, author, vote.manifest] = received
+                self._count(view, vote)
+            return Heard.CONFLICT
         votes[author] = received
+        self._count(view, vote)
+        return Heard.NEW
+
+    def _count(self, view: View, vote: Vote) -> None:
+        """Count a vote, also the second one of a liar: the quorum behind a proposal, which we have not seen alone,
+        may rest on it, and two quorums share an honest member all the same."""
+        ballot, quorum = vote.ballot, self.roster.quorum
         tally = view.tallies[ballot]
         count = tally[vote.manifest] = tally.get(vote.manifest, 0) + 1
-        if count == self.roster.quorum or len(votes) == self.roster.quorum:
+        if count == quorum or len(view.votes(ballot)) == quorum:
             self.is_due = True
-            if ballot is Ballot.PRECOMMIT and vote.manifest != NOTHING and count == self.roster.quorum:
-                assert self.decided is None or self.decided.manifest == vote.manifest, "two quorums decided differently"
-                self.decided = self.decided or Decided(number, vote.manifest)
-        return Heard.NEW
+            if ballot is Ballot.PRECOMMIT and vote.manifest != NOTHING and count == quorum and self.decided is None:
+                self.decided = Decided(vote.view, vote.manifest)
+
+    def _is_proposed(self, manifest: bytes) -> bool:
+        """Whether a proposal that is here names this manifest; there is one a view at most."""
+        return any(
+            view.proposal is not None and read(view.proposal, Proposal).manifest == manifest
+            for view in self.views.values()
+        )
 
     def earlier(self, received: Received) -> Received:
         """What a message is in conflict with."""
@@ -337,6 +355,9 @@ class Agreement:
         if view is None:
             return []
         votes = [(key, vote) for key, vote in view.votes(ballot).items() if read(vote, Vote).manifest == manifest]
+        votes += [
+            (key, vote) for (kind, key, wanted), vote in view.others.items() if (kind, wanted) == (ballot, manifest)
+        ]
         return [vote for _, vote in sorted(votes, key=lambda pair: pair[0])]
 
     def restore(self, said: list[Received], backing: list[Received], now: float) -> None:
@@ -374,5 +395,9 @@ class Agreement:
         return {
             "views": (len(self.views), VIEWS_BEHIND + VIEWS_AHEAD + 3),
             "votes of a view": (max(votes), self.roster.size),
+            "second votes of a view": (
+                max(len(view.others) for view in self.views.values()),
+                2 * self.roster.size * (VIEWS_BEHIND + VIEWS_AHEAD + 3),
+            ),
             "members ahead": (len(self.ahead), self.roster.size),
         }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import AskHistory
 from p2ptrain.core.history import Beginning, Entry, History, Step, check_certificate, follow, jump
-from p2ptrain.core.line import Line, common_branch, wins
+from p2ptrain.core.line import Line, are_level, common_branch, wins
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
@@ -220,22 +220,11 @@ class CatchingUp:
         if not isinstance(other, Beginning) or my_beginning is None:
             self.is_split = self.is_split or my_beginning is None
             return False
-        my_first = next(
-            (
-                len(certified.step.manifest.taken)
-                for certified in self.line.steps
-                if isinstance(certified.step, Entry) and certified.step.manifest.branch == mine
-            ),
-            0,
-        )
-        second = verified.steps[1][0] if len(verified.steps) > 1 else None
-        other_first = len(second.manifest.taken) if isinstance(second, Entry) else 0
-        if not wins(other, other_first, my_beginning, my_first, verified.point.members):
-            return False
-        if self.line.state.round - verified.point.round > self.line.kept:
+        is_long_ago = self.line.state.round - verified.point.round > self.line.kept
+        if is_long_ago and are_level(other, my_beginning):
             self.is_split = True
             return False
-        return True
+        return wins(other, my_beginning)
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""

@@ -2,7 +2,7 @@
 
 A message that may be said only once goes to the disk before it goes out, so that a node that is killed in between
 says the same again and not something else. A node that no longer knows what it has said, or that comes back to a
-branch it had left, says nothing for the rounds in which it may have spoken.
+branch it had left so long ago, says nothing for the rounds in which it may have spoken.
 """
 
 from __future__ import annotations
@@ -13,10 +13,22 @@ from typing import Protocol
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Effect, Persist, Publish, Said, Send
-from p2ptrain.core.messages import Authored, Received, Verifier, encode, message_digest, signed_bytes
+from p2ptrain.core.messages import (
+    Announcement,
+    Authored,
+    Proposal,
+    Received,
+    Regroup,
+    Verifier,
+    Vote,
+    encode,
+    message_digest,
+    signed_bytes,
+)
 from p2ptrain.core.reputation import Reputation
 
 SILENT_BRANCHES_MAX = 64  # branches left; the oldest is forgotten, and by then its rounds are long past
+PLACES_MAX = 64  # branches and rounds whose own words are remembered; of an older one, a node that comes back is silent
 
 
 class Signer(Verifier, Protocol):
@@ -37,6 +49,7 @@ class Context:
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
         self.heard_at: dict[bytes, float] = {}  # when a member last said something about the round we are in
         self.silent: dict[bytes, int] = {}  # by branch: the last round in which we say nothing
+        self.said: dict[tuple[bytes, int], list[Said]] = {}  # by branch and round: what may be said only once
         self.silent_everywhere = -1  # the same on any branch: what we said there is lost
         self.is_halted = False  # more than f members have lied, and nothing that we say could be trusted
         self.published_at = 0.0
@@ -64,8 +77,29 @@ class Context:
 
     def publish_once(self, message: Received, backing: tuple[bytes, ...] = ()) -> None:
         """Say what may be said only once: to the disk first."""
-        self.emit(Persist(Said(message.envelope, backing)))
+        said = Said(message.envelope, backing)
+        self.remember(message, said)
+        self.emit(Persist(said))
         self.publish(message)
+
+    def remember(self, message: Received, said: Said) -> None:
+        """Should we come back to this round, over a restart or from another branch, we stand by this."""
+        content = message.message
+        if isinstance(content, Regroup):
+            place = content.branch, -1 - content.attempt  # once an attempt, whatever the round
+        else:
+            assert isinstance(content, Announcement | Proposal | Vote), "nothing else is said only once"
+            place = content.branch, content.round
+        self.said.setdefault(place, []).append(said)
+        while len(self.said) > PLACES_MAX:
+            branch, number = next(iter(self.said))
+            del self.said[branch, number]
+            self.keep_silent(branch, number)
+
+    def remembered(self, branch: bytes, number: int) -> list[Said]:
+        """What we have said in a round, or about leaving its branch."""
+        regroups = [said for (at, place), kept in self.said.items() if at == branch and place < 0 for said in kept]
+        return regroups + self.said.get((branch, number), [])
 
     def send(self, peer: bytes, *messages: Received) -> None:
         self.emit(Send(peer, tuple(message.envelope for message in messages)))

@@ -41,7 +41,7 @@ class Certified(Struct, frozen=True, tag=True):
 
 
 class Left(Struct, frozen=True, tag=True):
-    """I have left this branch for another. Should I come back, I say nothing for rounds up to this one."""
+    """I have left this branch for another. Should I come back after a restart, I say nothing up to this round."""
 
     branch: bytes
     round: int

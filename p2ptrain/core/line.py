@@ -6,10 +6,11 @@ afterwards decide which one goes on, so that everyone who knows them decides ali
 faster alone:
 
 1. A line that went on with the old roster's quorum beats one that regrouped before that round.
-2. Of two regroups from the same certificate, the one that more of the old roster signed wins; who signed both counts
-   for neither.
-3. On a tie, the one whose first round took more contributions; on a tie of those, the lower branch id. Only while the
-   parting lies within what is kept; else it is `split`, and an operator chooses.
+2. Of two regroups from the same certificate, the one with more members of its own wins; who is in both counts for
+   neither. A set needs the signatures of a quorum of itself, so it cannot be made larger than it is; and it is part of
+   the branch's id, while how many signatures one knows of differs from node to node.
+3. On a tie, the lower branch id. Only while the parting lies within what is kept; else it is `split`, and an operator
+   chooses.
 """
 
 from __future__ import annotations
@@ -96,12 +97,16 @@ class Line:
                     return None
         return None
 
-    def head_at(self, number: int) -> bytes | None:
-        """The manifest of a round on this line; of the base's too."""
-        entry = self.entry(number)
-        if entry is not None:
-            return entry.manifest.digest
-        return self.base.head if self.base.round == number else None
+    def entries_after(self, number: int) -> list[Entry]:
+        """The entries of the rounds after one, as far as they are kept, in order."""
+        found: list[Entry] = []
+        for certified in reversed(self.steps):
+            step = certified.step
+            if isinstance(step, Entry):
+                if step.manifest.round <= number:
+                    break
+                found.append(step)
+        return found[::-1]
 
     def rewind(self, state: AgreedState) -> None:
         """Go back to a state of this line."""
@@ -193,13 +198,17 @@ def common_branch(mine: list[Stage], theirs: tuple[Stage, ...]) -> Stage | None:
     return common
 
 
-def wins(other: Beginning, other_first: int, mine: Beginning, mine_first: int, members: tuple[bytes, ...]) -> bool:
-    """Whether another branch, begun from the same certificate by the same members, beats mine.
+def wins(other: Beginning, mine: Beginning) -> bool:
+    """Whether another branch, begun from the same certificate, beats mine."""
+    theirs, ours = set(other.members), set(mine.members)
+    return (len(theirs - ours), _rank(other.branch)) > (len(ours - theirs), _rank(mine.branch))
 
-    `..._first` are the contributions that the first round of each took.
-    """
-    voters = set(members)
-    theirs, ours = set(other.signers) & voters, set(mine.signers) & voters
-    both = theirs & ours
-    weight = len(theirs - both), other_first, tuple(255 - octet for octet in other.branch)
-    return weight > (len(ours - both), mine_first, tuple(255 - octet for octet in mine.branch))
+
+def are_level(other: Beginning, mine: Beginning) -> bool:
+    """Whether nothing but their names tells two branches apart."""
+    theirs, ours = set(other.members), set(mine.members)
+    return len(theirs - ours) == len(ours - theirs)
+
+
+def _rank(branch: bytes) -> int:
+    return -int.from_bytes(branch, "big")

@@ -26,8 +26,10 @@ from p2ptrain.core.membership import Membership
 from p2ptrain.core.messages import (
     Announcement,
     Availability,
+    Evidence,
+    JoinRequest,
+    Leave,
     Proposal,
-    Received,
     Regroup,
     Vote,
     decode,
@@ -123,39 +125,33 @@ class Node:
         if event.forgetful and self.line.state.members != (context.me,):
             self.recalled = {}
             context.silent_everywhere = 2**62
-        said = [decode(said.envelope, context.signer) for said in saved.said]
+        said = [decode(record.envelope, context.signer) for record in saved.said]
+        for received, record in zip(said, saved.said, strict=True):
+            context.remember(received, record)
         self.work.restore([each for each in said if isinstance(each.message, Announcement)])
         self._begin_round()
-        self._restore(said, saved.said)
+        if again := self.work.say_again():
+            context.publish(*again)
 
-    def _restore(self, said: list[Received], records: tuple[ev.Said, ...]) -> None:
-        """What was said in the round that we are in is said again, and what it rests on is here again."""
+    def _stand_by(self, records: list[ev.Said]) -> None:
+        """We have been in this round before: what was said holds, and what it rests on is here again."""
         here, context = self.here, self.context
+        said = [decode(record.envelope, context.signer) for record in records]
         self.regrouping.restore([each for each in said if isinstance(each.message, Regroup)])
-        current = [
-            each
-            for each in said
-            if isinstance(each.message, Proposal | Vote)
-            and (each.message.branch, each.message.round) == (here.branch, here.number)
-        ]
-        backing = [
-            decode(envelope, context.signer)
-            for record, each in zip(records, said, strict=True)
-            for envelope in (record.backing if each in current else ())
-        ]
+        votes = [each for each in said if isinstance(each.message, Proposal | Vote)]
+        backing = [decode(envelope, context.signer) for record in records for envelope in record.backing]
         for received in backing:
             if isinstance(received.message, Availability):
                 here.availabilities.setdefault(received.digest, received)
             elif isinstance(received.message, Announcement):
                 self.inbox.announcement(context.me, received, asked_for=True)
-            elif not isinstance(received.message, Proposal | Vote):
+            elif isinstance(received.message, JoinRequest | Leave | Evidence):
                 self.parts.requests.add(received, self.line.state, asked_for=True)
         here.agreement.restore(
-            current, [each for each in backing if isinstance(each.message, Proposal | Vote)], context.now
+            votes, [each for each in backing if isinstance(each.message, Proposal | Vote)], context.now
         )
-        again = self.work.say_again() + current
-        if again:
-            context.publish(*again)
+        if votes:
+            context.publish(*votes)
 
     # -----------------------------------------------------------------------------------------------
     # Events
@@ -304,6 +300,8 @@ class Node:
         self.parts.arrivals.forget(admitted)
         self.regrouping = Regrouping(context, state)
         self.here = Round(context, self.parts, state)
+        if records := context.remembered(state.branch, self.here.number):
+            self._stand_by(records)
         self.inbox.begin_round()
         self._save_scores()
 
@@ -327,9 +325,8 @@ class Node:
         point = verified.point
         if point is not line.state:
             left = line.state
-            silent = left.round + 1 + context.run.agreement.overlap_rounds
-            context.keep_silent(left.branch, silent)
-            context.emit(ev.Persist(ev.Left(left.branch, silent)))
+            spoken = left.round + 1 + context.run.agreement.overlap_rounds
+            context.emit(ev.Persist(ev.Left(left.branch, spoken)))
             context.counters["branches left"] += 1
             line.rewind(point)
             self.work.rewound(point.round)

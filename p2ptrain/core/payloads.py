@@ -26,6 +26,7 @@ class Want(Struct):
     payload_bytes: int
     author: bytes
     sources: dict[bytes, None]  # who may have it
+    is_old: bool = False  # it was agreed on: its author may be gone, and every member has it
     asked: int = 0  # sources that have not answered
     tries: int = 0
     next_at: float = 0.0
@@ -43,7 +44,14 @@ class Payloads:
     def is_good(self, payload: bytes) -> bool:
         return self.held.get(payload, False)
 
-    def want(self, payload: bytes, payload_bytes: int, author: bytes, sources: Iterable[bytes] = ()) -> None:
+    def want(
+        self,
+        payload: bytes,
+        payload_bytes: int,
+        author: bytes,
+        sources: Iterable[bytes] = (),
+        is_old: bool = False,
+    ) -> None:
         """Get this payload, if it is not here. The driver looks into its own store first."""
         if payload in self.held:
             return
@@ -52,6 +60,7 @@ class Payloads:
             if len(self.wanted) >= PAYLOADS_MAX:
                 return
             want = self.wanted[payload] = Want(payload_bytes, author, {})
+        want.is_old = want.is_old or is_old
         for source in sources:
             if len(want.sources) < 4 * SOURCES_MAX and source != self.context.me:
                 want.sources.setdefault(source)
@@ -70,8 +79,8 @@ class Payloads:
         if want.tries:
             start = (want.tries - 1) * (SOURCES_MAX - 1) % max(1, len(others))
             others = others[start:] + others[:start]
-        sources = ((want.author,) if want.author != context.me else ()) + tuple(others)
-        sources = sources[:SOURCES_MAX]
+        authors = [want.author] if want.author != context.me else []
+        sources = tuple((others[: SOURCES_MAX - 1] + authors) if want.is_old else (authors + others)[:SOURCES_MAX])
         want.asked, want.tries = len(sources), want.tries + 1
         want.next_at = context.now + ANSWER_SECONDS
         context.emit(Fetch(payload, want.payload_bytes, sources))

@@ -65,7 +65,7 @@ class Repair:
         elif context.now >= self.next_at:
             self.greet(here, *context.some_peers(NEIGHBOURS))
             self.next_at = context.now + WAITING_SECONDS
-        if context.now - context.published_at >= HEARTBEAT_SECONDS:
+        if context.now >= context.published_at + HEARTBEAT_SECONDS:
             context.publish(self.hello(here))
 
     @property

@@ -128,7 +128,7 @@ class Work:
         payloads, tries = self.parts.payloads, 0
         missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
         for taken in missing:
-            payloads.want(taken.payload, taken.payload_bytes, taken.author, state.members)
+            payloads.want(taken.payload, taken.payload_bytes, taken.author, self._holders(), is_old=True)
             want = payloads.wanted.get(taken.payload)
             tries = max(tries, want.tries if want else FETCH_TRIES_MAX)
         if not missing:
@@ -136,6 +136,11 @@ class Work:
             self.context.emit(Apply(entry.manifest))
         elif can_jump and tries >= FETCH_TRIES_MAX:
             self._catch_up()
+
+    def _holders(self) -> list[bytes]:
+        """Who is likely to have what was agreed on, and can be reached."""
+        state, peers = self.line.state, self.context.peers
+        return [key for key in peers if key in state.place] or list(state.members)
 
     def applied(self, branch: bytes, number: int, root: bytes) -> None:
         """The trainer has applied a manifest."""
@@ -262,12 +267,11 @@ class Work:
 
     def payloads_needed(self) -> set[bytes]:
         """Of rounds that were agreed on and are not applied yet."""
-        needed: set[bytes] = set()
-        for number in range(self.applied_round + 1, self.line.state.round + 1):
-            entry = self.line.entry(number)
-            if entry is not None:
-                needed.update(taken.payload for taken in entry.manifest.taken)
-        return needed
+        return {
+            taken.payload
+            for entry in self.line.entries_after(self.applied_round)[:REPLAY_ROUNDS_MAX]
+            for taken in entry.manifest.taken
+        }
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""
