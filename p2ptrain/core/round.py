@@ -299,8 +299,17 @@ class Round:
         payloads = self.parts.payloads
         missing = [taken for taken in manifest.taken if not payloads.is_good(taken.payload)]
         for taken in missing:
-            payloads.want(taken.payload, taken.payload_bytes, taken.author)
+            payloads.want(taken.payload, taken.payload_bytes, taken.author, self._holders(taken.payload))
         return not missing
+
+    def _holders(self, payload: bytes) -> list[bytes]:
+        """Members that say that they hold a payload."""
+        names = [offer.name for offer in self.parts.offers.by_payload.get(payload, ())]
+        return [
+            author
+            for author, received in self.available.items()
+            if any(name in read(received[0], Availability).held for name in names)
+        ]
 
     def _judge(self, received: Received) -> Judgement:
         judged = self.judged.get(received.digest)
