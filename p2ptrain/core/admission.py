@@ -68,7 +68,7 @@ def read_ticket(encoded: bytes, run: RunConfig, verifier: Verifier) -> Ticket:
     """The invitation; RemoteProtocolError unless a key of the run's config signed it for this run."""
     try:
         ticket = _TICKET.decode(encoded)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not an invitation: {str(error)[:200]}") from error
     if _ENCODER.encode(ticket) != encoded:
         raise RemoteProtocolError("an invitation in another than its canonical encoding")

@@ -181,7 +181,7 @@ class CatchingUp:
         if state is None:
             self.is_split = True
             return None
-        start = state
+        start, settled = state, state if state is not self.line.state else None  # the rule settles what begins there
         self._look_for_lies(state, history)
         if history.base is not None:
             jump(state, history.changes, history.base, self.context.signer)
@@ -190,7 +190,7 @@ class CatchingUp:
                 raise RemoteProtocolError("a jump that nothing certifies")
         steps: list[tuple[Step, AgreedState]] = []
         for step in history.steps:
-            if isinstance(step, Beginning) and not self._may_follow(step, state):
+            if isinstance(step, Beginning) and state is not settled and not self._may_follow(step, state):
                 break  # what comes before it is true all the same
             state = follow(state, step, self.context.run, self.context.signer)
             steps.append((step, state))

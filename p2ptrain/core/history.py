@@ -107,7 +107,7 @@ def decode_history(data: bytes) -> History:
         raise RemoteProtocolError(f"history of {len(data)} bytes, the limit is {HISTORY_BYTES_MAX}")
     try:
         history = _HISTORY.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a history: {str(error)[:200]}") from error
     if _ENCODER.encode(history) != data:
         raise RemoteProtocolError("a history in another than its canonical encoding")

@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 
 from p2ptrain.core.messages import (
     ADMITTED_MAX,
+    HELD_MAX,
     REQUESTS_MAX,
     SEATS_MAX,
     Announcement,
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
 
 NO_SERIAL = bytes(16)
+# Members may attest different names, so that more of them are attested than stand in one availability. But q of them
+# have room for q times as many, each counts q - f times, and q is less than twice q - f, whatever N.
+REFUSED_MAX = 2 * HELD_MAX
+ASKED_MAX = 2 * REQUESTS_MAX
 
 
 class Join(Struct, frozen=True, array_like=True):
@@ -69,10 +74,10 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
     root_round: Number
     root: Digest
     taken: Annotated[tuple[Taken, ...], Meta(max_length=ADMITTED_MAX)]  # by rising author
-    refused: Annotated[tuple[Short, ...], Meta(max_length=ADMITTED_MAX)]  # announcements of bad payloads
-    evidence: Annotated[tuple[Short, ...], Meta(max_length=REQUESTS_MAX)]
-    joins: Annotated[tuple[Join, ...], Meta(max_length=REQUESTS_MAX)]  # by rising key
-    leaves: Annotated[tuple[Key, ...], Meta(max_length=REQUESTS_MAX)]
+    refused: Annotated[tuple[Short, ...], Meta(max_length=REFUSED_MAX)]  # announcements of bad payloads
+    evidence: Annotated[tuple[Short, ...], Meta(max_length=ASKED_MAX)]
+    joins: Annotated[tuple[Join, ...], Meta(max_length=ASKED_MAX)]  # by rising key
+    leaves: Annotated[tuple[Key, ...], Meta(max_length=ASKED_MAX)]
     banned: Annotated[tuple[Key, ...], Meta(max_length=ADMITTED_MAX)]
     absent: SeatBits  # members that fewer than q - f of the named heard
     seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # has a seat from the next round on

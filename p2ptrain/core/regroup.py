@@ -33,6 +33,7 @@ class Regrouping:
     def __init__(self, context: Context, state: AgreedState) -> None:
         self.context, self.state = context, state
         self.is_member = context.me in state.roster.seat
+        self.began = context.now
         self.since: float | None = None  # the stall clock; None: it does not run
         self.attempt = -1  # the one we have called for
         self.called_at = 0.0
@@ -68,11 +69,17 @@ class Regrouping:
         stall = share * self.context.run.agreement.stall_seconds
         if self.since is None or now - self.since < stall or self._is_cut_off():
             return False
-        heard = self.context.heard_at
-        present = sum(
-            key == self.context.me or now - heard.get(key, -2.0 * stall) < stall for key in self.state.members
-        )
-        return present < self.state.roster.quorum
+        return self._present(stall) < self.state.roster.quorum
+
+    def _is_deserted(self) -> bool:
+        """Whether for long nobody has said anything on this branch: then there may be nothing to offer, either."""
+        stall = float(self.context.run.agreement.stall_seconds)
+        return self.context.now - self.began >= stall and self._present(stall) < self.state.roster.quorum
+
+    def _present(self, seconds: float) -> int:
+        """Members that were heard lately, we among them."""
+        now, heard, me = self.context.now, self.context.heard_at, self.context.me
+        return sum(key == me or now - heard.get(key, now - 2.0 * seconds) < seconds for key in self.state.members)
 
     def _is_cut_off(self) -> bool:
         """Without any connection it is we who are gone; but in a crash-only roster the others may be all there was."""
@@ -191,7 +198,7 @@ class Regrouping:
         signers = beginning.signers
         if not self.is_member or self.context.me in signers or len(signers) > self.state.roster.tolerated:
             return True
-        has_lost = self.attempt >= 0 or self._is_lost(SHARE_CALLED)
+        has_lost = self.attempt >= 0 or self._is_lost(SHARE_CALLED) or self._is_deserted()
         return has_lost and len(signers) > len(self.calls.get(self.attempt, ()))
 
     def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:

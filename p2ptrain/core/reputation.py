@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
+from math import inf
 from typing import Annotated
 
 import msgspec
@@ -41,6 +42,7 @@ REFILL_A_SECOND = 16.0
 FLOOD_SECONDS = 1.0  # a flood is noted once in that time
 PEERS_MAX = 4_096
 SAVED_BYTES_MAX = 2**20  # 4,096 peers take 600 kB
+SCORE_MAX = 1_000.0  # points; whatever a peer did, seven quiet hours later it may try again
 
 
 class Reason(Enum):
@@ -121,7 +123,7 @@ class Record(Struct):
     is_greylisted: bool = False
     tokens: float = BURST
     tokens_at: float = 0.0
-    flood_at: float = -FLOOD_SECONDS
+    flood_at: float = -inf  # when a flood was last noted
     counters: dict[Reason, int] = msgspec.field(default_factory=dict)
 
 
@@ -129,7 +131,7 @@ class SavedRecord(Struct, frozen=True, array_like=True):
     """A record on disk: ages, because clocks start anew."""
 
     key: Key
-    score: Annotated[float, Meta(ge=0, le=1e9)]
+    score: Annotated[float, Meta(ge=0, le=SCORE_MAX)]
     age: Annotated[float, Meta(ge=0, le=1e12)]
     is_greylisted: bool
     counters: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**62)], ...], Meta(max_length=len(REASONS))]
@@ -147,10 +149,10 @@ class Reputation:
     def note(self, peer: bytes, reason: Reason, now: float) -> None:
         """A peer did something wrong."""
         record = self._record(peer, now)
-        record.score, record.at = self._decayed(record, now) + POINTS[reason], now
+        was_greylisted = self._is_greylisted(record, now)
+        record.score, record.at = min(self._decayed(record, now) + POINTS[reason], SCORE_MAX), now
         record.counters[reason] = record.counters.get(reason, 0) + 1
-        if record.score >= GREYLISTED_FROM:
-            record.is_greylisted = True
+        record.is_greylisted = was_greylisted or record.score >= GREYLISTED_FROM
 
     def score(self, peer: bytes, now: float) -> float:
         """Points against a peer; none is best."""
@@ -160,11 +162,7 @@ class Reputation:
     def is_greylisted(self, peer: bytes, now: float) -> bool:
         """Whether to keep this peer away."""
         record = self.records.get(peer)
-        if record is None or not record.is_greylisted:
-            return False
-        if self._decayed(record, now) < PARDONED_BELOW:
-            record.is_greylisted = False
-        return record.is_greylisted
+        return record is not None and self._is_greylisted(record, now)
 
     def allow(self, peer: bytes, now: float) -> bool:
         """Count a useless message of a peer; False if it has sent too many."""
@@ -191,6 +189,9 @@ class Reputation:
             total.update({reason.value: count for reason, count in record.counters.items()})
         return total
 
+    def _is_greylisted(self, record: Record, now: float) -> bool:
+        return record.is_greylisted and self._decayed(record, now) >= PARDONED_BELOW
+
     def _decayed(self, record: Record, now: float) -> float:
         return float(record.score * 0.5 ** (max(0.0, now - record.at) / HALF_LIFE_SECONDS))
 
@@ -206,7 +207,7 @@ class Reputation:
         """New keys cost nothing: they must not push out the peers whose record is bad."""
         harmless = sorted(
             self.records,
-            key=lambda peer: (self.records[peer].is_greylisted, self._decayed(self.records[peer], now)),
+            key=lambda peer: (self.is_greylisted(peer, now), self.score(peer, now)),
         )
         for peer in harmless[: PEERS_MAX // 16]:  # many at once, so that a flood of keys does not sort each time
             del self.records[peer]
@@ -218,7 +219,7 @@ class Reputation:
                 key,
                 record.score,
                 max(0.0, now - record.at),
-                record.is_greylisted,
+                self._is_greylisted(record, now),
                 tuple(record.counters.get(reason, 0) for reason in REASONS),
             )
             for key, record in sorted(self.records.items())
@@ -231,7 +232,7 @@ class Reputation:
             raise DataError(f"saved reputation of {len(saved)} bytes, the limit is {SAVED_BYTES_MAX}")
         try:
             records = _SAVED.decode(saved)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"saved reputation is damaged: {error}") from error
         for record in records:
             counters = {reason: count for reason, count in zip(REASONS, record.counters, strict=False) if count}
