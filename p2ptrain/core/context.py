@@ -75,9 +75,11 @@ class Context:
         self.effects.extend(Publish(message.envelope) for message in messages)
         self.published_at = self.now
 
-    def publish_once(self, message: Received, backing: tuple[bytes, ...] = ()) -> None:
+    def publish_once(
+        self, message: Received, backing: tuple[bytes, ...] = (), payloads: tuple[bytes, ...] = ()
+    ) -> None:
         """Say what may be said only once: to the disk first."""
-        said = Said(message.envelope, backing)
+        said = Said(message.envelope, backing, payloads)
         self.remember(message, said)
         self.emit(Persist(said))
         self.publish(message)

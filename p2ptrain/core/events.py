@@ -28,6 +28,8 @@ class Said(Struct, frozen=True, tag=True):
 
     envelope: bytes
     backing: tuple[bytes, ...] = ()  # of a precommit: the proposal, and the messages that its manifest is made of
+    payloads: tuple[bytes, ...] = ()  # of an announcement and a prevote: what has to be on the disk with it, or a power
+    # cut could leave a swarm that has agreed on what nobody holds
 
 
 class Certified(Struct, frozen=True, tag=True):
@@ -59,13 +61,17 @@ Record: TypeAlias = Said | Certified | Left | Observed
 class Saved(Struct, frozen=True):
     """What the store gives back at a start: the newest of everything, each in the order in which it was persisted."""
 
-    state: AgreedState
-    history: tuple[Certified, ...]  # the last of them; it ends at `state`
-    said: tuple[Said, ...]  # for rounds after `state`
+    base: AgreedState  # the state before `history`
+    history: tuple[Certified, ...]  # the last of them
+    said: tuple[Said, ...]  # for rounds after that
     applied_round: int  # what the trainer's state is
     applied_root: bytes
     left: tuple[Left, ...] = ()
     scores: bytes = b""
+
+    @property
+    def state(self) -> AgreedState:
+        return self.history[-1].state if self.history else self.base
 
 
 # ---------------------------------------------------------------------------------------------------

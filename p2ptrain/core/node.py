@@ -12,6 +12,7 @@ machine slept, nothing counts as a stall until peers had time to answer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, nextafter
 from random import Random
 from typing import Any
 
@@ -110,11 +111,9 @@ class Node:
         context, saved = self.context, event.saved
         context.reputation.restore(saved.scores, context.now) if saved.scores else None
         self.parts = Parts(context)
-        base = saved.history[0].state if saved.history else saved.state
-        self.line = Line(base, context.run_id, context.run.agreement.history_rounds)
-        for certified in saved.history[1:]:
+        self.line = Line(saved.base, context.run_id, context.run.agreement.history_rounds)
+        for certified in saved.history:
             self.line.append(certified.step, certified.state)
-        assert self.line.state.digest == saved.state.digest, "saved history leads to the saved state"
         for left in saved.left:
             context.keep_silent(left.branch, left.round)
         self.work = Work(context, self.parts, self.line, saved.applied_round, saved.applied_root)
@@ -251,8 +250,10 @@ class Node:
             self.membership.deadline(self.line.state),
             self.repair.deadline,
         )
-        deadline = min(time for time in times if time is not None)
-        self.deadline = max(deadline, context.now) - self._shift
+        due = max(context.now, min(time for time in times if time is not None))
+        self.deadline = due - self._shift
+        while self.deadline + self._shift < due:  # rounded down, a tick would come just before what it is for
+            self.deadline = nextafter(self.deadline, inf)
 
     @property
     def _is_waiting(self) -> bool:

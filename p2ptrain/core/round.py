@@ -378,9 +378,13 @@ class Round:
             return
         vote = self.context.signed(Vote(self.branch, self.number, view, ballot, manifest, self.context.me))
         backing: tuple[bytes, ...] = ()
-        if ballot is Ballot.PRECOMMIT and manifest != NOTHING:
-            backing = self._backing(view, manifest)
-        self.context.publish_once(vote, backing)
+        payloads: tuple[bytes, ...] = ()
+        if manifest != NOTHING:
+            if ballot is Ballot.PRECOMMIT:
+                backing = self._backing(view, manifest)
+            else:
+                payloads = tuple(taken.payload for taken in self.manifests[manifest].taken)
+        self.context.publish_once(vote, backing, payloads)
         self.agreement.hear_vote(vote)
 
     def _backing(self, view: int, manifest: bytes) -> tuple[bytes, ...]:

@@ -239,7 +239,7 @@ class Work:
         self.parts.payloads.mine(event.payload)
         self.parts.offers.add(received)
         self.parts.arrivals.note(context.me, event.round, context.now)
-        context.publish_once(received)
+        context.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
 
     def restore(self, announcements: list[Received]) -> None:
