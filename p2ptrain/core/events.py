@@ -42,8 +42,12 @@ class Certified(Struct, frozen=True, tag=True):
     state: AgreedState
 
 
-class Left(Struct, frozen=True, tag=True):
-    """I have left this branch for another. Should I come back after a restart, I say nothing up to this round."""
+class Silence(Struct, frozen=True, tag=True):
+    """After a restart I say nothing on this branch up to this round: what I have said there is not known.
+
+    I have left the branch for another, or, when it is empty, lost my log: then it stands for all branches, until it is
+    known how far the others are, for ever. The newest of a branch counts.
+    """
 
     branch: bytes
     round: int
@@ -55,7 +59,7 @@ class Observed(Struct, frozen=True, tag=True):
     scores: bytes
 
 
-Record: TypeAlias = Said | Certified | Left | Observed
+Record: TypeAlias = Said | Certified | Silence | Observed
 
 
 class Saved(Struct, frozen=True):
@@ -66,7 +70,7 @@ class Saved(Struct, frozen=True):
     said: tuple[Said, ...]  # for rounds after that
     applied_round: int  # what the trainer's state is
     applied_root: bytes
-    left: tuple[Left, ...] = ()
+    silences: tuple[Silence, ...] = ()
     scores: bytes = b""
 
     @property

@@ -158,8 +158,9 @@ class Inbox:
         catching_up = self.node.catching_up
         if catching_up.ahead.get(author) == (branch, number):
             return True
+        is_quiet = catching_up.ask_at is not None  # the question is on its way already
         catching_up.notice(author, branch, number)
-        return False
+        return is_quiet
 
     def _behind(self, peer: bytes) -> bool:
         """Tell a peer that lags where we are; it asks for the rest."""

@@ -25,6 +25,7 @@ from p2ptrain.core.inbox import Inbox
 from p2ptrain.core.line import Line
 from p2ptrain.core.membership import Membership
 from p2ptrain.core.messages import (
+    NUMBER_MAX,
     Announcement,
     Availability,
     Evidence,
@@ -114,16 +115,21 @@ class Node:
         self.line = Line(saved.base, context.run_id, context.run.agreement.history_rounds)
         for certified in saved.history:
             self.line.append(certified.step, certified.state)
-        for left in saved.left:
-            context.keep_silent(left.branch, left.round)
+        is_forgetful = event.forgetful and self.line.state.members != (context.me,)
+        if is_forgetful:
+            context.emit(ev.Persist(ev.Silence(b"", NUMBER_MAX)))
+        for silence in saved.silences:
+            if silence.branch:
+                context.keep_silent(silence.branch, silence.round)
+            else:
+                context.silent_everywhere = silence.round
+        if is_forgetful or context.silent_everywhere >= NUMBER_MAX:
+            self.recalled, context.silent_everywhere = {}, NUMBER_MAX
         self.work = Work(context, self.parts, self.line, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
         self.catching_up = CatchingUp(context, self.line, self._may_follow)
         self.membership = Membership(context, self.parts.requests, event.ticket)
         self.inbox = Inbox(self)
-        if event.forgetful and self.line.state.members != (context.me,):
-            self.recalled = {}
-            context.silent_everywhere = 2**62
         said = [decode(record.envelope, context.signer) for record in saved.said]
         for received, record in zip(said, saved.said, strict=True):
             context.remember(received, record)
@@ -327,7 +333,7 @@ class Node:
         if point is not line.state:
             left = line.state
             spoken = left.round + 1 + context.run.agreement.overlap_rounds
-            context.emit(ev.Persist(ev.Left(left.branch, spoken)))
+            context.emit(ev.Persist(ev.Silence(left.branch, spoken)))
             context.counters["branches left"] += 1
             line.rewind(point)
             self.work.rewound(point.round)
@@ -346,6 +352,7 @@ class Node:
             overlap = self.context.run.agreement.overlap_rounds
             self.context.silent_everywhere = max(self.recalled.values()) + overlap + RECALL_MARGIN
             self.recalled = None
+            self.context.emit(ev.Persist(ev.Silence(b"", self.context.silent_everywhere)))
 
     # -----------------------------------------------------------------------------------------------
     # What others see

@@ -93,6 +93,8 @@ class Regrouping:
         if self.attempt < 0:
             due = self.since + stall
             return due if due > self.context.now else self.context.now + REPEAT_SECONDS
+        if self._is_cut_off():
+            return self.context.now + REPEAT_SECONDS
         times = [self.called_at + self._patience(), self.repeat_at]
         if self.attempt not in self._mine_signed():
             times.append(self.last_new_at + self.context.run.agreement.settle_seconds)
