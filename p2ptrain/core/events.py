@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from p2ptrain.core.history import History, Step
+from p2ptrain.core.history import History, Stage, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState
@@ -32,6 +32,15 @@ class Said(Struct, frozen=True, tag=True):
     # cut could leave a swarm that has agreed on what nobody holds
 
 
+class Trunk(Struct, frozen=True):
+    """What of a line is kept for ever: how its roster is proved, and where it branched."""
+
+    lineage: tuple[Stage, ...]
+    changes: tuple[Step, ...]  # rounds that changed the roster, and beginnings with the round before them
+    forks: tuple[AgreedState, ...]  # from which branches began, the last of them
+    base: AgreedState | None = None  # after a jump: the state before the step; older history is of no use any more
+
+
 class Certified(Struct, frozen=True, tag=True):
     """A round that was decided, or a branch that began, and the agreed state after it.
 
@@ -40,6 +49,7 @@ class Certified(Struct, frozen=True, tag=True):
 
     step: Step
     state: AgreedState
+    trunk: Trunk | None = None  # if it has changed; the newest counts
 
 
 class Silence(Struct, frozen=True, tag=True):
@@ -70,6 +80,7 @@ class Saved(Struct, frozen=True):
     said: tuple[Said, ...]  # for rounds after that
     applied_round: int  # what the trainer's state is
     applied_root: bytes
+    trunk: Trunk | None = None
     silences: tuple[Silence, ...] = ()
     scores: bytes = b""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
-from p2ptrain.core.events import Certified
+from p2ptrain.core.events import Certified, Saved, Trunk
 from p2ptrain.core.history import CHANGES_MAX, ENTRIES_MAX, STAGES_MAX, Beginning, Entry, History, Stage, Step
 from p2ptrain.core.state import AgreedState
 
@@ -36,8 +36,28 @@ class Line:
         self.beginnings: dict[bytes, Beginning] = {}
         self.changes: list[Step] = []  # rounds that changed the roster, and beginnings with the round before them
         self.lineage: list[Stage] = [Stage(run_id, 0)]
-        if base.branch != run_id:
-            self.lineage.append(Stage(base.branch, base.round))
+        self.has_new_trunk = False  # something that is kept for ever has changed since `trunk` was asked for
+
+    @classmethod
+    def restored(cls, saved: Saved, run_id: bytes, kept: int) -> Line:
+        """The line that a node had before its restart."""
+        line = cls(saved.base, run_id, kept)
+        line.steps.extend(saved.history)
+        if saved.trunk is not None:
+            line.lineage, line.changes = list(saved.trunk.lineage), list(saved.trunk.changes)
+            begun = [change for change in line.changes if isinstance(change, Beginning)]
+            line.beginnings = {change.branch: change for change in begun[-FORKS_MAX:]}
+            states = {(state.branch, state.head): state for state in saved.trunk.forks}
+            for branch, beginning in line.beginnings.items():
+                fork = states.get((beginning.parent_branch, beginning.parent))
+                if fork is not None:
+                    line.forks[branch] = fork
+        return line
+
+    def trunk(self, base: AgreedState | None = None) -> Trunk:
+        """What is kept for ever."""
+        self.has_new_trunk = False
+        return Trunk(tuple(self.lineage), tuple(self.changes), tuple(self.forks.values()), base)
 
     @property
     def state(self) -> AgreedState:
@@ -47,17 +67,18 @@ class Line:
         if isinstance(step, Beginning):
             last = self.steps[-1].step if self.steps else None
             if isinstance(last, Entry) and not last.manifest.changes_roster:
-                self.changes.append(last)
+                self.changes.append(last)  # which proves where the branch begins
             self.forks[step.branch] = self.state
             self.beginnings[step.branch] = step
             self.lineage.append(Stage(step.branch, step.round))
-            assert len(self.lineage) <= STAGES_MAX, "a run that regroups a thousand times is no run any more"
+            del self.lineage[:-STAGES_MAX]
             if len(self.forks) > FORKS_MAX:
                 oldest = next(iter(self.forks))
                 del self.forks[oldest], self.beginnings[oldest]
         if isinstance(step, Beginning) or step.manifest.changes_roster:
             self.changes.append(step)
             del self.changes[:-CHANGES_MAX]
+            self.has_new_trunk = True
         self.steps.append(Certified(step, state))
         while len(self.steps) > self.kept:
             self.base = self.steps.popleft().state
@@ -119,6 +140,9 @@ class Line:
             self.forks.pop(gone, None)
             self.beginnings.pop(gone, None)
         self.changes = [change for change in self.changes if self._precedes(change, state)]
+        while self.changes and isinstance(last := self.changes[-1], Entry) and not last.manifest.changes_roster:
+            self.changes.pop()  # what began after it is not on this line any more
+        self.has_new_trunk = True
 
     def _precedes(self, change: Step, state: AgreedState) -> bool:
         if isinstance(change, Beginning):
@@ -135,6 +159,8 @@ class Line:
         self.changes = (self.changes + list(changes))[-CHANGES_MAX:]
         self.base = base
         self.steps.clear()
+        del self.lineage[:-STAGES_MAX]
+        self.has_new_trunk = True
 
     def answer(self, branch: bytes, number: int) -> History:
         """What came after a round of a branch."""
@@ -190,12 +216,8 @@ class Line:
 
 def common_branch(mine: list[Stage], theirs: tuple[Stage, ...]) -> Stage | None:
     """The last branch that two lines share."""
-    common = None
-    for ours, other in zip(mine, theirs, strict=False):
-        if ours != other:
-            break
-        common = ours
-    return common
+    theirs_too = set(theirs)  # a branch's id covers all that came before it
+    return next((stage for stage in reversed(mine) if stage in theirs_too), None)
 
 
 def wins(other: Beginning, mine: Beginning) -> bool:

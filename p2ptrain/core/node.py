@@ -112,9 +112,7 @@ class Node:
         context, saved = self.context, event.saved
         context.reputation.restore(saved.scores, context.now) if saved.scores else None
         self.parts = Parts(context)
-        self.line = Line(saved.base, context.run_id, context.run.agreement.history_rounds)
-        for certified in saved.history:
-            self.line.append(certified.step, certified.state)
+        self.line = Line.restored(saved, context.run_id, context.run.agreement.history_rounds)
         is_forgetful = event.forgetful and self.line.state.members != (context.me,)
         if is_forgetful:
             context.emit(ev.Persist(ev.Silence(b"", NUMBER_MAX)))
@@ -291,9 +289,10 @@ class Node:
     def _may_follow(self, beginning: Beginning) -> bool:
         return self.regrouping.may_follow(beginning)
 
-    def _follow(self, step: Step, state: AgreedState) -> None:
-        self.context.emit(ev.Persist(ev.Certified(step, state)))
+    def _follow(self, step: Step, state: AgreedState, base: AgreedState | None = None) -> None:
         self.line.append(step, state)
+        trunk = self.line.trunk(base) if self.line.has_new_trunk else None
+        self.context.emit(ev.Persist(ev.Certified(step, state, trunk)))
         self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
 
     def _begin_round(self) -> None:
@@ -339,8 +338,10 @@ class Node:
             self.work.rewound(point.round)
         if verified.base is not None:
             line.rebase(verified.changes, verified.base)
+        base = verified.base
         for step, state in verified.steps:
-            self._follow(step, state)
+            self._follow(step, state, base)
+            base = None
         context.counters["rounds caught up"] += len(verified.steps)
         self._begin_round()
 
