@@ -158,7 +158,7 @@ class Inbox:
         catching_up = self.node.catching_up
         if catching_up.ahead.get(author) == (branch, number):
             return True
-        is_quiet = catching_up.ask_at is not None  # the question is on its way already
+        is_quiet = bool(catching_up.ahead) and catching_up.ask_at is not None  # the question is on its way already
         catching_up.notice(author, branch, number)
         return is_quiet
 

@@ -96,10 +96,10 @@ class Node:
             self._shift += self._last - now
         self._last = now
         context = self.context
+        context.now = now + self._shift
         if self.deadline is not None and now > self.deadline + GAP_SECONDS:
             self._woke_up()
-        context.now = now + self._shift
-        if self._handlers[type(event)](event):
+        if self._handlers[type(event)](event) and not context.effects:
             return []  # only counted: nothing to do, and no deadline has changed
         self._go_on()
         effects, context.effects = context.effects, []
@@ -236,11 +236,13 @@ class Node:
         context = self.context
         self.parts.payloads.tick()
         self.here.tick()
-        while self._decide() or self._regroup():
+        while True:
+            if self.here.closed_at is not None:
+                self.regrouping.start_clock()
+            self.regrouping.tick()
+            if not (self._decide() or self._regroup()):
+                break
             self.here.tick()
-        if self.here.closed_at is not None:
-            self.regrouping.start_clock()
-        self.regrouping.tick()
         self.catching_up.tick()
         self.work.go_on(self.here)
         self.repair.tick(self.here, self._is_waiting)
@@ -318,7 +320,7 @@ class Node:
             return
         self._saved_scores_at = context.now
         scores = context.reputation.saved(context.now)
-        if scores != self._saved_scores:
+        if context.reputation.records and scores != self._saved_scores:
             self._saved_scores = scores
             context.emit(ev.Persist(ev.Observed(scores)))
 

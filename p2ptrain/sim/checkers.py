@@ -1,0 +1,399 @@
+"""Checkers: what must hold in every simulation, looked at after every event of an honest node.
+
+They see what nodes decide to do (their effects) and what they have said. Each does little for an event and nothing
+for most of them; what they promise for a round depends on how many members lie in it (ledger.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from p2ptrain.core.events import (
+    Applied,
+    Apply,
+    CaughtUp,
+    Certified,
+    Effect,
+    Event,
+    MessageReceived,
+    Persist,
+    Publish,
+    Started,
+)
+from p2ptrain.core.history import Beginning, Entry
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import Announcement, Availability, Message, Proposal, Regroup, Vote
+from p2ptrain.sim.ledger import Checker, Ledger, Trust, Violation, certified, quorum, signature_under
+
+if TYPE_CHECKING:
+    from p2ptrain.sim.cluster import Cluster
+
+__all__ = ["Checker", "Violation", "safety", "standard"]
+
+PLACES_MAX = 100_000  # messages that are remembered: those of many rounds, in a swarm of any size
+ROUNDS_KEPT = 64  # of certificates that were checked
+EVENTS_BETWEEN = 16  # of a node, between two looks at its buffers; what leaks is found a little later
+
+
+def safety() -> list[Checker]:
+    """What must never happen, whatever befalls a swarm."""
+    ledger = Ledger()
+    return [
+        ledger,
+        OneHistory(ledger),
+        RealQuorums(ledger),
+        EqualRoots(ledger),
+        OnlyForward(),
+        NobodyHonestBanned(ledger),
+        BoundedBuffers(),
+        NothingCensored(ledger),
+        OneVoice(),
+    ]
+
+
+class OneHistory(Checker):
+    """No two honest nodes decide on, or apply, different manifests for a round of a branch."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if type(effect) is Apply:
+                self._compare(index, effect.manifest)
+            elif type(effect) is Persist and type(effect.record) is Certified:
+                step = effect.record.step
+                if isinstance(step, Entry):
+                    self._compare(index, step.manifest)
+
+    def _compare(self, index: int, manifest: Manifest) -> None:
+        ledger = self.ledger
+        found = ledger.decided.get((manifest.branch, manifest.round))
+        if found is None:
+            raise Violation(f"node {index} applies round {manifest.round}, which no honest node has decided")
+        if found[0] != manifest.digest and ledger.promises(manifest.parent) >= Trust.ONE_HISTORY:
+            raise Violation(
+                f"nodes {found[1]} and {index} have different manifests for round {manifest.round} of branch "
+                f"{manifest.branch.hex()[:8]}: {found[0].hex()[:8]} and {manifest.digest.hex()[:8]}"
+            )
+
+
+class RealQuorums(Checker):
+    """Certificates, and the beginnings of branches, are signed by a quorum of distinct members."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.expected: dict[tuple[object, ...], dict[bytes, bytes]] = {}  # signatures, by what is signed and by whom
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        for record in certified(effects):
+            step = record.step
+            if isinstance(step, Beginning):
+                self._beginning(cluster, index, step)
+            else:
+                self._entry(cluster, index, step)
+
+    def _entry(self, cluster: Cluster, index: int, entry: Entry) -> None:
+        certificate, manifest = entry.certificate, entry.manifest
+        members = self.ledger.rosters[manifest.parent]
+        what = f"node {index}'s certificate for round {manifest.round}"
+        if certificate.manifest != manifest.digest or certificate.round != manifest.round:
+            raise Violation(f"{what} is for something else")
+        bits = int.from_bytes(certificate.seats, "little")
+        seats = [seat for seat in range(bits.bit_length()) if bits >> seat & 1]
+        if len(seats) < quorum(len(members)) or seats[-1] >= len(members):
+            raise Violation(f"{what} has {len(seats)} of {len(members)} members, the quorum is {quorum(len(members))}")
+        fields = ("vote", certificate.branch, certificate.round, certificate.view, 2, certificate.manifest)
+        signers = [members[seat] for seat in seats]
+        self._verify(cluster, what, fields, signers, certificate.signatures)
+
+    def _beginning(self, cluster: Cluster, index: int, step: Beginning) -> None:
+        what = f"node {index}'s branch after round {step.round}"
+        if len(set(step.signers)) < quorum(len(step.members)) or not set(step.signers) <= set(step.members):
+            raise Violation(f"{what} is signed by {len(set(step.signers))} of {len(step.members)} members")
+        if not set(step.members) <= set(self.ledger.rosters[step.parent]):
+            raise Violation(f"{what} has members that were none before")
+        fields = ("regroup", step.parent_branch, step.parent, step.attempt, step.members)
+        self._verify(cluster, what, fields, step.signers, step.signatures)
+
+    def _verify(
+        self,
+        cluster: Cluster,
+        what: str,
+        fields: tuple[object, ...],
+        signers: Sequence[bytes],
+        signatures: Sequence[bytes],
+    ) -> None:
+        known = self.expected.setdefault(fields, {})
+        for key, signature in zip(signers, signatures, strict=True):
+            if key not in known:
+                known[key] = signature_under(cluster.run_id, [*fields, key], key)
+            if known[key] != signature:
+                raise Violation(f"{what} has a signature that node {cluster.key_index[key]} never made")
+        while len(self.expected) > ROUNDS_KEPT:
+            del self.expected[next(iter(self.expected))]
+
+
+class EqualRoots(Checker):
+    """Equal branch and round, equal root; and what is certified as a root is one."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.roots: dict[tuple[bytes, int], tuple[bytes, int]] = {}
+        self.known: set[tuple[int, bytes]] = set()
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if type(event) is Applied:
+            place = event.branch, event.round
+            root, other = self.roots.setdefault(place, (event.root, index))
+            self.known.add((event.round, event.root))
+            if root != event.root and self._is_promised(place):
+                raise Violation(f"nodes {other} and {index} have different roots after round {event.round}")
+        elif type(event) is CaughtUp and (event.round, event.root) not in self.known and event.round > 0:
+            raise Violation(f"node {index} fetched a state of round {event.round} that no honest node has had")
+        for record in certified(effects):
+            step = record.step
+            if isinstance(step, Entry) and step.manifest.root_round > 0:
+                manifest = step.manifest
+                is_known = (manifest.root_round, manifest.root) in self.known
+                if not is_known and self.ledger.promises(manifest.parent) is Trust.EVERYTHING:
+                    raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
+
+    def _is_promised(self, place: tuple[bytes, int]) -> bool:
+        decided = self.ledger.decided.get(place)
+        return decided is not None and self.ledger.promises(decided[0]) is Trust.EVERYTHING
+
+
+class OnlyForward(Checker):
+    """Rounds never go back on a branch, except to what the disk holds when a process starts again."""
+
+    def __init__(self) -> None:
+        self.decided: dict[int, dict[bytes, int]] = {}
+        self.applied: dict[int, dict[bytes, int]] = {}
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if type(event) is Started:
+            state = event.saved.history[-1].state if event.saved.history else event.saved.base
+            self.decided[index], self.applied[index] = {state.branch: state.round}, {}
+        elif type(event) is CaughtUp:
+            self.applied.pop(index, None)
+        for record in certified(effects):
+            self._advance(self.decided, index, record.state.branch, record.state.round, "decided", record.step)
+        for effect in effects:
+            if type(effect) is Apply:
+                manifest = effect.manifest
+                self._advance(self.applied, index, manifest.branch, manifest.round, "applied", None)
+
+    def _advance(
+        self,
+        kept: dict[int, dict[bytes, int]],
+        index: int,
+        branch: bytes,
+        number: int,
+        what: str,
+        step: Entry | Beginning | None,
+    ) -> None:
+        rounds = kept.setdefault(index, {})
+        last = rounds.get(branch, -1)
+        if number <= last and not isinstance(step, Beginning):
+            raise Violation(f"node {index} {what} round {number} after round {last} of the same branch")
+        rounds[branch] = number
+
+
+class NobodyHonestBanned(Checker):
+    """Evidence and refused payloads convict liars only."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        for record in certified(effects):
+            step = record.step
+            banned = step.manifest.banned if isinstance(step, Entry) else ()
+            for key in banned:
+                node = cluster.nodes[cluster.key_index[key]]
+                if node.honest and self.ledger.promises(step.manifest.parent) is Trust.EVERYTHING:  # type: ignore[union-attr]
+                    raise Violation(f"round {record.state.round} bans node {node.index}, which is honest")
+
+
+class BoundedBuffers(Checker):
+    """Every buffer stays within its bound."""
+
+    def __init__(self, every: int = EVENTS_BETWEEN) -> None:
+        self.every = every
+        self.events: dict[int, int] = {}
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        count = self.events[index] = self.events.get(index, 0) + 1
+        core = cluster.nodes[index].core
+        if count % self.every or core is None:
+            return
+        for name, (size, bound) in core.limits().items():
+            if size > bound:
+                raise Violation(f"node {index} keeps {size} {name}, the bound is {bound}")
+
+
+class NothingCensored(Checker):
+    """What the availability of every honest member names is in the manifest, or its author is out."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.offers: dict[bytes, tuple[bytes, int]] = {}  # author and round, by the name of an announcement
+        self.held: dict[tuple[bytes, int], dict[int, set[bytes]]] = {}  # by branch and round, by member
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if type(event) is MessageReceived and type(event.received.message) is Announcement:
+            self._note(event.received.digest, event.received.message)
+        for effect in effects:
+            if type(effect) is Publish:
+                received = cluster.decode(effect.envelope)
+                message = received.message if received else None
+                if received and type(message) is Announcement:
+                    self._note(received.digest, message)
+                elif type(message) is Availability:
+                    self._attested(index, message)
+            elif type(effect) is Persist and type(effect.record) is Certified:
+                step = effect.record.step
+                if isinstance(step, Entry):
+                    self._decided(cluster, step.manifest)
+
+    def _note(self, name: bytes, message: Announcement) -> None:
+        self.offers.setdefault(name[:16], (message.author, message.round))
+        if len(self.offers) > PLACES_MAX:
+            for old in list(self.offers)[: PLACES_MAX // 2]:
+                del self.offers[old]
+
+    def _attested(self, index: int, message: Availability) -> None:
+        """What stands in all availabilities of this member for this round: after a restart it may say another."""
+        place = message.branch, message.round
+        if place in self.ledger.decided:
+            return  # too late for the manifest
+        members, held = self.held.setdefault(place, {}), set(message.held)
+        members[index] = members[index] & held if index in members else held
+        while len(self.held) > ROUNDS_KEPT:
+            del self.held[next(iter(self.held))]
+
+    def _decided(self, cluster: Cluster, manifest: Manifest) -> None:
+        members = self.held.pop((manifest.branch, manifest.round), None)
+        if not members or self.ledger.promises(manifest.parent) is not Trust.EVERYTHING:
+            return
+        taken = {each.author: each.round for each in manifest.taken}
+        out = {*manifest.banned, *manifest.leaves}
+        for name in sorted(set.intersection(*members.values())):
+            author, number = self.offers.get(name, (b"", 0))
+            if author and author not in out and taken.get(author, number + 1) > number:
+                raise Violation(
+                    f"round {manifest.round} leaves out node {cluster.key_index[author]}'s contribution of round "
+                    f"{number}, which every honest member holds"
+                )
+
+
+class OneVoice(Checker):
+    """No honest node says two different things in one place, whatever becomes of its process."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.said: dict[tuple[object, ...], bytes] = {}
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if not cluster.is_logging:
+            cluster.log_messages()
+        log = cluster.log
+        while self.read < len(log):
+            _, speaker, envelope = log[self.read]
+            self.read += 1
+            received = cluster.decode(envelope)
+            place = _place(received.message) if received else None
+            if received is None or place is None or place[-1] != cluster.nodes[speaker].key:
+                continue  # handed over for somebody else
+            if self.said.setdefault(place, received.digest) != received.digest:
+                what = f"{place[0]} of round {getattr(received.message, 'round', '?')}"
+                raise Violation(f"node {speaker}, which is honest, has made two of the same place: {what}")
+        if len(self.said) > PLACES_MAX:
+            for old in list(self.said)[: PLACES_MAX // 2]:
+                del self.said[old]
+
+
+def _place(message: Message) -> tuple[object, ...] | None:
+    """Where a message may be said only once; its author comes last."""
+    match message:
+        case Announcement(branch=branch, round=number, author=author):
+            return "announcement", branch, number, author
+        case Proposal(branch=branch, round=number, view=view, author=author):
+            return "proposal", branch, number, view, author
+        case Vote(branch=branch, round=number, view=view, ballot=ballot, author=author):
+            return "vote", branch, number, view, ballot, author
+        case Regroup(branch=branch, parent=parent, attempt=attempt, author=author):
+            return "regroup", branch, parent, attempt, author
+        case _:
+            return None
+
+
+# ---------------------------------------------------------------------------------------------------
+# After the faults
+
+
+class Recovered(Checker):
+    """Once the faults are over, everyone goes on, soon, and on one history."""
+
+    def __init__(self, ledger: Ledger, views_more: int = 12) -> None:
+        self.ledger = ledger
+        self.views_more = views_more  # than members: to find together again, and a second turn of the honest
+        self.view_then: int | None = None  # the highest when the faults ended
+        self.is_first = True
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if cluster.now < cluster.scenario.end_of_faults:
+            return
+        if self.view_then is None:
+            cores = [node.core for node in cluster.nodes if node.honest and node.core is not None]
+            self.view_then = max((core.here.agreement.view for core in cores), default=0)
+        for record in certified(effects):
+            step = record.step
+            if isinstance(step, Entry):
+                self._compare(step, self.view_then)
+
+    def _compare(self, entry: Entry, view_then: int) -> None:
+        """Views of rounds that were decided since. One that had begun before has those views behind it."""
+        members = self.ledger.rosters.get(entry.manifest.parent, ())
+        is_promised = self.ledger.promises(entry.manifest.parent) is Trust.EVERYTHING
+        views = entry.certificate.view - view_then
+        if is_promised and views > len(members) + self.views_more:
+            raise Violation(f"round {entry.manifest.round} took {views} views after the faults were over")
+
+    def at_end(self, cluster: Cluster) -> None:
+        if not self._is_promised(cluster):
+            return
+        late = [
+            node.index
+            for node in cluster.nodes
+            if node.honest and not node.is_gone and (not node.alive or node.device.round < cluster.goal)
+        ]
+        if late and not cluster.is_done:
+            raise Violation(f"{cluster.now:.0f} s, and nodes {late} have not applied round {cluster.goal}")
+        self._one_line(cluster)
+
+    def _is_promised(self, cluster: Cluster) -> bool:
+        heads = [node.disk.state.head for node in cluster.nodes if node.honest and node.alive]
+        return all(self.ledger.promises(head) is Trust.EVERYTHING for head in heads)
+
+    def _one_line(self, cluster: Cluster) -> None:
+        heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
+        if not heads:
+            return
+        first = max(heads, key=lambda index: (heads[index].round, heads[index].head))
+        line = {head := heads[first].head}
+        while head := self.ledger.parents.get(head, b""):
+            line.add(head)
+        for index, state in heads.items():
+            if state.head not in line:
+                raise Violation(f"node {index} is in round {state.round} of another history than node {first}")
+
+
+def standard(recovers: bool = True) -> list[Checker]:
+    """All of them; `recovers`: after the faults the swarm is expected to go on."""
+    checkers = safety()
+    ledger = checkers[0]
+    assert isinstance(ledger, Ledger), "the ledger comes first, since the others ask it"
+    return [*checkers, Recovered(ledger)] if recovers else checkers

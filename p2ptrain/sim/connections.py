@@ -1,0 +1,83 @@
+"""Connections: who is connected with whom, and when nodes notice that a peer has come or gone.
+
+Messages reach everyone over links of their own; a connection is what a node knows of. It is there while both processes
+run and are awake and the link is open one way at least, and either change is noticed only after a while.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2ptrain.core.events import PeerLost, PeerSeen
+from p2ptrain.sim.machine import SimNode
+
+if TYPE_CHECKING:
+    from p2ptrain.sim.cluster import Cluster
+
+NEIGHBOURS_MAX = 32  # connections of a node that the core hears of; gossip reaches everyone
+ALL_CONNECTED_MAX = 33  # nodes: up to here everyone is connected with everyone
+NOTICE_SECONDS = (1.0, 4.0)  # until a lost or a new connection is noticed
+
+
+class Connections:
+    """Of all nodes of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        size = len(cluster.nodes)
+        self.neighbours: list[set[int]] = [set() for _ in range(size)]  # with whom a node connects when both are there
+        for index in range(size):
+            others = [other for other in range(size) if other != index]
+            if size > ALL_CONNECTED_MAX:
+                others = cluster.rng.sample(others, NEIGHBOURS_MAX // 2)
+            for other in others:
+                self.neighbours[index].add(other)
+                self.neighbours[other].add(index)
+
+    def introduce(self, node: SimNode) -> None:
+        """A newcomer finds neighbours."""
+        cluster = self.cluster
+        others = [other for other in range(node.index) if not cluster.nodes[other].is_gone]
+        found = cluster.rng.sample(others, min(len(others), NEIGHBOURS_MAX))
+        self.neighbours.append(set(found))
+        for other in found:
+            self.neighbours[other].add(node.index)
+
+    def refresh(self, *nodes: SimNode) -> None:
+        """Something has changed for these nodes: after a while they and their neighbours notice."""
+        cluster = self.cluster
+        for node in nodes:
+            for other in sorted(self.neighbours[node.index]):
+                if self._is_possible(node, cluster.nodes[other]) != (other in node.peers):
+                    low, high = NOTICE_SECONDS if cluster.now > 0 else (0.0, 0.2)
+                    cluster.after(low, high, self._notice, node, cluster.nodes[other])
+
+    def _is_possible(self, one: SimNode, other: SimNode) -> bool:
+        network = self.cluster.network
+        is_open = network.is_open(one.index, other.index) or network.is_open(other.index, one.index)
+        is_awake = max(one.asleep_until, other.asleep_until) <= self.cluster.now
+        return one.alive and other.alive and is_awake and is_open
+
+    def _notice(self, one: SimNode, other: SimNode) -> None:
+        if not self._is_possible(one, other):
+            self._lose(one, other)
+        elif other.index not in one.peers:
+            for here, peer in ((one, other), (other, one)):
+                here.peers.add(peer.index)
+                self.cluster.give(here, PeerSeen(peer.key))
+
+    def _lose(self, one: SimNode, other: SimNode) -> None:
+        if other.index in one.peers:
+            for here, peer in ((one, other), (other, one)):
+                here.peers.discard(peer.index)
+                self.cluster.give(here, PeerLost(peer.key))
+
+    def drop(self, node: SimNode) -> None:
+        """Connections of a process that was killed, if nobody has noticed before it starts again."""
+        for other in sorted(node.peers):
+            self._lose(node, self.cluster.nodes[other])
+
+    def disconnect(self, one: SimNode, other: SimNode, seconds: float) -> None:
+        """Close a connection; it is there again after a while."""
+        self._lose(one, other)
+        self.cluster.after(seconds, 2 * seconds, self._notice, one, other)

@@ -1,0 +1,235 @@
+"""Faults: what a scenario's faults do to the cluster, and when.
+
+Each is a few actions on the heap. After the last one has ended, the swarm has to recover by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+
+from p2ptrain.core.events import StopRequested
+from p2ptrain.sim import liars
+from p2ptrain.sim import scenario as sc
+from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.network import bits
+
+SLEEP_SECONDS = 10.0  # after which the connections of a machine that sleeps are gone
+START_SECONDS = 0.2  # within which all processes start
+FUSE_MAX = 12  # effects that a node still carries out before a SIGKILL between two of them
+
+
+def begin(cluster: Cluster) -> None:
+    """Put the start of all nodes, and every fault, on the heap."""
+    for node in cluster.nodes:
+        cluster.after(0.0, START_SECONDS, cluster.start, node)
+    for number, fault in enumerate(cluster.scenario.fault):
+        _ACTIONS[type(fault)](cluster, number, fault)
+    cluster.at(cluster.scenario.end_of_faults, cluster.faults_ended)
+
+
+def _picked(cluster: Cluster, nodes: sc.Nodes) -> list[SimNode]:
+    """The nodes that are there by now."""
+    return [cluster.nodes[index] for index in cluster.scenario.pick(nodes) if index < len(cluster.nodes)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Processes
+
+
+def _crash(cluster: Cluster, number: int, fault: sc.Crash) -> None:
+    def down() -> None:
+        for node in _picked(cluster, fault.nodes):
+            cluster.kill(node)
+            node.is_gone = fault.until is None
+
+    cluster.at(fault.at, down)
+    if fault.until is not None:
+        cluster.at(fault.until, _bring_back, cluster, fault.nodes, fault.forgetful)
+
+
+def _bring_back(cluster: Cluster, nodes: sc.Nodes, forgetful: bool = False) -> None:
+    for node in _picked(cluster, nodes):
+        _restart(cluster, node, forgetful)
+
+
+def _restart(cluster: Cluster, node: SimNode, forgetful: bool = False) -> None:
+    if not node.alive and not node.is_gone:
+        cluster.start(node, forgetful)
+
+
+def _storm(cluster: Cluster, number: int, fault: sc.Storm) -> None:
+    draw = cluster.stream("storm", number)
+    for index in cluster.scenario.pick(fault.nodes):
+        _next_kill(cluster, fault, draw, index, fault.at)
+
+
+def _next_kill(cluster: Cluster, fault: sc.Storm, draw: Random, index: int, now: float) -> None:
+    at = now + draw.expovariate(1.0 / fault.every_seconds)
+    if at < fault.until:
+        cluster.at(at, _kill, cluster, fault, draw, index)
+
+
+def _kill(cluster: Cluster, fault: sc.Storm, draw: Random, index: int) -> None:
+    node = cluster.nodes[index]
+    down = sum(not each.alive and not each.is_gone for each in _picked(cluster, fault.nodes))
+    if node.alive and down < fault.at_once:
+        if draw.random() < 0.5:
+            cluster.kill(node)
+        else:
+            node.fuse = draw.randint(1, FUSE_MAX)
+        seconds = draw.expovariate(1.0 / fault.down_seconds) if fault.down_seconds else 0.0
+        cluster.at(min(cluster.now + seconds, fault.until), _after_kill, cluster, fault, node)
+    _next_kill(cluster, fault, draw, index, cluster.now)
+
+
+def _after_kill(cluster: Cluster, fault: sc.Storm, node: SimNode) -> None:
+    if node.fuse is not None:  # it has done nothing since
+        cluster.kill(node)
+    _restart(cluster, node)
+
+
+def _sleep(cluster: Cluster, number: int, fault: sc.Sleep) -> None:
+    def fall_asleep() -> None:
+        for node in _picked(cluster, fault.nodes):
+            if node.alive:
+                node.asleep_until = fault.until
+                cluster.timer(node, fault.until, cluster.wake, node)
+        cluster.at(min(fault.at + SLEEP_SECONDS, fault.until), reconnect)
+
+    def reconnect() -> None:
+        cluster.connections.refresh(*_picked(cluster, fault.nodes))
+
+    cluster.at(fault.at, fall_asleep)
+    cluster.at(fault.until, reconnect)
+
+
+def _clock(cluster: Cluster, number: int, fault: sc.Clock) -> None:
+    def jump() -> None:
+        for node in _picked(cluster, fault.nodes):
+            cluster.set_clock(node, fault.jump_seconds, fault.rate)
+
+    cluster.at(fault.at, jump)
+
+
+def _stall(cluster: Cluster, number: int, fault: sc.Stall) -> None:
+    def stall() -> None:
+        for node in _picked(cluster, fault.nodes):
+            node.device.stalled_until = max(node.device.stalled_until, fault.until)
+
+    cluster.at(fault.at, stall)
+
+
+def _slow_disk(cluster: Cluster, number: int, fault: sc.SlowDisk) -> None:
+    def change(seconds: float | None) -> None:
+        for node in _picked(cluster, fault.nodes):
+            if seconds is None:
+                cluster.driver.slow_disks.pop(node.index, None)
+            else:
+                cluster.driver.slow_disks[node.index] = seconds
+
+    cluster.at(fault.at, change, fault.fsync_seconds)
+    cluster.at(fault.until, change, None)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The network
+
+
+def _partition(cluster: Cluster, number: int, fault: sc.Partition) -> None:
+    groups = [bits(cluster.scenario.pick(group)) for group in fault.groups]
+    if fault.one_way:
+        pairs = [(other, groups[0]) for other in groups[1:]]
+    else:
+        pairs = [(one, other) for one in groups for other in groups if one != other]
+
+    def change(wanted: list[tuple[int, int]]) -> None:
+        is_cut = number in cluster.network.cuts
+        if bool(wanted) != is_cut:
+            cluster.network.cut(number, wanted)
+            cluster.connections.refresh(*cluster.nodes)
+
+    times = [fault.at]
+    while fault.flap_seconds and times[-1] + fault.flap_seconds < fault.until:
+        times.append(times[-1] + fault.flap_seconds)
+    for place, time in enumerate(times):
+        cluster.at(time, change, [] if place % 2 else pairs)
+    cluster.at(fault.until, change, [])
+
+
+def _clog(cluster: Cluster, number: int, fault: sc.Clog) -> None:
+    sources = bits(cluster.scenario.pick(fault.nodes))
+    cluster.at(fault.at, cluster.network.clog, number, sources, fault.until)
+    cluster.at(fault.until, cluster.network.unclog, number)
+
+
+def _lossy(cluster: Cluster, number: int, fault: sc.Lossy) -> None:
+    links = cluster.scenario.links
+    worse = replace(links, loss=fault.loss, duplicate=fault.duplicate, reorder=fault.reorder)
+    cluster.at(fault.at, cluster.network.change, worse)
+    cluster.at(fault.until, cluster.network.change, links)
+
+
+def _lose(cluster: Cluster, number: int, fault: sc.Lose) -> None:
+    authors, kinds = bits(cluster.scenario.pick(fault.nodes)), frozenset(fault.messages)
+
+    def change(is_losing: bool) -> None:
+        cluster.network.losing.pop(number, None)
+        if is_losing:
+            cluster.network.losing[number] = authors, kinds
+
+    cluster.at(fault.at, change, True)
+    cluster.at(fault.until, change, False)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Membership and lies
+
+
+def _join(cluster: Cluster, number: int, fault: sc.Join) -> None:
+    def join() -> None:
+        for _ in range(fault.count):
+            node = cluster.add_node()
+            cluster.connections.introduce(node)
+            cluster.start(node)
+
+    cluster.at(fault.at, join)
+
+
+def _leave(cluster: Cluster, number: int, fault: sc.Leave) -> None:
+    def leave() -> None:
+        for node in _picked(cluster, fault.nodes):
+            cluster.give(node, StopRequested())
+
+    cluster.at(fault.at, leave)
+
+
+def _lie(cluster: Cluster, number: int, fault: sc.Lie) -> None:
+    def lie(is_lying: bool) -> None:
+        for node in _picked(cluster, fault.nodes):
+            node.liar = liars.make(fault.how, cluster.stream("liar", node.index), node.signer) if is_lying else None
+
+    cluster.at(fault.at, lie, True)
+    if fault.until is not None:
+        cluster.at(fault.until, lie, False)
+
+
+_ACTIONS: dict[type, Callable[[Cluster, int, Any], None]] = {
+    sc.Crash: _crash,
+    sc.Storm: _storm,
+    sc.Sleep: _sleep,
+    sc.Clock: _clock,
+    sc.Stall: _stall,
+    sc.SlowDisk: _slow_disk,
+    sc.Partition: _partition,
+    sc.Clog: _clog,
+    sc.Lossy: _lossy,
+    sc.Lose: _lose,
+    sc.Join: _join,
+    sc.Leave: _leave,
+    sc.Lie: _lie,
+}

@@ -1,0 +1,135 @@
+"""The ledger: which rosters came into force in a simulation, what they decided, and what that promises.
+
+Quorums, rosters and signed bytes are worked out here again, so that the checkers (checkers.py) share no judgement
+with the core that they check. What is promised depends on how many members lie. As long as no roster had more than f
+liars, everything holds. Beyond, but while any two quorums still share an honest member, honest nodes decide alike, and
+no more. Beyond that, anything goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+from blake3 import blake3
+
+from p2ptrain.core.events import Certified, Effect, Event, Persist
+from p2ptrain.core.history import Beginning
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.sim.keys import sign_as
+
+if TYPE_CHECKING:
+    from p2ptrain.sim.cluster import Cluster
+
+Members: TypeAlias = tuple[bytes, ...]
+
+
+class Violation(Exception):  # noqa: N818
+    """Something happened that must never happen."""
+
+
+class Checker:
+    """Looks on."""
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        """An honest node has handled an event."""
+
+    def at_end(self, cluster: Cluster) -> None:
+        """The simulation is over."""
+
+
+# ---------------------------------------------------------------------------------------------------
+# Quorums and signatures, worked out again
+
+
+def quorum(size: int) -> int:
+    return size * 2 // 3 + 1 if size > 3 else size // 2 + 1
+
+
+def may_lie(size: int) -> int:
+    return (size - 1) // 3 if size > 3 else 0
+
+
+def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
+    """What this key's signature under a message looks like; `body` is its kind and its fields."""
+    kind = body[0]
+    name = blake3(msgspec.msgpack.encode(body), derive_key_context=f"p2ptrain 1 message {kind}").digest()
+    return sign_as(run_id, key, f"p2ptrain 1 {kind}".encode() + b"\0" + run_id + name)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What was decided
+
+
+class Trust(IntEnum):
+    """What a roster promises, given how many of its members and of those before it lie."""
+
+    NOTHING = 0
+    ONE_HISTORY = 1  # two quorums share an honest member
+    EVERYTHING = 2  # at most f lie
+
+
+class Ledger(Checker):
+    """Rosters and decisions of honest nodes, by the manifest or branch that led to them. The others ask it."""
+
+    def __init__(self) -> None:
+        self.rosters: dict[bytes, Members] = {}
+        self.parents: dict[bytes, bytes] = {}
+        self.trust: dict[bytes, Trust] = {}
+        self.decided: dict[tuple[bytes, int], tuple[bytes, int]] = {}  # manifest, and who decided it first
+        self._trust_of: dict[Members, Trust] = {}
+
+    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if not self.rosters:
+            self._note(cluster, cluster.genesis.head, cluster.genesis.members, b"")
+        for record in certified(effects):
+            step = record.step
+            if isinstance(step, Beginning):
+                self._known(step.parent, index, f"a branch after round {step.round}")
+                self._note(cluster, step.branch, step.members, step.parent)
+            else:
+                self._entry(cluster, index, step.manifest)
+            head = record.state.head
+            if record.state.members != self.rosters[head]:
+                raise Violation(f"node {index} has another roster after round {record.state.round} than was agreed on")
+
+    def _entry(self, cluster: Cluster, index: int, manifest: Manifest) -> None:
+        head = manifest.digest
+        self.decided.setdefault((manifest.branch, manifest.round), (head, index))
+        if head in self.rosters:
+            return
+        before = self._known(manifest.parent, index, f"round {manifest.round}")
+        members = before
+        if manifest.seated or manifest.unseated:
+            members = tuple(sorted((set(before) | set(manifest.seated)) - set(manifest.unseated)))
+        self._note(cluster, head, members, manifest.parent)
+
+    def _known(self, parent: bytes, index: int, what: str) -> Members:
+        members = self.rosters.get(parent)
+        if members is None:
+            raise Violation(f"node {index} decided {what}, which follows something that no honest node has decided")
+        return members
+
+    def _note(self, cluster: Cluster, head: bytes, members: Members, parent: bytes) -> None:
+        if members not in self._trust_of:
+            self._trust_of[members] = _trust(cluster, members)
+        self.rosters[head], self.parents[head] = members, parent
+        self.trust[head] = min(self._trust_of[members], self.trust.get(parent, Trust.EVERYTHING))
+
+    def promises(self, head: bytes) -> Trust:
+        """What holds for the round or the branch after this manifest."""
+        return self.trust.get(head, Trust.NOTHING)
+
+
+def _trust(cluster: Cluster, members: Members) -> Trust:
+    liars = sum(not cluster.nodes[cluster.key_index[key]].honest for key in members)
+    if liars <= may_lie(len(members)):
+        return Trust.EVERYTHING
+    return Trust.ONE_HISTORY if liars < 2 * quorum(len(members)) - len(members) else Trust.NOTHING
+
+
+def certified(effects: Sequence[Effect]) -> list[Certified]:
+    """What a node has decided or adopted."""
+    return [effect.record for effect in effects if type(effect) is Persist and type(effect.record) is Certified]

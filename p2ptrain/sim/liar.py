@@ -1,0 +1,188 @@
+"""A liar: a Byzantine node, made of an honest one whose effects are rewritten before they are carried out.
+
+The honest core inside does what makes a liar dangerous: it keeps up with the run, holds payloads, knows whose turn it
+is. What it says is then doubled, bent, kept back or addressed to some only. A liar has its own signing key and no
+other, may know everything (the simulation included), and may agree with other liars on what to do.
+
+Here is what all of them share; the lies of one stand in lies.py, those of several in liars.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import TYPE_CHECKING, TypeAlias
+
+from blake3 import blake3
+from msgspec import Struct
+from msgspec.structs import replace
+
+from p2ptrain.core.events import Effect, Publish, Send, SendHistory
+from p2ptrain.core.manifest import Manifest, Missing, manifest_of
+from p2ptrain.core.messages import (
+    Authored,
+    Availability,
+    Proposal,
+    Received,
+    Vote,
+    encode,
+    message_digest,
+    signed_bytes,
+)
+from p2ptrain.sim.keys import FakeSigner
+
+if TYPE_CHECKING:
+    from p2ptrain.core.node import Node
+    from p2ptrain.sim.cluster import Cluster
+
+TWINS_MAX = 256  # second versions that are remembered, so that what is said again is said alike
+
+
+class ToSome(Struct, frozen=True):
+    """An effect that only liars have: publish to these nodes and to nobody else."""
+
+    envelope: bytes
+    recipients: tuple[bytes, ...]
+
+
+Said: TypeAlias = Effect | ToSome
+
+
+class Liar:
+    """An honest node, so far: what it says is passed on as it is."""
+
+    is_two_faced = False  # whether its second versions are for one half of the swarm, or for everyone
+
+    def __init__(self, rng: Random, signer: FakeSigner) -> None:
+        self.rng, self.signer, self.me = rng, signer, signer.key
+        self.salt = rng.randbytes(16)
+        self.twins: dict[bytes, Received] = {}  # by the digest of what it stands beside
+
+    def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
+        """What this node does instead of these effects."""
+        core = cluster.nodes[index].core
+        assert core is not None, "a node that is down has no effects"
+        said: list[Said] = []
+        for effect in effects:
+            if isinstance(effect, Publish):
+                received = cluster.decode(effect.envelope)
+                assert received is not None, "the core inside a liar is honest"
+                said += self.say(cluster, core, received)
+            elif isinstance(effect, Send):
+                said += self.hand_over(cluster, effect)
+            elif isinstance(effect, SendHistory):
+                said += self.tell(effect)
+            else:
+                said.append(effect)
+        return [*said, *self.add(cluster, core)]
+
+    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+        """Instead of publishing this message."""
+        return [Publish(received.envelope)]
+
+    def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
+        """Instead of sending these messages to a peer: where there are two versions, the one that it may see."""
+        if not self.twins:
+            return [effect]
+        return [Send(effect.peer, tuple(self._version(cluster, effect.peer, each) for each in effect.envelopes))]
+
+    def _version(self, cluster: Cluster, peer: bytes, envelope: bytes) -> bytes:
+        received = cluster.decode(envelope)
+        twin = self.twins.get(received.digest) if received else None
+        if received is None or twin is None:
+            return envelope
+        is_first = self.is_two_faced and peer in self.sides(cluster, getattr(received.message, "round", 0))[0]
+        return envelope if is_first else twin.envelope
+
+    def tell(self, effect: SendHistory) -> list[Said]:
+        """Instead of answering a peer that asks for history."""
+        return [effect]
+
+    def add(self, cluster: Cluster, core: Node) -> list[Said]:
+        """Unasked."""
+        return []
+
+    def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
+        """Whether this peer gets a payload, or a state, from us."""
+        return True
+
+    # -----------------------------------------------------------------------------------------------
+    # Tools
+
+    def signed(self, message: Authored, attachment: bytes = b"") -> Received:
+        """A message of our own; in another's name, one that nobody takes."""
+        signature = self.signer.sign(signed_bytes(self.signer.run_id, message))
+        return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
+
+    def twin(self, received: Received, make: Callable[[], Received | None]) -> Received | None:
+        """The second version of a message, made once."""
+        known = self.twins.get(received.digest)
+        if known is None and (known := make()) is not None:
+            self.twins[received.digest] = known
+            while len(self.twins) > TWINS_MAX:
+                del self.twins[next(iter(self.twins))]
+        return known
+
+    def sides(self, cluster: Cluster, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Two halves of the swarm, drawn anew for every round."""
+        keys = [node.key for node in cluster.nodes if node.key != self.me]
+        prefix = self.salt + number.to_bytes(8, "little")
+        left = {key for key in keys if blake3(prefix + key).digest()[0] & 1}
+        return tuple(key for key in keys if key in left), tuple(key for key in keys if key not in left)
+
+    def two_faced(self, cluster: Cluster, number: int, first: Received, second: Received | None) -> list[Said]:
+        """One thing to these, and another to those."""
+        if second is None:
+            return [Publish(first.envelope)]
+        left, right = self.sides(cluster, number)
+        return [ToSome(first.envelope, left), ToSome(second.envelope, right)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Proposals: which availabilities to name
+
+
+def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], object]) -> tuple[Received, ...]:
+    """The q availabilities that come first, one of each member; fewer if there are not so many."""
+    ordered = sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest))
+    one_each: dict[bytes, Received] = {}
+    for received in ordered:
+        one_each.setdefault(availability_of(received).author, received)
+    return tuple(sorted(list(one_each.values())[: core.here.roster.quorum], key=lambda received: received.digest))
+
+
+def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
+    """What these availabilities lead to, as far as we know what they name."""
+    parts, context = core.parts, core.context
+    availabilities = [availability_of(received) for received in named]
+    if len(availabilities) != core.here.roster.quorum:
+        return None
+    found = manifest_of(
+        core.here.state, context.run, context.run_id, availabilities, parts.offers.announcement, parts.requests.request
+    )
+    return None if isinstance(found, Missing) else found
+
+
+def availability_of(received: Received) -> Availability:
+    assert isinstance(received.message, Availability)
+    return received.message
+
+
+def is_here(core: Node, message: Availability | Proposal | Vote) -> bool:
+    return (message.branch, message.round) == (core.here.branch, core.here.number)
+
+
+class Proposer(Liar):
+    """Of the lies about proposals: `pick` says which availabilities to name."""
+
+    def propose(self, core: Node, proposal: Proposal, pool: Iterable[Received]) -> Received | None:
+        """Our proposal with other availabilities; None if there is no such thing."""
+        named = choose(core, pool, self.rank)
+        manifest = manifest_from(core, named)
+        if manifest is None:
+            return None
+        names = tuple(received.digest for received in named)
+        return self.signed(replace(proposal, valid_view=-1, availabilities=names, manifest=manifest.digest))
+
+    def rank(self, availability: Availability) -> object:
+        return len(availability.held)

@@ -1,0 +1,113 @@
+"""A simulated machine: one node of the core with its clock, disk, device and connections.
+
+What survives a SIGKILL stands in `disk` and `shelf`; the rest belongs to one life of the process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from p2ptrain.core.events import Effect, Event, Train
+from p2ptrain.core.node import Node
+from p2ptrain.sim.disk import Disk
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.liars import Liar, ToSome
+
+NEVER = float("inf")
+INBOX_MAX = 20_000  # events that wait for a machine that sleeps: what the buffers of its connections hold; a guess
+
+
+class Shelf:
+    """Payloads that are held. Whatever is older than `rounds` rounds goes, some time within as many again."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.new: set[bytes] = set()
+        self.old: set[bytes] = set()
+        self.turned_at = 0
+
+    def __contains__(self, payload: bytes) -> bool:
+        return payload in self.new or payload in self.old
+
+    def add(self, payload: bytes) -> None:
+        self.new.add(payload)
+
+    def turn(self, number: int) -> None:
+        """A round has passed."""
+        if number >= self.turned_at + self.rounds:
+            self.old, self.new, self.turned_at = self.new, set(), number
+
+    def keep(self, payloads: Iterable[bytes]) -> None:
+        self.new, self.old = {payload for payload in payloads if payload in self}, set()
+
+
+@dataclass(slots=True)
+class Device:
+    """The trainer, as far as agreement is concerned: which state it has, and what it is busy with."""
+
+    round: int
+    root: bytes
+    head: bytes  # the manifest that was applied last
+    pace: float  # this machine's own, as a multiple of the scenario's seconds
+    kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can hand to others
+    training: Train | None = None
+    stalled_until: float = 0.0
+    busy_until: float = 0.0  # with applying and fetching, one after the other
+
+    def become(self, number: int, root: bytes, head: bytes, kept: int) -> None:
+        self.round, self.root, self.head = number, root, head
+        self.kept.pop((number, root), None)
+        self.kept[number, root] = None
+        while len(self.kept) > kept:
+            del self.kept[next(iter(self.kept))]
+
+
+class SimNode:
+    """One node in the simulation."""
+
+    def __init__(self, index: int, key: bytes, signer: FakeSigner, disk: Disk, device: Device, shelf: Shelf) -> None:
+        self.index, self.key, self.signer = index, key, signer
+        self.disk, self.device, self.shelf = disk, device, shelf
+        self.core: Node | None = None  # None: the process is down
+        self.life = 0  # how often it was started
+        self.honest = True
+        self.liar: Liar | None = None
+        self.has_left = False
+        self.is_gone = False  # and will not come back
+        self.started_at = 0.0
+        self.applied: list[tuple[bytes, int, bytes, bytes]] = []  # branch, round, manifest, root
+        self.moved_at = 0.0  # when its state was last another one
+        self.peers: set[int] = set()  # whom it is connected with
+        # The clock: local time is offset + rate * virtual time.
+        self.offset, self.rate = 0.0, 1.0
+        self.tick_at = NEVER  # local time of the next Tick that is on the heap
+        self.asleep_until = 0.0
+        self.inbox: deque[Event] = deque()
+        # Effects that wait for the disk; the first `written` persists among them are on it.
+        self.queue: deque[Effect | ToSome] = deque()
+        self.written = 0
+        self.is_writing = False
+        self.fuse: int | None = None  # effects until a SIGKILL
+        self.is_carrying = False
+        self.questions: dict[int, int] = {}  # histories asked for: by peer, which question
+        self.was_stalled = False
+        self.busy = 0  # ticks in a row that left another one due
+
+    @property
+    def alive(self) -> bool:
+        return self.core is not None
+
+    def root_of(self, number: int) -> bytes | None:
+        """The root after a round, if this node applied it; on its present branch."""
+        return next((root for _, at, _, root in reversed(self.applied) if at == number), None)
+
+    def local(self, now: float) -> float:
+        return self.offset + self.rate * now
+
+    def set_clock(self, now: float, jump: float, rate: float) -> None:
+        here = self.local(now) + jump
+        self.rate = rate
+        self.offset = here - rate * now
+        self.tick_at = NEVER

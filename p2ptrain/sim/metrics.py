@@ -1,0 +1,100 @@
+"""What a simulation measures: rounds, messages, views, and who was taken, shut out or fetched.
+
+Messages and bytes are counted before gossip's own duplication: a published message counts once for its sender and
+once for every receiver.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from p2ptrain.core.events import Certified
+from p2ptrain.core.history import Beginning
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import Message, Vote, kind_of
+from p2ptrain.sim.machine import SimNode
+
+
+class Metrics:
+    """Of one run."""
+
+    def __init__(self) -> None:
+        self.timeline: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)  # by node: when it applied what
+        self.said_messages: Counter[int] = Counter()  # by node
+        self.said_bytes: Counter[int] = Counter()
+        self.heard_messages = 0  # by all together
+        self.heard_bytes = 0
+        self.kinds: Counter[str] = Counter()  # what was published or sent, by kind
+        self.kind_bytes: Counter[str] = Counter()
+        self.ticks: Counter[int] = Counter()
+        self.views: dict[tuple[bytes, int], int] = {}  # by branch and round: the last view
+        self.manifests: dict[tuple[bytes, int], Manifest] = {}
+        self.taken: Counter[bytes] = Counter()  # contributions, by author
+        self.banned: dict[bytes, int] = {}  # by key: in which round
+        self.unseated: Counter[bytes] = Counter()
+        self.branches: dict[bytes, Beginning] = {}
+        self.returned: Counter[int] = Counter()
+        self.states_fetched: Counter[int] = Counter()
+        self.disconnects: Counter[int] = Counter()
+        self.stalls: Counter[int] = Counter()
+        self.stops: dict[int, str] = {}
+        self.fetches = 0
+
+    # -----------------------------------------------------------------------------------------------
+    # What the driver tells
+
+    def published(self, node: SimNode, message: Message, size: int, receivers: int) -> None:
+        kind = message.ballot.name.lower() if type(message) is Vote else kind_of(message)
+        self.kinds[kind] += 1
+        self.kind_bytes[kind] += size
+        self.said_messages[node.index] += 1
+        self.said_bytes[node.index] += size
+        self.heard_messages += receivers
+        self.heard_bytes += receivers * size
+
+    def sent(self, node: SimNode, kind: str, size: int) -> None:
+        self.kinds[kind] += 1
+        self.kind_bytes[kind] += size
+        self.said_messages[node.index] += 1
+        self.said_bytes[node.index] += size
+        self.heard_messages += 1
+        self.heard_bytes += size
+
+    def certified(self, node: SimNode, record: Certified) -> None:
+        """A node knows of a round that was decided, or of a branch."""
+        if not node.honest:
+            return
+        step = record.step
+        if isinstance(step, Beginning):
+            self.branches.setdefault(step.branch, step)
+            return
+        manifest = step.manifest
+        place = manifest.branch, manifest.round
+        self.views[place] = max(step.certificate.view, self.views.get(place, 0))
+        if place not in self.manifests:
+            self.manifests[place] = manifest
+            self.taken.update(taken.author for taken in manifest.taken)
+            self.unseated.update(manifest.unseated)
+            for key in manifest.banned:
+                self.banned.setdefault(key, manifest.round)
+
+    def applied(self, node: SimNode, manifest: Manifest, now: float) -> None:
+        self.timeline[node.index].append((now, manifest.round))
+
+    def look_for_stall(self, node: SimNode) -> None:
+        """Count the times that a node came to think that the quorum is lost."""
+        if node.core is None:
+            return
+        is_stalled = node.core.regrouping.is_stalled
+        if is_stalled and not node.was_stalled:
+            self.stalls[node.index] += 1
+        node.was_stalled = is_stalled
+
+    # -----------------------------------------------------------------------------------------------
+    # What comes of it
+
+    def rounds_between(self, index: int, since: float, until: float) -> int:
+        return sum(since < at <= until for at, _ in self.timeline.get(index, ()))
+
+    def empty_rounds(self) -> int:
+        return sum(not manifest.taken for manifest in self.manifests.values())

@@ -1,0 +1,135 @@
+"""The network: when what a node sends arrives, if it does.
+
+Each node reaches every other over a link of its own, so gossip is a message a link and what relays would mend is left
+broken: harsher than the real thing. A node's uplink is shared by all that it sends; gossip costs it FANOUT copies,
+since others pass them on. Streams (what is sent to one peer) are not lost, but take longer where messages get lost;
+while the link is cut they fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from random import Random
+
+from p2ptrain.core.messages import Message, Vote, kind_of
+from p2ptrain.sim.scenario import Links
+
+FANOUT = 8  # copies of a message that gossip makes its publisher send
+RETRANSMISSIONS_MAX = 8  # of a stream's packet, before it gets through
+
+Arrival = tuple[float, int]  # when, to whom
+
+
+class Network:
+    """All links."""
+
+    def __init__(self, links: Links, rng: Random) -> None:
+        self.links, self.rng = links, rng
+        self.cuts: dict[int, list[tuple[int, int]]] = {}  # by fault: (sources, targets) as bits, that are cut
+        self.clogs: dict[int, tuple[int, float]] = {}  # by fault: sources as bits, and until when they are held
+        self.losing: dict[int, tuple[int, frozenset[str]]] = {}  # by fault: authors as bits, and kinds of message
+        self.uplink: dict[int, float] = {}  # when a node's uplink is free again
+        self._settle()
+
+    def _settle(self) -> None:
+        links = self.links
+        is_reliable = not (links.loss or links.duplicate or links.reorder)
+        self.is_calm = is_reliable and not self.cuts and not self.clogs
+
+    def change(self, links: Links) -> None:
+        self.links = links
+        self._settle()
+
+    def cut(self, fault: int, pairs: list[tuple[int, int]]) -> None:
+        """Cut these links: from any of the first to any of the second, as bits; none: heal them."""
+        self.cuts[fault] = pairs
+        if not pairs:
+            del self.cuts[fault]
+        self._settle()
+
+    def clog(self, fault: int, sources: int, until: float) -> None:
+        self.clogs[fault] = sources, until
+        self._settle()
+
+    def unclog(self, fault: int) -> None:
+        del self.clogs[fault]
+        self._settle()
+
+    def is_open(self, source: int, target: int) -> bool:
+        """Whether the link from one to the other is not cut."""
+        return not any(
+            sources >> source & 1 and targets >> target & 1
+            for pairs in self.cuts.values()
+            for sources, targets in pairs
+        )
+
+    def loses(self, author: int, message: Message) -> bool:
+        """Whether gossip loses this message everywhere."""
+        name = message.ballot.name.lower() if isinstance(message, Vote) else kind_of(message)
+        return any(authors >> author & 1 and name in kinds for authors, kinds in self.losing.values())
+
+    # -----------------------------------------------------------------------------------------------
+    # When things arrive
+
+    def _leaves(self, source: int, now: float, size: int) -> float:
+        """When the last byte has left the source's uplink."""
+        rate = self.links.bytes_per_second
+        if not rate:
+            return now
+        leaves = max(now, self.uplink.get(source, 0.0)) + size / rate
+        self.uplink[source] = leaves
+        return leaves
+
+    def spread(self, source: int, targets: Sequence[int], now: float, size: int) -> list[Arrival]:
+        """When a published message arrives where; the last arrival first."""
+        links, draw = self.links, self.rng.random
+        start = self._leaves(source, now, size * min(FANOUT, len(targets))) + links.latency_seconds
+        jitter = links.jitter_seconds
+        if self.is_calm:
+            found = [(start - jitter * log(1.0 - draw()), target) for target in targets if target != source]
+        else:
+            found = [
+                (at, target)
+                for target in targets
+                if target != source
+                for at in self._adverse(source, target, start - jitter * log(1.0 - draw()))
+            ]
+        found.sort(reverse=True)
+        return found
+
+    def _adverse(self, source: int, target: int, at: float) -> list[float]:
+        """When the copies of a message arrive: none, one or two."""
+        links, draw = self.links, self.rng.random
+        if not self.is_open(source, target) or draw() < links.loss:
+            return []
+        if draw() < links.reorder:
+            at -= links.reorder_seconds * log(1.0 - draw())
+        at = self._held_up(source, at)
+        return [at, at - links.reorder_seconds * log(1.0 - draw())] if draw() < links.duplicate else [at]
+
+    def _held_up(self, source: int, at: float) -> float:
+        for sources, until in self.clogs.values():
+            if sources >> source & 1 and at < until:
+                at = until + 0.01 * self.rng.random()
+        return at
+
+    def stream(self, source: int, target: int, now: float, size: int) -> float | None:
+        """When what is sent to one peer arrives; None: the link is cut."""
+        if not self.is_open(source, target):
+            return None
+        links, draw = self.links, self.rng.random
+        at = self._leaves(source, now, size) + links.latency_seconds - links.jitter_seconds * log(1.0 - draw())
+        for _ in range(RETRANSMISSIONS_MAX):
+            if draw() >= links.loss:
+                break
+            at += 2.0 * links.latency_seconds + links.jitter_seconds
+        return self._held_up(source, at)
+
+
+def bits(nodes: Sequence[int]) -> int:
+    """Nodes as bits."""
+    found = 0
+    for node in nodes:
+        found |= 1 << node
+    return found

@@ -1,0 +1,163 @@
+"""The outcome of a simulation: run a scenario, and hold what happened against what it expects.
+
+What always holds (one history, equal roots, no honest node banned) is the checkers' business; here it is the goal, and
+what the scenario's own `expect` says.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from p2ptrain.sim import faults
+from p2ptrain.sim.checkers import Checker, Violation
+from p2ptrain.sim.cluster import FAILURES, CheckEvery, Cluster
+from p2ptrain.sim.scenario import Expect, Links, Scenario, Training
+
+CHECK_ROUNDS_FROM = 64  # nodes: from here on checkers look once a node and round, below after every event
+
+Prepare = Callable[[Cluster], None]
+
+
+class Outcome(Struct):
+    """What came of one run."""
+
+    cluster: Cluster
+    clean_rate: float | None  # rounds a minute of the clean twin, if that was asked for
+    failures: list[str]
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failures
+
+
+def simulate(
+    scenario: Scenario, seed: int, checkers: Sequence[Checker] = (), prepare: Prepare | None = None
+) -> Outcome:
+    """Run a scenario; its failures are sentences. `prepare` may look at the cluster before it starts."""
+    check_every: CheckEvery = "round" if scenario.nodes >= CHECK_ROUNDS_FROM else "event"
+    cluster = Cluster(scenario.nodes, seed, scenario, checkers, check_every)
+    if prepare is not None:
+        prepare(cluster)
+    faults.begin(cluster)
+    try:
+        cluster.run()
+    except Violation as violation:
+        return Outcome(cluster, None, [f"at {cluster.now:.3f} s: {violation}"])
+    except FAILURES as error:  # the core has caught itself in a contradiction, or stumbled
+        return Outcome(cluster, None, [f"at {cluster.now:.3f} s, {type(error).__name__}: {error} ({_where(error)})"])
+    clean = rate(simulate(clean_twin(scenario), seed).cluster) if scenario.expect.rate_share_min is not None else None
+    return Outcome(cluster, clean, list(_failures(cluster, scenario.expect, clean)))
+
+
+def _where(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}, in {last.name}"
+
+
+def clean_twin(scenario: Scenario) -> Scenario:
+    """The same swarm with nothing slow, lost or broken."""
+    training = scenario.training
+    even = Training(training.seconds, training.spread, training.payload_bytes, training.state_bytes)
+    return replace(scenario, training=even, links=Links(), fault=[], expect=Expect())
+
+
+def rate(cluster: Cluster) -> float:
+    """Rounds a virtual minute, as the honest node in the middle applied them."""
+    rates = [
+        60.0 * len(applied) / applied[-1][0]
+        for node in cluster.nodes
+        if node.honest and (applied := cluster.metrics.timeline.get(node.index))
+    ]
+    return median(rates) if rates else 0.0
+
+
+def final_members(cluster: Cluster) -> list[int]:
+    """The roster in the end, as the one sees it who is furthest on."""
+    last = max((node for node in cluster.nodes if node.honest), key=lambda node: node.disk.state.round)
+    return sorted(cluster.key_index[key] for key in last.disk.state.members)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Expectations
+
+
+def _failures(cluster: Cluster, expect: Expect, clean: float | None) -> Iterator[str]:
+    if not cluster.is_done:
+        laggard = min(
+            (node for node in cluster.nodes if node.honest and not node.is_gone), key=lambda node: node.device.round
+        )
+        yield (
+            f"round {cluster.goal} was not reached by everyone within {cluster.scenario.seconds:g} s: "
+            f"node {laggard.index} has applied {laggard.device.round}"
+        )
+    if expect.rate_share_min is not None and clean is not None and rate(cluster) < expect.rate_share_min * clean:
+        yield f"{rate(cluster):.2f} rounds a minute, of {clean:.2f} when nothing is wrong"
+    yield from _over_time(cluster, expect)
+    yield from _of_members(cluster, expect)
+    for what, found, least, most in _counts(cluster, expect):
+        if least is not None and found < least:
+            yield f"{what}: {found}, expected {least} at least"
+        if most is not None and found > most:
+            yield f"{what}: {found}, expected {most} at most"
+
+
+def _over_time(cluster: Cluster, expect: Expect) -> Iterator[str]:
+    pick, between = cluster.scenario.pick, cluster.metrics.rounds_between
+    for pause in expect.paused:
+        for index in pick(pause.nodes):
+            if count := between(index, pause.since, pause.until):
+                yield f"node {index} applied {count} rounds from {pause.since:g} to {pause.until:g} s, expected none"
+    for progress in expect.progress:
+        for index in pick(progress.nodes):
+            count = between(index, progress.since, progress.until)
+            if count < progress.rounds:
+                yield (
+                    f"node {index} applied {count} rounds from {progress.since:g} to {progress.until:g} s, "
+                    f"expected {progress.rounds} at least"
+                )
+    if expect.resumed_seconds_max is not None:
+        took = None if cluster.resumed_at is None else cluster.resumed_at - cluster.scenario.end_of_faults
+        if took is None or took > expect.resumed_seconds_max:
+            words = "not at all" if took is None else f"after {took:.1f} s"
+            yield f"rounds resumed {words}, expected within {expect.resumed_seconds_max:g} s of the faults' end"
+
+
+def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
+    pick, metrics = cluster.scenario.pick, cluster.metrics
+    banned = sorted(cluster.key_index[key] for key in metrics.banned)
+    if expect.banned is not None and banned != pick(expect.banned):
+        yield f"banned are {banned}, expected {pick(expect.banned)}"
+    if expect.members is not None and final_members(cluster) != pick(expect.members):
+        yield f"members in the end are {final_members(cluster)}, expected {pick(expect.members)}"
+    for index in pick(expect.left) if expect.left is not None else ():
+        if not cluster.nodes[index].has_left or index in final_members(cluster):
+            yield f"node {index} has not left properly"
+    for name, least in sorted(expect.taken_from.items()):
+        count = metrics.taken[cluster.nodes[int(name)].key]
+        if count < least:
+            yield f"{count} contributions of node {name} were taken, expected {least} at least"
+
+
+def _counts(cluster: Cluster, expect: Expect) -> Iterator[tuple[str, float, float | None, float | None]]:
+    """What is counted, how much, and the limits."""
+    metrics, rounds = cluster.metrics, max(1, len(cluster.metrics.manifests))
+    views = max(metrics.views.values(), default=0)
+    nodes = len(cluster.nodes)
+    mismatches = sum(
+        node.core.context.counters["root mismatches"] > 0 for node in cluster.nodes if node.core is not None
+    )
+    yield "share of contributions taken", sum(metrics.taken.values()) / rounds / nodes, expect.taken_share_min, None
+    yield "branches begun", len(metrics.branches), expect.regroups_min, expect.regroups_max
+    yield "the longest round's views beyond its first", views, expect.views_min, expect.views_max
+    yield "empty rounds", metrics.empty_rounds(), None, expect.empty_rounds_max
+    yield "alarms for a lost quorum", sum(metrics.stalls.values()), expect.stalls_min, expect.stalls_max
+    yield "states fetched", sum(metrics.states_fetched.values()), expect.catch_ups_min, None
+    yield "nodes whose root differed", mismatches, expect.mismatches_min, None
+    yield "contributions too late for good", sum(metrics.returned.values()), None, expect.returned_max
+    yield "ticks a node and round", sum(metrics.ticks.values()) / rounds / nodes, None, expect.events_max

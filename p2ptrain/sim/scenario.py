@@ -1,0 +1,437 @@
+"""Scenarios: what a simulation is made of, as data with a file format.
+
+A scenario is a sentence that says what it shows, a swarm, a network, the faults that befall it, and what is expected.
+It is written as TOML and read strictly, so that a typo is an error and not a fault that never happened. Times are
+virtual seconds since the start. Nodes are numbered from 0; those that join later are numbered on from there. Where a
+key takes nodes, it takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+from pydantic import ValidationError
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config_text import problem
+from p2ptrain.core.roster import tolerated_by
+from p2ptrain.errors import ConfigError
+from p2ptrain.sim.liars import KINDS
+
+FILE_BYTES_MAX = 2**20  # a scenario is a page of text
+NODES_MAX = 4_096  # four times as many as a run admits
+
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+Nodes: TypeAlias = list[int] | str
+
+
+# ---------------------------------------------------------------------------------------------------
+# The swarm
+
+
+class Slow(Struct, frozen=True, forbid_unknown_fields=True):
+    """Trainers that take longer."""
+
+    nodes: Nodes
+    times: Annotated[float, Meta(gt=0)]
+
+
+class Training(Struct, frozen=True, forbid_unknown_fields=True):
+    """The device: how long a contribution takes, and how large it is."""
+
+    seconds: Seconds = 1.0
+    spread: Share = 0.1  # of it, each way; a machine's own pace, and each round's, are drawn within
+    payload_bytes: Annotated[int, Meta(ge=1, lt=2**32)] = 40
+    state_bytes: Count = 1_000_000  # that a node which catches up has to fetch
+    apply_seconds: Seconds = 0.01
+    slow: list[Slow] = []
+
+
+class Links(Struct, frozen=True, forbid_unknown_fields=True):
+    """Every link between two nodes."""
+
+    latency_seconds: Seconds = 0.02  # one way, at least
+    jitter_seconds: Seconds = 0.01  # mean of what comes on top, exponentially distributed
+    bytes_per_second: Annotated[float, Meta(ge=0)] = 0.0  # of a node's uplink; 0: no limit
+    loss: Share = 0.0  # of gossip's messages; a stream sends again, which takes time
+    duplicate: Share = 0.0
+    reorder: Share = 0.0  # of messages that are held up
+    reorder_seconds: Seconds = 1.0  # mean
+
+
+class Disk(Struct, frozen=True, forbid_unknown_fields=True):
+    """Every node's disk."""
+
+    fsync_seconds: Seconds = 0.002  # mean
+    kept: Share = 0.5  # chance that what was being written at a crash is there afterwards
+    checkpoint_rounds: Annotated[int, Meta(ge=1)] = 4  # how often the trainer's state is saved
+
+
+# ---------------------------------------------------------------------------------------------------
+# Faults
+
+
+class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """Something that happens at a time."""
+
+    at: Seconds
+
+
+class Crash(Fault, frozen=True, tag="crash"):
+    """SIGKILL at `at`; the process is back at `until`, if that is given. `forgetful`: without its disk."""
+
+    nodes: Nodes
+    until: Seconds | None = None
+    forgetful: bool = False
+
+
+class Storm(Fault, frozen=True, tag="storm"):
+    """SIGKILLs again and again, also between one effect and the next."""
+
+    nodes: Nodes
+    until: Seconds
+    every_seconds: Annotated[float, Meta(gt=0)]  # mean, of each node
+    down_seconds: Seconds = 2.0  # mean
+    at_once: Count = 1  # nodes that are down at the same time, at most
+
+
+class Partition(Fault, frozen=True, tag="partition"):
+    """Groups that do not hear one another. Who is in none of them hears, and is heard by, everyone."""
+
+    groups: list[Nodes]
+    until: Seconds
+    one_way: bool = False  # the first group is heard by the others, and hears nothing
+    flap_seconds: Seconds = 0.0  # cut and healed in turn, each for so long; 0: cut all the time
+
+
+class Clog(Fault, frozen=True, tag="clog"):
+    """Nothing that these nodes send arrives before `until`, and then everything at once."""
+
+    nodes: Nodes
+    until: Seconds
+
+
+class Lossy(Fault, frozen=True, tag="lossy"):
+    """A bad network for a while."""
+
+    until: Seconds
+    loss: Share
+    duplicate: Share = 0.0
+    reorder: Share = 0.0
+
+
+class Lose(Fault, frozen=True, tag="lose"):
+    """Gossip loses, everywhere, the messages of these kinds by these nodes; streams get through."""
+
+    nodes: Nodes
+    until: Seconds
+    messages: list[Literal["announcement", "availability", "proposal", "prevote", "precommit", "hello"]]
+
+
+class Sleep(Fault, frozen=True, tag="sleep"):
+    """SIGSTOP, or a lid that is closed: nothing happens until `until`, and then everything that waited."""
+
+    nodes: Nodes
+    until: Seconds
+
+
+class Clock(Fault, frozen=True, tag="clock"):
+    """The node's clock jumps, and goes at another rate from then on."""
+
+    nodes: Nodes
+    jump_seconds: float = 0.0
+    rate: Annotated[float, Meta(gt=0, le=100)] = 1.0
+
+
+class Stall(Fault, frozen=True, tag="stall"):
+    """A training that is under way at `at`, or begins before `until`, is over after `until` at the earliest."""
+
+    nodes: Nodes
+    until: Seconds
+
+
+class SlowDisk(Fault, frozen=True, tag="slow disk"):
+    """The disk takes long."""
+
+    nodes: Nodes
+    until: Seconds
+    fsync_seconds: Seconds
+
+
+class Join(Fault, frozen=True, tag="join"):
+    """Newcomers."""
+
+    count: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
+
+
+class Leave(Fault, frozen=True, tag="leave"):
+    """A user's Ctrl-C."""
+
+    nodes: Nodes
+
+
+class Lie(Fault, frozen=True, tag="liar"):
+    """These nodes are Byzantine: `how` names one of `liars.KINDS`. They never become honest again."""
+
+    nodes: Nodes
+    how: str
+    until: Seconds | None = None
+
+
+AnyFault: TypeAlias = (
+    Crash | Storm | Partition | Clog | Lossy | Lose | Sleep | Clock | Stall | SlowDisk | Join | Leave | Lie
+)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is expected
+
+
+class Pause(Struct, frozen=True, forbid_unknown_fields=True):
+    """These nodes apply nothing in this time."""
+
+    nodes: Nodes
+    since: Seconds
+    until: Seconds
+
+
+class Progress(Struct, frozen=True, forbid_unknown_fields=True):
+    """Each of these nodes applies at least so many rounds in this time."""
+
+    nodes: Nodes
+    since: Seconds
+    until: Seconds
+    rounds: Count
+
+
+class Expect(Struct, frozen=True, forbid_unknown_fields=True):
+    """What must hold at the end, beside what the checkers always hold. Absent: anything goes."""
+
+    rate_share_min: Share | None = None  # of rounds a minute, over the same swarm with nothing slow and no fault
+    taken_share_min: Share | None = None  # contributions taken, over those that could have been, one a member and round
+    taken_from: dict[str, Count] = {}  # by node: contributions taken from it, at least
+    paused: list[Pause] = []
+    progress: list[Progress] = []
+    resumed_seconds_max: Seconds | None = None  # after the faults ended, until everyone has applied another round
+    regroups_min: Count | None = None
+    regroups_max: Count | None = None
+    banned: Nodes | None = None  # exactly these
+    members: Nodes | None = None  # exactly these, in the end
+    left: Nodes | None = None  # these are gone, and in nobody's roster
+    views_max: Count | None = None  # that a round took
+    views_min: Count | None = None  # that some round took
+    empty_rounds_max: Count | None = None  # manifests that took nothing
+    stalls_max: Count | None = None
+    stalls_min: Count | None = None
+    catch_ups_min: Count | None = None  # states fetched
+    mismatches_min: Count | None = None  # nodes that found their own root to differ
+    returned_max: Count | None = None  # contributions that came too late for good
+    events_max: Annotated[float, Meta(gt=0)] | None = None  # that are no messages, a node and round
+
+
+class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """One simulation, but for its seed."""
+
+    sentence: Annotated[str, Meta(min_length=1, max_length=400)]  # what it shows
+    nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)]
+    rounds: Annotated[int, Meta(ge=1)]  # it ends when everybody who runs has applied so many
+    seconds: Annotated[float, Meta(gt=0, le=1e9)] = 3_600.0  # by then it must have ended
+    rounds_after: Count = 5  # that everybody must apply after the faults have ended
+    faults_end: Seconds | None = None  # default: the end of the last fault
+    training: Training = Training()
+    links: Links = Links()
+    disk: Disk = Disk()
+    agreement: dict[str, Any] = {}  # of the run's config
+    admission: dict[str, Any] = {}
+    fault: list[AnyFault] = []
+    expect: Expect = Expect()
+
+    @cached_property
+    def run(self) -> RunConfig:
+        return RunConfig.model_validate({"name": "simulated", "agreement": self.agreement, "admission": self.admission})
+
+    @cached_property
+    def end_of_faults(self) -> float:
+        """From here on the network is as `links` has it, and everybody who is to come back is there."""
+        if self.faults_end is not None:
+            return self.faults_end
+        return max((getattr(fault, "until", None) or fault.at for fault in self.fault), default=0.0)
+
+    @property
+    def size(self) -> int:
+        """Nodes there will ever be."""
+        return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Join))
+
+    def pick(self, nodes: Nodes) -> list[int]:
+        """The nodes that a key names, rising."""
+        if isinstance(nodes, list):
+            return sorted(set(nodes))
+        found: set[int] = set()
+        for word in nodes.split():
+            first, dash, last = word.partition("-")
+            if word == "all":
+                found.update(range(self.nodes))
+            elif word == "f":
+                found.update(range(self.nodes - tolerated_by(self.nodes), self.nodes))
+            elif first.isdecimal() and (last.isdecimal() or not dash):
+                found.update(range(int(first), int(last if dash else first) + 1))
+            else:
+                raise ConfigError(f"{word!r} names no nodes", key="nodes", fix='Write numbers, "0-3", "all" or "f"')
+        return sorted(found)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Files
+
+
+def load_scenario(path: Path, nodes: int | None = None) -> Scenario:
+    """The scenario in a file, perhaps with another number of nodes."""
+    source = str(path)
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot be read: {reason}", source=source, fix="Check the name") from error
+    if len(text) > FILE_BYTES_MAX:
+        raise ConfigError(f"larger than {FILE_BYTES_MAX:,} bytes", source=source, fix="Check that it is a scenario")
+    try:
+        table = tomllib.loads(text.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"not TOML: {error}", source=source, fix="Mend the file there") from error
+    return scenario_of(table if nodes is None else {**table, "nodes": nodes}, source)
+
+
+def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
+    """A scenario from what a file says."""
+    try:
+        scenario = msgspec.convert(table, Scenario)
+    except msgspec.ValidationError as error:
+        raise _mistake(str(error), source) from error
+    try:
+        _ = scenario.run
+    except ValidationError as error:
+        mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
+        raise ConfigError(mistake.what, source=source, key=mistake.key, fix=mistake.fix) from error
+    try:
+        _check_nodes(scenario)
+    except ConfigError as error:
+        raise ConfigError(error.problem, source=source, key=error.key, fix=error.fix) from error
+    return scenario
+
+
+def _check_nodes(scenario: Scenario) -> None:
+    """Every node that is named must be there at some time, and faults must end after they began."""
+    expect = scenario.expect
+    places: list[tuple[str, Nodes]] = [
+        (f"training.slow[{at}]", slow.nodes) for at, slow in enumerate(scenario.training.slow)
+    ]
+    for at, fault in enumerate(scenario.fault):
+        key = f"fault[{at}]"
+        until = getattr(fault, "until", None)
+        if until is not None and until < fault.at:
+            raise ConfigError(f"ends at {until}, before it begins", key=f"{key}.until", fix=f"Write {fault.at} or more")
+        if isinstance(fault, Lie) and fault.how not in KINDS:
+            raise ConfigError(f"no liar does {fault.how!r}", key=f"{key}.how", fix=f"Choose {', '.join(KINDS)}")
+        places += [(f"{key}.nodes", nodes) for nodes in [getattr(fault, "nodes", None)] if nodes is not None]
+        places += [(f"{key}.groups", nodes) for nodes in getattr(fault, "groups", [])]
+    places += [(f"expect.{name}", nodes) for name in ("banned", "members", "left") if (nodes := getattr(expect, name))]
+    places += [("expect.paused", pause.nodes) for pause in expect.paused]
+    places += [("expect.progress", progress.nodes) for progress in expect.progress]
+    places += [("expect.taken_from", " ".join(expect.taken_from))]
+    for key, nodes in places:
+        beyond = [node for node in scenario.pick(nodes) if not 0 <= node < scenario.size]
+        if beyond:
+            raise ConfigError(f"there is no node {beyond[0]}", key=key, fix=f"Name nodes from 0 to {scenario.size - 1}")
+
+
+def _mistake(text: str, source: str) -> ConfigError:
+    """msgspec's words in ours: "Object contains unknown field `x` - at `$.links`"."""
+    what, _, place = text.partition(" - at `$")
+    key = place.rstrip("`").lstrip(".").replace("[...]", "")
+    known = _keys_at(key)
+    if found := re.search(r"unknown field `(.*)`", what):
+        close = difflib.get_close_matches(found[1], known, n=1)
+        fix = f"Did you mean {close[0]}?" if close else f"Known here: {', '.join(known)}"
+        return ConfigError("unknown key", source=source, key=".".join(filter(None, (key, found[1]))), fix=fix)
+    if found := re.search(r"missing required field `(.*)`", what):
+        name = ".".join(filter(None, (key, found[1])))
+        return ConfigError("missing", source=source, key=name, fix=f"Write {found[1]} = ...")
+    if "Invalid value" in what and key.endswith("kind"):
+        return ConfigError(what[:1].lower() + what[1:], source=source, key=key, fix=f"Choose {', '.join(FAULT_KINDS)}")
+    return ConfigError(what[:1].lower() + what[1:], source=source, key=key, fix="Write a value of that kind")
+
+
+FAULT_KINDS: dict[str, type[Fault]] = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyFault)}
+
+
+def _keys_at(key: str) -> list[str]:
+    """The keys that a place in the file takes."""
+    kinds: list[Any] = [Scenario]
+    for part in re.sub(r"\[\d+\]", "", key).split(".") if key else []:
+        found = [get_type_hints(kind)[part] for kind in kinds if part in get_type_hints(kind)]
+        kinds = [inner for hint in found for inner in _structs_in(hint)]
+    names = {name for kind in kinds for name in kind.__struct_fields__}
+    return sorted(names | ({"kind"} if any(issubclass(kind, Fault) for kind in kinds) else set()))
+
+
+def _structs_in(hint: Any) -> list[type[Struct]]:
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return [hint]
+    if get_origin(hint) in (list, Union, UnionType, Annotated):
+        return [kind for inner in get_args(hint) for kind in _structs_in(inner)]
+    return []
+
+
+def to_toml(scenario: Scenario) -> str:
+    """The text that reads back as this scenario, without what is as by default."""
+    lines: list[str] = []
+    _write_table(_plain(scenario), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _plain(struct: Struct) -> dict[str, Any]:
+    """What differs from the defaults, as tables."""
+    found: dict[str, Any] = {}
+    tag = struct.__struct_config__.tag
+    if tag is not None:
+        found["kind"] = tag
+    for field in msgspec.structs.fields(struct):
+        value = getattr(struct, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if value is None or value == default:
+            continue
+        if isinstance(value, Struct):
+            value = _plain(value)
+        elif isinstance(value, list) and value and isinstance(value[0], Struct):
+            value = [_plain(each) for each in value]
+        found[field.name] = value
+    return found
+
+
+def _write_table(table: dict[str, Any], prefix: str, lines: list[str]) -> None:
+    def is_table(value: Any) -> bool:
+        return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+    for key, value in table.items():
+        if not is_table(value):
+            name = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else msgspec.json.encode(key).decode()
+            lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{prefix}{key}]"]
+            _write_table(value, f"{prefix}{key}.", lines)
+        elif is_table(value):
+            for each in value:
+                lines += ["", f"[[{prefix}{key}]]"]
+                _write_table(each, f"{prefix}{key}.", lines)

@@ -1,0 +1,345 @@
+"""Swarm testing: scenarios drawn from seeds, until something breaks.
+
+After Groce, Zhang, Eide, Chen and Regehr, "Swarm testing" (ISSTA 2012): each run has only some of the faults, chosen
+at random, because faults that always come together hide one another. At most f members lie or are gone for good, which
+is what the protocol promises to bear; where a roster comes about in which more than f lie (after a regroup, say), the
+run ends without a verdict. What fails is shrunk: faults are dropped, the run is shortened and nodes are taken away, as
+long as it still fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from p2ptrain.core.roster import tolerated_by
+from p2ptrain.sim import checkers, liars
+from p2ptrain.sim import scenario as sc
+from p2ptrain.sim.outcome import Outcome, simulate
+
+NODES = (4, 16)
+ROUNDS = (20, 80)
+RECOVERY_SECONDS = 1_800.0  # after the faults: a few views at their longest, a regroup, and a state to fetch
+SHRINK_SECONDS = 120.0  # of real time
+LIAR_KINDS = sorted(liars.KINDS)
+
+
+class Failed(Struct, frozen=True):
+    """A seed that found something."""
+
+    seed: int
+    failures: list[str]
+    scenario: sc.Scenario  # shrunk
+    shrunk_failures: list[str]
+
+    def __str__(self) -> str:
+        found = "\n".join(self.failures)
+        shrunk = "\n".join(f"# {failure}" for failure in self.shrunk_failures)
+        return (
+            f"seed {self.seed} fails:\n{found}\n\nIt is repeated by: p2ptrain simulate --swarm 1 --seed {self.seed}\n"
+            f"Shrunk, as a file for: p2ptrain simulate FILE --seed {self.seed}\n\n{shrunk}\n{sc.to_toml(self.scenario)}"
+        )
+
+
+class Tally(Struct):
+    """What a swarm test has done so far."""
+
+    seeds: int = 0
+    rounds: int = 0
+    deliveries: int = 0
+    beyond: int = 0  # runs in which more than f members of a roster lied
+    seconds: float = 0.0
+    failed: Failed | None = None
+
+    def __str__(self) -> str:
+        beyond = f", {self.beyond} ended where more than f of a roster lied" if self.beyond else ""
+        return (
+            f"{self.rounds:,} rounds of {self.seeds:,} swarms, {self.deliveries:,} messages, "
+            f"in {self.seconds:,.0f} s: {'one failed' if self.failed else 'nothing found'}{beyond}"
+        )
+
+
+def swarm(
+    rounds: int,
+    seed: int,
+    seconds: float | None = None,
+    progress: Callable[[Tally], None] | None = None,
+) -> Tally:
+    """Simulate drawn scenarios until there were so many rounds, or for so long, or until one fails."""
+    tally, began = Tally(), time.monotonic()
+    while tally.rounds < rounds and (seconds is None or tally.seconds < seconds):
+        at = seed + tally.seeds
+        outcome = run(draw(at), at)
+        tally.seeds += 1
+        tally.rounds += outcome.cluster.rounds
+        tally.deliveries += outcome.cluster.deliveries
+        tally.beyond += outcome.cluster.is_beyond
+        tally.seconds = time.monotonic() - began
+        if not outcome.is_good:
+            scenario, failures = shrink(draw(at), at, outcome.failures)
+            tally.failed = Failed(at, outcome.failures, scenario, failures)
+            break
+        if progress is not None:
+            progress(tally)
+    return tally
+
+
+def run(scenario: sc.Scenario, seed: int) -> Outcome:
+    """One run with every checker; more liars than are promised to be borne end it without a verdict."""
+    outcome = simulate(scenario, seed, checkers.standard())
+    return replace(outcome, failures=[]) if outcome.cluster.is_beyond else outcome
+
+
+# ---------------------------------------------------------------------------------------------------
+# Drawing
+
+
+def draw(seed: int) -> sc.Scenario:
+    """The scenario of a seed."""
+    return _Draw(seed).scenario()
+
+
+class _Draw:
+    """The dice, and what they have shown so far."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, Random(f"swarm {seed}")
+        self.nodes = min(self.rng.randint(*NODES), self.rng.randint(*NODES))  # small swarms find as much, and are cheap
+        self.rounds = self.rng.randint(*ROUNDS)
+        self.training = self.rng.choice([0.2, 1.0, 1.0, 5.0, 30.0])
+        # Faults begin when a few rounds are done, and end when about half of them could be.
+        self.start = 3.0 * self.training + 1.0
+        self.end = self.start + max(30.0, self.rounds * self.training * 0.6)
+        budget = tolerated_by(self.nodes)
+        self.lying = self.rng.randint(0, budget)
+        self.dying = self.rng.randint(0, budget - self.lying) if self.rng.random() < 0.3 else 0
+        self.leaving = self.rng.randint(0, budget - self.lying - self.dying) if self.rng.random() < 0.3 else 0
+        if self.lying + self.dying > tolerated_by(self.nodes - self.leaving):
+            self.leaving = 0
+        order = self.rng.sample(range(self.nodes), self.nodes)
+        self.liars = sorted(order[: self.lying])
+        self.dead = sorted(order[self.lying : self.lying + self.dying])
+        self.leavers = sorted(order[self.lying + self.dying :][: self.leaving])
+        self.others = sorted(order[self.lying + self.dying + self.leaving :])
+        self.may_forget = budget - self.lying - self.dying - self.leaving
+
+    def scenario(self) -> sc.Scenario:
+        return sc.scenario_of(
+            {
+                "sentence": f"Drawn from seed {self.seed}.",
+                "nodes": self.nodes,
+                "rounds": self.rounds,
+                "seconds": self.end + RECOVERY_SECONDS + 4.0 * self.rounds * self.training,
+                "faults_end": self.end,
+                "training": self._training(),
+                "links": self._links(),
+                "disk": {"fsync_seconds": self._choice(0.0, 0.002, 0.02, 0.2), "kept": self._choice(0.0, 0.5, 1.0)},
+                "agreement": self._agreement(),
+                "admission": {"absence_rounds_max": self._choice(3, 10, 10), "probation_rounds": self._choice(0, 2)},
+                "fault": self._faults(),
+            }
+        )
+
+    def _choice(self, *options: Any) -> Any:
+        return self.rng.choice(options)
+
+    def _some(self, among: list[int]) -> list[int]:
+        return sorted(self.rng.sample(among, self.rng.randint(1, len(among))))
+
+    def _span(self) -> dict[str, float]:
+        length = self.end - self.start
+        at = self.start + self.rng.uniform(0.0, 0.8) * length
+        return {"at": round(at, 3), "until": round(at + self.rng.uniform(0.02, 1.0) * (self.end - at), 3)}
+
+    def _training(self) -> dict[str, Any]:
+        slow = self.rng.random() < 0.3
+        return {
+            "seconds": self.training,
+            "spread": self._choice(0.0, 0.1, 0.5),
+            "payload_bytes": self._choice(40, 40, 40, 100_000),
+            "slow": [{"nodes": self._some(self.others)[:2], "times": self._choice(0.1, 3.0, 10.0)}] if slow else [],
+        }
+
+    def _links(self) -> dict[str, Any]:
+        if self.rng.random() < 0.4:
+            return {}
+        return {
+            "latency_seconds": self._choice(0.001, 0.05, 0.2),
+            "jitter_seconds": self._choice(0.001, 0.05, 0.5),
+            "loss": self._choice(0.0, 0.01, 0.05, 0.2),
+            "duplicate": self._choice(0.0, 0.1),
+            "reorder": self._choice(0.0, 0.1),
+            "bytes_per_second": self._choice(0.0, 1e6),
+        }
+
+    def _agreement(self) -> dict[str, Any]:
+        staleness = self._choice(0, 0, 1, 4, 12)
+        return {
+            "staleness_rounds_max": staleness,
+            "overlap_rounds": self._choice(0, 0, 1) if staleness else 0,
+            "on_quorum_loss": self._choice("halt", "regroup"),
+            "stall_seconds": self._choice(20, 60, 120),
+            "idle_round_seconds": self._choice(5, 60),
+            "inline_bytes_max": self._choice(16_384, 16_384, 0),
+        }
+
+    # -----------------------------------------------------------------------------------------------
+    # Faults
+
+    def _faults(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self.liars:
+            kinds = self._choice(1, 1, len(self.liars))
+            found += [
+                {"kind": "liar", "at": 0.0, "nodes": self.liars[place::kinds], "how": self._choice(*LIAR_KINDS)}
+                for place in range(kinds)
+            ]
+        if self.dead:  # early, so that what is left is enough whatever comes later
+            found.append({"kind": "crash", "at": round(self.rng.uniform(0.5, self.start), 3), "nodes": self.dead})
+        if self.leavers:
+            found.append({"kind": "leave", "at": self._span()["at"], "nodes": self.leavers})
+        makers = (
+            self._crash, self._crash_all, self._forget, self._storm, self._partition, self._partition, self._clog,
+            self._lossy, self._lose, self._sleep, self._clock, self._stall, self._slow_disk, self._join,
+        )  # fmt: skip
+        share = self.rng.uniform(0.0, 0.5)
+        for make in makers:
+            if self.rng.random() < share:
+                found += make()
+        return found
+
+    def _crash(self) -> list[dict[str, Any]]:
+        return [{"kind": "crash", **self._span(), "nodes": self._some(self.others)}]
+
+    def _crash_all(self) -> list[dict[str, Any]]:
+        return [{"kind": "crash", **self._span(), "nodes": self.others}]
+
+    def _forget(self) -> list[dict[str, Any]]:
+        if self.may_forget < 1:
+            return []
+        nodes = sorted(self.rng.sample(self.others, min(self.may_forget, len(self.others))))
+        return [{"kind": "crash", **self._span(), "nodes": nodes, "forgetful": True}]
+
+    def _storm(self) -> list[dict[str, Any]]:
+        every = self._choice(2.0, 10.0, 60.0)
+        at_once = self.rng.randint(1, len(self.others))
+        return [{"kind": "storm", **self._span(), "nodes": self.others, "every_seconds": every, "at_once": at_once}]
+
+    def _partition(self) -> list[dict[str, Any]]:
+        order = self.rng.sample(range(self.nodes), self.nodes)
+        cuts = sorted(self.rng.sample(range(1, self.nodes), self._choice(1, 1, 2)))
+        bounds = [0, *cuts, self.nodes]
+        groups = [sorted(order[low:high]) for low, high in pairwise(bounds)]
+        return [
+            {
+                "kind": "partition",
+                **self._span(),
+                "groups": groups,
+                "one_way": self.rng.random() < 0.3,
+                "flap_seconds": self._choice(0.0, 0.0, 1.0, 7.0),
+            }
+        ]
+
+    def _clog(self) -> list[dict[str, Any]]:
+        return [{"kind": "clog", **self._span(), "nodes": self._some(self.others)}]
+
+    def _lossy(self) -> list[dict[str, Any]]:
+        return [
+            {"kind": "lossy", **self._span(), "loss": self._choice(0.2, 0.5, 0.9), "duplicate": 0.1, "reorder": 0.2}
+        ]
+
+    def _lose(self) -> list[dict[str, Any]]:
+        kinds = ["announcement", "availability", "proposal", "prevote", "precommit", "hello"]
+        lost = self.rng.sample(kinds, self.rng.randint(1, 3))
+        return [{"kind": "lose", **self._span(), "nodes": self._some(self.others), "messages": lost}]
+
+    def _sleep(self) -> list[dict[str, Any]]:
+        return [{"kind": "sleep", **self._span(), "nodes": self._some(self.others)}]
+
+    def _clock(self) -> list[dict[str, Any]]:
+        jump, rate = self._choice(0.0, -100.0, 100.0, 3600.0), self._choice(0.9, 1.0, 1.1)
+        return [
+            {
+                "kind": "clock",
+                "at": self._span()["at"],
+                "nodes": self._some(self.others),
+                "jump_seconds": jump,
+                "rate": rate,
+            }
+        ]
+
+    def _stall(self) -> list[dict[str, Any]]:
+        return [{"kind": "stall", **self._span(), "nodes": self._some(self.others)}]
+
+    def _slow_disk(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": "slow disk",
+                **self._span(),
+                "nodes": self._some(self.others),
+                "fsync_seconds": self._choice(0.5, 3.0),
+            }
+        ]
+
+    def _join(self) -> list[dict[str, Any]]:
+        return [{"kind": "join", "at": self._span()["at"], "count": self.rng.randint(1, 3)}]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Shrinking
+
+
+def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Scenario, list[str]]:
+    """A smaller scenario that fails with the same seed, and how it does."""
+    until = time.monotonic() + SHRINK_SECONDS
+    is_smaller = True
+    while is_smaller and time.monotonic() < until:
+        is_smaller = False
+        for smaller in _smaller(scenario):
+            outcome = run(smaller, seed)
+            if outcome.failures:
+                scenario, failures, is_smaller = smaller, outcome.failures, True
+                break
+            if time.monotonic() >= until:
+                break
+    return scenario, failures
+
+
+def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
+    """Ways to make it simpler by one step, the largest first."""
+    for place in range(len(scenario.fault)):
+        yield replace(scenario, fault=scenario.fault[:place] + scenario.fault[place + 1 :])
+    for name, plain in (("links", sc.Links()), ("training", sc.Training()), ("disk", sc.Disk()), ("admission", {})):
+        if getattr(scenario, name) != plain:
+            yield replace(scenario, **{name: plain})
+    if scenario.rounds > 5:
+        yield replace(scenario, rounds=max(5, scenario.rounds // 2))
+    for key in sorted(scenario.agreement):
+        yield replace(scenario, agreement={name: value for name, value in scenario.agreement.items() if name != key})
+    if scenario.nodes > NODES[0]:
+        yield from (without(scenario, node) for node in reversed(range(scenario.nodes)))
+
+
+def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
+    """The same with a node less; those behind it move up."""
+
+    def rest(nodes: sc.Nodes) -> list[int]:
+        return [node - (node > gone) for node in scenario.pick(nodes) if node != gone]
+
+    changed: list[sc.AnyFault] = []
+    for fault in scenario.fault:
+        if isinstance(fault, sc.Partition):
+            groups: list[sc.Nodes] = [left for group in fault.groups if (left := rest(group))]
+            changed += [replace(fault, groups=groups)] if len(groups) > 1 else []
+        elif isinstance(fault, sc.Lossy | sc.Join):
+            changed.append(fault)
+        else:
+            changed += [replace(fault, nodes=rest(fault.nodes))] if rest(fault.nodes) else []
+    slow = [replace(each, nodes=rest(each.nodes)) for each in scenario.training.slow]
+    return replace(scenario, nodes=scenario.nodes - 1, fault=changed, training=replace(scenario.training, slow=slow))

@@ -1,0 +1,402 @@
+"""What tests of the core share: members with keys and a fake signer, and a node whose fellow members the test plays."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from p2ptrain.config import RunConfig
+from p2ptrain.core import events as ev
+from p2ptrain.core.history import Beginning, Entry
+from p2ptrain.core.manifest import Manifest, Missing, manifest_of
+from p2ptrain.core.messages import (
+    SHORT_BYTES,
+    Announcement,
+    Authored,
+    Availability,
+    Ballot,
+    Certificate,
+    Evidence,
+    Hello,
+    Message,
+    Proposal,
+    Received,
+    Regroup,
+    Vote,
+    decode,
+    encode,
+    message_digest,
+    payload_digest,
+    signed_bytes,
+)
+from p2ptrain.core.node import Node
+from p2ptrain.core.roster import bitmap, proposers
+from p2ptrain.core.state import AgreedState, genesis
+from p2ptrain.digest import digest
+
+RUN = digest("core test", b"run")
+ROOT0 = digest("core test", b"root 0")
+KEYS = tuple(sorted(digest("core test key", bytes([number])) for number in range(16)))  # so that a seat is its place
+BYTES = 20_000  # of a payload that does not ride along
+
+
+class FakeSigner:
+    """Signatures that are digests under the key: real enough where only their binding matters."""
+
+    def __init__(self, key: bytes = b"") -> None:
+        self.run_id, self.key = RUN, key
+
+    def sign(self, signed: bytes) -> bytes:
+        return digest("core test signature", self.key, signed) * 2
+
+    def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
+        return signature == FakeSigner(key).sign(signed)
+
+
+def signed(message: Message, attachment: bytes = b"") -> Received:
+    """A message as its author sends it."""
+    if isinstance(message, Certificate | Evidence):
+        envelope = encode(message)
+    else:
+        envelope = encode(message, FakeSigner(message.author).sign(signed_bytes(RUN, message)), attachment)
+    return Received(message, message_digest(message), envelope, attachment)
+
+
+def name_of(message: Message) -> bytes:
+    return message_digest(message)[:SHORT_BYTES]
+
+
+def payload(author: bytes, number: int, which: bytes = b"") -> bytes:
+    """The bytes of a small contribution, which rides along."""
+    return digest("core test payload", author, bytes([number]), which)
+
+
+def announced(
+    author: bytes, number: int = 1, which: bytes = b"", inline: bool = False, branch: bytes = RUN, **changes: Any
+) -> Announcement:
+    body = payload(author, number, which)
+    fields = {
+        "base_round": number - 1,
+        "base_root": ROOT0 if number == 1 else root_of(number - 1),
+        "payload": payload_digest(body),
+        "payload_bytes": len(body) if inline else BYTES,
+    }
+    return Announcement(branch=branch, round=number, author=author, **(fields | changes))
+
+
+def root_of(number: int) -> bytes:
+    """What the trainer says after a round."""
+    return digest("core test root", bytes([number])) if number else ROOT0
+
+
+def voted(author: bytes, ballot: Ballot, manifest: bytes, view: int = 0, number: int = 1, branch: bytes = RUN) -> Vote:
+    return Vote(branch, number, view, ballot, manifest, author)
+
+
+def signed_set(
+    members: tuple[bytes, ...], author: bytes, attempt: int = 0, state: AgreedState | None = None
+) -> Regroup:
+    branch, parent = (state.branch, state.head) if state else (RUN, RUN)
+    return Regroup(branch, parent, attempt, tuple(sorted(members)), author)
+
+
+def begun(members: tuple[bytes, ...], signers: tuple[bytes, ...], state: AgreedState, attempt: int = 0) -> Beginning:
+    """The beginning of a branch after `state`."""
+    ordered = tuple(sorted(members))
+    regroups = [Regroup(state.branch, state.head, attempt, ordered, key) for key in sorted(signers)]
+    signatures = tuple(FakeSigner(each.author).sign(signed_bytes(RUN, each)) for each in regroups)
+    return Beginning(state.branch, state.round, state.head, attempt, ordered, tuple(sorted(signers)), signatures)
+
+
+def certified(manifest: Manifest, state: AgreedState, view: int = 0, signers: tuple[bytes, ...] = ()) -> Entry:
+    """A manifest with the certificate of a quorum of the roster of `state`."""
+    chosen = tuple(sorted(signers or state.members[: state.roster.quorum]))
+    votes = [Vote(manifest.branch, manifest.round, view, Ballot.PRECOMMIT, manifest.digest, key) for key in chosen]
+    signatures = tuple(FakeSigner(vote.author).sign(signed_bytes(RUN, vote)) for vote in votes)
+    seats = bitmap(state.roster.seat[key] for key in chosen)
+    return Entry(manifest, Certificate(manifest.branch, manifest.round, view, manifest.digest, seats, signatures))
+
+
+def plain_manifest(state: AgreedState, run: RunConfig, offers: list[Announcement] = [], **changes: Any) -> Manifest:  # noqa: B006
+    """What a quorum that holds these contributions, and nothing else, agrees on."""
+    names = tuple(sorted(name_of(offer) for offer in offers))
+    by_name = {name_of(offer): offer for offer in offers}
+    heard = bitmap(range(state.roster.size))
+    fields = {"root_round": state.root_round, "root": state.root} | changes
+    named = [
+        Availability(
+            state.branch, state.round + 1, held=names, refused=(), requests=(), heard=heard, author=key, **fields
+        )
+        for key in state.members[: state.roster.quorum]
+    ]
+    manifest = manifest_of(state, run, RUN, named, by_name.get, lambda name: None)
+    assert isinstance(manifest, Manifest)
+    return manifest
+
+
+def line_of(
+    state: AgreedState, run: RunConfig, rounds: int, signers: tuple[bytes, ...] = (), which: bytes = b""
+) -> list[tuple[Entry, AgreedState]]:
+    """So many rounds after a state, in each of which every member's contribution was taken."""
+    steps: list[tuple[Entry, AgreedState]] = []
+    for number in range(state.round + 1, state.round + rounds + 1):
+        root = {"root_round": number - 1, "root": root_of(number - 1)}
+        offers = [announced(key, number, which, branch=state.branch) for key in state.members]
+        entry = certified(plain_manifest(state, run, offers, **root), state, signers=signers)
+        state = state.after(entry.manifest, run)
+        steps.append((entry, state))
+    return steps
+
+
+def run_of(agreement: dict[str, Any] | None = None, admission: dict[str, Any] | None = None) -> RunConfig:
+    return RunConfig.model_validate({"name": "test", "agreement": agreement or {}, "admission": admission or {}})
+
+
+class Bench:
+    """A node among `size` founders, all of whom but the node the test plays; and the node's clock."""
+
+    def __init__(
+        self,
+        size: int = 4,
+        me: int = 0,
+        agreement: dict[str, Any] | None = None,
+        admission: dict[str, Any] | None = None,
+        peers: bool = True,
+        start: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.run = run_of(agreement, admission)
+        self.founders = KEYS[:size]
+        self.me = KEYS[me]  # a newcomer, if it is beyond the founders
+        self.others = tuple(key for key in self.founders if key != self.me)
+        self.genesis = genesis(RUN, self.founders, ROOT0)
+        self.seed = seed
+        self.node = self.make()
+        self.now = 0.0
+        self.started: list[ev.Effect] = []
+        if start:
+            self.started = self.start()
+            for peer in self.others if peers else ():
+                self.do(ev.PeerSeen(peer))
+
+    def make(self) -> Node:
+        return Node(self.run, RUN, self.me, FakeSigner(self.me), Random(self.seed))
+
+    def saved(self, **changes: Any) -> ev.Saved:
+        fields = {"history": (), "said": (), "applied_round": 0, "applied_root": ROOT0, "base": self.genesis}
+        return ev.Saved(**(fields | changes))
+
+    def start(self, forgetful: bool = False, ticket: bytes = b"", **changes: Any) -> list[ev.Effect]:
+        return self.do(ev.Started(self.saved(**changes), forgetful, ticket))
+
+    # -----------------------------------------------------------------------------------------------
+    # Events
+
+    def do(self, event: ev.Event, at: float | None = None) -> list[ev.Effect]:
+        self.now = self.now if at is None else at
+        return self.node.handle(event, self.now)
+
+    def tick(self, at: float | None = None) -> list[ev.Effect]:
+        """At a time, or at the deadline."""
+        deadline = self.node.deadline
+        assert deadline is not None
+        return self.do(ev.Tick(), max(self.now, deadline) if at is None else at)
+
+    def hear(
+        self, message: Message, sender: bytes = b"", attachment: bytes = b"", good: bool | None = None
+    ) -> list[ev.Effect]:
+        """A message by gossip, or from a stream by `sender`; decoded as a driver does it."""
+        received = decode(signed(message, attachment).envelope, FakeSigner())
+        author = b"" if isinstance(message, Certificate | Evidence) else message.author
+        return self.do(ev.MessageReceived(sender or author or self.others[0], received, good))
+
+    def hear_all(self, *messages: Message) -> list[ev.Effect]:
+        return [effect for message in messages for effect in self.hear(message)]
+
+    def hear_offer(self, offer: Announcement, which: bytes = b"", good: bool = True) -> list[ev.Effect]:
+        """A small contribution, which rides along."""
+        return self.hear(offer, attachment=payload(offer.author, offer.round, which), good=good)
+
+    def train(self, number: int = 1, inline: bool = False) -> list[ev.Effect]:
+        body = payload(self.me, number)
+        size = len(body) if inline else BYTES
+        return self.do(ev.TrainingFinished(number, payload_digest(body), size, body if inline else b""))
+
+    # -----------------------------------------------------------------------------------------------
+    # What is to be expected
+
+    @property
+    def state(self) -> AgreedState:
+        return self.node.line.state
+
+    def said(self, message: Authored, *backing: Message, manifest: Manifest | None = None) -> list[ev.Effect]:
+        """What may be said only once; with a prevote goes the manifest, whose payloads have to be on the disk."""
+        received = signed(message)
+        payloads = tuple(taken.payload for taken in manifest.taken) if manifest else ()
+        if isinstance(message, Announcement):
+            payloads = (message.payload,)
+        return [ev.Persist(ev.Said(received.envelope, envelopes(*backing), payloads)), ev.Publish(received.envelope)]
+
+    def order(self, number: int = 1, state: AgreedState | None = None) -> tuple[bytes, ...]:
+        at = state or self.genesis
+        return proposers(RUN, at.branch, number, at.members)
+
+    def available(self, author: bytes, offers: tuple[Announcement, ...] = (), **changes: Any) -> Availability:
+        """Of a member that holds these contributions and hears everyone, in the node's own round."""
+        at = self.state
+        fields = {
+            "root_round": at.round,
+            "root": root_of(at.round),
+            "held": tuple(sorted(name_of(offer) for offer in offers)),
+            "refused": (),
+            "requests": (),
+            "heard": bitmap(range(at.roster.size)),
+        }
+        return Availability(branch=at.branch, round=at.round + 1, author=author, **(fields | changes))
+
+    def proposed(
+        self, named: list[Availability], offers: tuple[Announcement, ...] = (), view: int = 0, **changes: Any
+    ) -> tuple[Proposal, Manifest]:
+        """By the proposer of a view of the node's own round; and its manifest."""
+        at, requests = self.state, changes.pop("asked", {})
+        by_name = {name_of(offer): offer for offer in offers}
+        manifest = manifest_of(at, self.run, RUN, named, by_name.get, requests.get)
+        assert not isinstance(manifest, Missing)
+        order = self.order(at.round + 1, at)
+        fields = {
+            "valid_view": -1,
+            "availabilities": tuple(sorted(message_digest(each) for each in named)),
+            "manifest": manifest.digest,
+            "author": order[view % len(order)],
+        }
+        return Proposal(branch=at.branch, round=at.round + 1, view=view, **(fields | changes)), manifest
+
+    def hello(self, author: bytes, **changes: Any) -> Hello:
+        """Of a member at the node's own place that holds nothing yet."""
+        at = self.state
+        fields = {"protocols": (1,), "branch": at.branch, "round": at.round + 1, "view": 0}
+        bitmaps = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
+        return Hello(author=author, **(fields | bitmaps | changes))
+
+    # -----------------------------------------------------------------------------------------------
+    # Whole rounds
+
+    def collect(self, offers: tuple[Announcement, ...] | None = None) -> tuple[Announcement, ...]:
+        """Ten seconds of training, and everyone's contribution; the node has then said what it holds."""
+        self.now += 10.0
+        number = self.state.round + 1
+        mine = announced(self.me, number, branch=self.state.branch)
+        others = [announced(key, number, inline=True, branch=self.state.branch) for key in self.others]
+        for offer in others:
+            self.hear_offer(offer)
+        self.train(number)
+        return (*others, mine)
+
+    def decide(self, apply: bool = True) -> list[ev.Effect]:
+        """A whole round without any fault; the effects of its decision and of what it leads to."""
+        offers = self.collect()
+        at = self.state
+        number = at.round + 1
+        named = [self.available(key, offers) for key in at.members]
+        self.hear_all(*(each for each in named if each.author != self.me))
+        received = self.node.here.agreement.views[0].proposal
+        if received is None:
+            proposal, manifest = self.proposed(named[: at.roster.quorum], offers)
+            self.hear(proposal)
+        else:
+            assert isinstance(received.message, Proposal)
+            manifest = self.node.here.manifests[received.message.manifest]
+        effects: list[ev.Effect] = []
+        for ballot in Ballot:
+            for key in self.others:
+                if self.state is at:
+                    vote = voted(key, ballot, manifest.digest, number=number, branch=at.branch)
+                    effects = self.hear(vote)
+        assert self.state.head == manifest.digest, "the round was decided"
+        return effects + (self.do(ev.Applied(at.branch, number, root_of(number))) if apply else [])
+
+
+class Store:
+    """What a driver keeps on its disk, and what it gives back at a start."""
+
+    def __init__(self, base: AgreedState, kept: int = 256) -> None:
+        self.base, self.kept = base, kept
+        self.history: list[ev.Certified] = []
+        self.said: list[tuple[Message, ev.Said]] = []
+        self.trunk: ev.Trunk | None = None
+        self.silences: dict[bytes, ev.Silence] = {}
+        self.scores = b""
+        self.checkpoints = [(base.head, 0, ROOT0)]  # after which manifest; round and root
+
+    @property
+    def state(self) -> AgreedState:
+        return self.history[-1].state if self.history else self.base
+
+    def keep(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            match effect.record if isinstance(effect, ev.Persist) else None:
+                case ev.Said() as said:
+                    self.said.append((decode(said.envelope, FakeSigner()).message, said))
+                case ev.Certified() as certified:
+                    self._certify(certified)
+                case ev.Silence() as silence:
+                    self.silences[silence.branch] = silence
+                case ev.Observed(scores=scores):
+                    self.scores = scores
+                case _:
+                    pass
+
+    def _certify(self, certified: ev.Certified) -> None:
+        """A step replaces whatever came after the one that it follows; what follows nothing is a new base."""
+        step = certified.step
+        self.trunk = certified.trunk or self.trunk
+        if certified.trunk and certified.trunk.base:
+            self.base, self.history = certified.trunk.base, []
+        parent = step.parent if isinstance(step, Beginning) else step.manifest.parent
+        while self.history and self.state.head != parent:
+            self.history.pop()
+        if self.state.head == parent:
+            self.history.append(certified)
+        else:
+            self.base = certified.state
+        if len(self.history) > self.kept:
+            self.base = self.history.pop(0).state
+
+    def saved(self) -> ev.Saved:
+        heads = {self.base.head, *(certified.state.head for certified in self.history)}
+        on_line = [(number, root) for head, number, root in self.checkpoints if head in heads]
+        number, root = on_line[-1] if on_line else (0, ROOT0)
+        later = [
+            said
+            for message, said in self.said
+            if isinstance(message, Regroup) or getattr(message, "round", 0) > self.state.round
+        ]
+        return ev.Saved(
+            self.base,
+            tuple(self.history),
+            tuple(later),
+            number,
+            root,
+            self.trunk,
+            tuple(self.silences.values()),
+            self.scores,
+        )
+
+
+def envelopes(*messages: Message) -> tuple[bytes, ...]:
+    return tuple(signed(message).envelope for message in messages)
+
+
+def published(effects: list[ev.Effect]) -> list[Message]:
+    """The messages that go out to everyone."""
+    return [decode(effect.envelope, FakeSigner()).message for effect in effects if isinstance(effect, ev.Publish)]
+
+
+def sent(effects: list[ev.Effect]) -> list[tuple[bytes, Message]]:
+    """The messages that go to one peer."""
+    return [
+        (effect.peer, decode(envelope, FakeSigner()).message)
+        for effect in effects
+        if isinstance(effect, ev.Send)
+        for envelope in effect.envelopes
+    ]

@@ -1,0 +1,83 @@
+"""What the tests of the simulator share: scripted cores, and signed messages of simulated nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Message, Vote, encode, signed_bytes
+from p2ptrain.sim import faults
+from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.scenario import Scenario, scenario_of
+
+
+def scenario(nodes: int = 3, **changes: Any) -> Scenario:
+    """A swarm on perfect links: what arrives, arrives after a hundredth of a second exactly."""
+    plain = {
+        "sentence": "Something happens.",
+        "nodes": nodes,
+        "rounds": 5,
+        "seconds": 100.0,
+        "links": {"latency_seconds": 0.01, "jitter_seconds": 0.0},
+        "training": {"seconds": 1.0, "spread": 0.0, "apply_seconds": 0.5},
+        "disk": {"fsync_seconds": 0.0},
+    }
+    return scenario_of({**plain, **changes})
+
+
+class Script:
+    """A core that does as it is told, and remembers what it heard."""
+
+    def __init__(self, cluster: Cluster, node: SimNode, deadline: float | None = None) -> None:
+        self.cluster, self.node, self.deadline = cluster, node, deadline
+        self.heard: list[tuple[float, ev.Event]] = []
+        self.replies: dict[type, Callable[[Any], list[ev.Effect]]] = {}
+        self.times: list[float] = []
+        self.regrouping = self
+        self.is_stalled = False
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        self.heard.append((round(self.cluster.now, 5), event))
+        self.times.append(now)
+        return self.replies.get(type(event), lambda _: [])(event)
+
+
+def scripted(nodes: int = 3, **changes: Any) -> tuple[Cluster, list[Script]]:
+    """A cluster of scripts, started at zero."""
+    cluster = Cluster(nodes, 1, scenario(nodes, **changes))
+    scripts = []
+    for node in cluster.nodes:
+        node.core = script = Script(cluster, node)  # type: ignore[assignment]
+        node.life = 1
+        scripts.append(script)
+    return cluster, scripts
+
+
+def do(cluster: Cluster, index: int, *effects: ev.Effect) -> None:
+    cluster.driver.carry_out(cluster.nodes[index], effects)
+
+
+def said(cluster: Cluster, index: int, message: Message) -> bytes:
+    return encode(message, cluster.nodes[index].signer.sign(signed_bytes(cluster.run_id, message)))
+
+
+def vote(cluster: Cluster, index: int, view: int = 0) -> bytes:
+    return said(cluster, index, Vote(cluster.run_id, 1, view, Ballot.PREVOTE, NOTHING, cluster.nodes[index].key))
+
+
+def announcement(cluster: Cluster, index: int, number: int = 1, payload: bytes = bytes(32)) -> bytes:
+    key = cluster.nodes[index].key
+    return said(cluster, index, Announcement(cluster.run_id, number, number - 1, bytes(32), payload, 40, key))
+
+
+def begin_faults(cluster: Cluster) -> None:
+    """The faults alone: scripts are running already."""
+    for number, fault in enumerate(cluster.scenario.fault):
+        faults._ACTIONS[type(fault)](cluster, number, fault)
+
+
+def of_kind(script: Script, kind: type) -> list[tuple[float, Any]]:
+    """When a script heard events of a kind, and which."""
+    return [(at, event) for at, event in script.heard if isinstance(event, kind)]

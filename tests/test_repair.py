@@ -1,0 +1,232 @@
+"""What gossip has lost: hellos, what is handed over, and questions for what is missing."""
+
+from __future__ import annotations
+
+from random import Random
+
+from core_known import (
+    KEYS,
+    RUN,
+    Bench,
+    FakeSigner,
+    announced,
+    envelopes,
+    name_of,
+    published,
+    run_of,
+    sent,
+    voted,
+)
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.context import Context
+from p2ptrain.core.messages import NOTHING, SHORT_BYTES, Ballot, Message, message_digest
+from p2ptrain.core.questions import ASK_SECONDS, NAMES_MAX, QUESTIONS_MAX, Questions
+from p2ptrain.core.repair import ANSWER_SECONDS, HANDED_MAX, HEARTBEAT_SECONDS, NEIGHBOURS
+from p2ptrain.core.roster import bitmap
+
+ME = KEYS[1]
+PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
+ALL = bitmap(range(4))
+
+
+def voting() -> tuple[Bench, list[Message]]:
+    """A node that has heard all availabilities and the proposal; and all messages of the round, its own included."""
+    bench = Bench(4, me=1)
+    offers = bench.collect()
+    named = [bench.available(key, offers) for key in bench.founders]
+    bench.hear_all(*(each for each in named if each.author != ME))
+    proposal, manifest = bench.proposed(named[:3], offers)
+    bench.hear(proposal)
+    votes = [voted(KEYS[0], PREVOTE, manifest.digest), voted(ME, PREVOTE, manifest.digest)]
+    bench.hear(votes[0])
+    bench.do(ev.Tick(), bench.now + 1.0)  # the hellos of this second
+    return bench, [*offers, *named, proposal, *votes]
+
+
+def kinds(effects: list[ev.Effect]) -> dict[bytes, list[str]]:
+    found: dict[bytes, list[str]] = {}
+    for peer, message in sent(effects):
+        found.setdefault(peer, []).append(type(message).__name__)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------
+# Hellos
+
+
+def test_a_hello_says_what_is_held() -> None:
+    bench, _ = voting()
+    effects = bench.do(ev.PeerSeen(KEYS[2]))
+    hello = bench.hello(ME, announced=ALL, available=ALL, prevoted=bitmap((0, 1)))
+    assert effects == [ev.Send(KEYS[2], envelopes(hello))]
+
+
+def test_who_waits_for_votes_tells_a_few_neighbours_every_second() -> None:
+    bench = Bench(10, me=1)
+    bench.now = 10.0
+    offers = bench.collect()
+    times = []
+    while bench.now < 25.0:
+        effects = bench.tick()
+        if greeted := {peer for peer, _ in sent(effects)}:
+            times.append(bench.now)
+            assert len(greeted) == NEIGHBOURS
+    assert len(offers) == 10
+    assert times == [21.0, 22.0, 23.0, 24.0, 25.0]
+
+
+def test_who_trains_is_quiet_but_for_a_heartbeat() -> None:
+    bench = Bench(4, me=1)
+    times = []
+    while bench.now < 100.0:
+        effects = bench.tick()
+        assert sent(effects) == []
+        times += [bench.now] * len(published(effects))
+    assert times == [HEARTBEAT_SECONDS * each for each in range(1, 6)]
+
+
+def test_a_hello_that_somebody_else_hands_on_is_worth_nothing() -> None:
+    bench, _ = voting()
+    assert bench.hear(bench.hello(KEYS[2]), sender=KEYS[3]) == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# Handing over
+
+
+def test_a_neighbour_gets_all_that_it_lacks() -> None:
+    bench, messages = voting()
+    handed = sent(bench.hear(bench.hello(KEYS[3])))
+    assert {peer for peer, _ in handed} == {KEYS[3]}
+    got = [message for _, message in handed]
+    assert sorted(map(message_digest, got)) == sorted(map(message_digest, messages))
+
+
+def test_a_neighbour_that_has_it_all_gets_nothing() -> None:
+    bench, _ = voting()
+    hello = bench.hello(KEYS[3], announced=ALL, available=ALL, prevoted=bitmap((0, 1, 3)))
+    assert bench.hear(hello) == []
+
+
+def test_two_halves_that_hold_as_much_but_not_the_same_hand_it_over() -> None:
+    bench = Bench(4, me=1)
+    bench.now = 10.0
+    offers = [announced(key, inline=key != ME) for key in KEYS[:4]]
+    bench.hear_offer(offers[0])
+    bench.train()
+    effects = bench.hear(bench.hello(KEYS[3], announced=bitmap((2, 3))))
+    assert sorted(kinds(effects)[KEYS[3]]) == ["Announcement", "Announcement"]
+
+
+def test_a_neighbour_is_answered_at_most_so_often() -> None:
+    bench, _ = voting()
+    start = bench.now
+    assert KEYS[3] in kinds(bench.hear(bench.hello(KEYS[3])))
+    bench.now = start + 0.9 * ANSWER_SECONDS
+    assert kinds(bench.hear(bench.hello(KEYS[3]))) == {}
+    assert KEYS[2] in kinds(bench.hear(bench.hello(KEYS[2])))
+    bench.now = start + 1.1 * ANSWER_SECONDS
+    assert KEYS[3] in kinds(bench.hear(bench.hello(KEYS[3])))
+
+
+def test_a_neighbour_in_an_earlier_view_gets_the_votes_of_ours() -> None:
+    bench, _ = voting()
+    votes = [voted(key, PRECOMMIT, NOTHING, view=1) for key in (KEYS[0], KEYS[2])]
+    bench.hear_all(*votes)
+    assert bench.node.here.agreement.view == 1
+    got = [message for _, message in sent(bench.hear(bench.hello(KEYS[3], announced=ALL, available=ALL, prevoted=ALL)))]
+    assert [message for message in got if message in votes] == votes
+
+
+def test_a_neighbour_in_a_later_view_is_told_where_we_stand() -> None:
+    bench, _ = voting()
+    assert kinds(bench.hear(bench.hello(KEYS[3], view=2))) == {KEYS[3]: ["Hello"]}
+
+
+def test_a_neighbour_in_an_earlier_round_is_told_where_we_stand() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    bench.now += 1.0
+    assert kinds(bench.hear(bench.hello(KEYS[3], round=1))) == {KEYS[3]: ["Hello"]}
+
+
+def test_at_a_change_of_view_our_own_messages_are_said_again() -> None:
+    bench, messages = voting()
+    prevote = messages[-1]
+    effects = bench.hear_all(*(voted(key, PRECOMMIT, NOTHING, view=1) for key in (KEYS[0], KEYS[2])))
+    mine = bench.node.here.mine
+    assert mine is not None
+    assert published(effects)[:2] == [mine.message, prevote]
+
+
+def test_messages_are_handed_over_by_name() -> None:
+    bench, messages = voting()
+    known = [message for message in messages if type(message).__name__ in ("Announcement", "Availability")]
+    names = tuple(name_of(message) for message in known)
+    got = [message for _, message in sent(bench.do(ev.Asked(KEYS[3], (*names, bytes(SHORT_BYTES)))))]
+    assert [message for message in got if type(message).__name__ != "Hello"] == known
+
+
+def test_an_answer_holds_only_so_many_messages() -> None:
+    bench, messages = voting()
+    effects = bench.do(ev.Asked(KEYS[3], (name_of(messages[0]),) * (HANDED_MAX + 10)))
+    (answer,) = [effect for effect in effects if isinstance(effect, ev.Send) and effect.peer == KEYS[3]][:1]
+    assert len(answer.envelopes) == HANDED_MAX
+
+
+# ---------------------------------------------------------------------------------------------------
+# Questions
+
+
+def questions() -> Questions:
+    return Questions(Context(run_of(), RUN, ME, FakeSigner(ME), Random(0)))
+
+
+def emitted(made: Questions) -> list[ev.Effect]:
+    effects, made.context.effects = made.context.effects, []
+    return effects
+
+
+NAMES = tuple(bytes([number]) * SHORT_BYTES for number in range(4))
+
+
+def test_each_name_is_asked_once_of_the_first_source() -> None:
+    made = questions()
+    made.ask(NAMES[:2], [ME, KEYS[2], KEYS[3]])
+    made.ask(NAMES[:3], [KEYS[4]])
+    assert emitted(made) == [ev.Ask(KEYS[2], NAMES[:2]), ev.Ask(KEYS[4], NAMES[2:3])]
+
+
+def test_what_was_not_answered_is_asked_of_the_next_after_twice_the_time() -> None:
+    made = questions()
+    made.ask(NAMES[:1], [KEYS[2], KEYS[3]])
+    emitted(made)
+    asked = []
+    for _ in range(4):
+        assert made.deadline is not None
+        made.context.now = made.deadline
+        made.tick(lambda name: False)
+        asked += [(made.context.now, effect) for effect in emitted(made)]
+    peers = (KEYS[3], KEYS[2], KEYS[3], KEYS[2])
+    times = (1.0, 3.0, 7.0, 15.0)
+    assert asked == [(time * ASK_SECONDS, ev.Ask(peer, NAMES[:1])) for time, peer in zip(times, peers, strict=True)]
+
+
+def test_what_has_come_by_itself_is_asked_no_more() -> None:
+    made = questions()
+    made.ask(NAMES, [KEYS[2]])
+    emitted(made)
+    made.answered(NAMES[3])
+    made.context.now = 1.0
+    made.tick(lambda name: name == NAMES[0])
+    assert emitted(made) == [ev.Ask(KEYS[2], NAMES[1:3])]
+    assert list(made.open) == list(NAMES[1:3])
+
+
+def test_questions_and_names_stay_within_their_bounds() -> None:
+    made = questions()
+    made.ask([number.to_bytes(SHORT_BYTES, "big") for number in range(QUESTIONS_MAX + 10)], [KEYS[2]])
+    sizes = [len(effect.names) for effect in emitted(made) if isinstance(effect, ev.Ask)]
+    assert sizes == [NAMES_MAX] * (QUESTIONS_MAX // NAMES_MAX)
+    assert made.limits() == {"questions": (QUESTIONS_MAX, QUESTIONS_MAX)}

@@ -1,0 +1,124 @@
+"""`p2ptrain simulate` and `p2ptrain replay` as a user types them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from p2ptrain import cli
+
+CLEAN = """sentence = "Nothing happens."
+nodes = 4
+rounds = 3
+"""
+
+
+def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path | int) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command, run in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["p2ptrain", *map(str, arguments)])
+        status = cli.main()
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Path:
+    (tmp_path / "clean.toml").write_text(CLEAN)
+    return tmp_path / "clean.toml"
+
+
+def test_a_scenario_is_summed_up(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = p2ptrain(capsys, "simulate", clean, "--seed", 7, "--nodes", 6)
+    lines = out.splitlines()
+    assert (status, err) == (0, "")
+    assert lines[0] == "scenario    Nothing happens."
+    assert lines[1].startswith("nodes       6, seed 7, ")
+    assert lines[-1] == "members     6 in the end"
+
+
+def test_what_is_not_as_expected_is_status_1(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clean.write_text(CLEAN + "[expect]\nviews_min = 5\n")
+    status, out, err = p2ptrain(capsys, "simulate", clean)
+    assert (status, err) == (1, "")
+    assert out.splitlines()[-1].startswith("FAILED      the longest round's views")
+
+
+def test_a_plot_and_the_events_of_a_node_are_written(
+    clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    png, log = tmp_path / "out.png", tmp_path / "events.jsonl"
+    status, _, _ = p2ptrain(capsys, "simulate", clean, "--plot", png, "--trace-node", 2, "--events", log)
+    assert status == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    status, out, err = p2ptrain(capsys, "replay", log)
+    assert (status, err) == (0, "")
+    assert out.endswith(" events of 1 starts: the same effects\n")
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:5], lines[5][:-67] + b"0" * 64 + b'"]\n']))
+    status, out, err = p2ptrain(capsys, "replay", log)
+    assert (status, err) == (1, "")
+    assert "5 events of 1 starts: line 6, " in out
+
+
+def test_a_swarm_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = p2ptrain(capsys, "simulate", "--swarm", 20, "--seed", 0)
+    assert (status, err) == (0, "")
+    assert " rounds of " in out
+    assert "nothing found" in out
+
+
+def test_a_swarm_that_finds_something_is_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from msgspec.structs import replace
+
+    from p2ptrain.sim import swarm
+
+    run = swarm.run
+    monkeypatch.setattr(swarm, "run", lambda scenario, seed: replace(run(scenario, seed), failures=["it is broken"]))
+    monkeypatch.setattr(swarm, "SHRINK_SECONDS", 0.0)
+    status, out, err = p2ptrain(capsys, "simulate", "--swarm", 20, "--seed", 4)
+    assert (status, err) == (1, "")
+    assert "one failed" in out
+    assert "it is broken\n\nIt is repeated by: p2ptrain simulate --swarm 1 --seed 4\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "Invalid value for FILE: give a scenario, or --swarm and no scenario"),
+        (["FILE", "--swarm", "5"], "Invalid value for FILE: give a scenario, or --swarm and no scenario"),
+        (["--swarm", "5", "--nodes", "5"], "Invalid value for --nodes: belongs to a scenario, not to --swarm"),
+        (["--swarm", "0"], "Invalid value for '--swarm': "),
+        (["FILE", "--seconds", "5"], "Invalid value for --seconds: belongs to --swarm"),
+        (["FILE", "--trace-node", "1"], "Invalid value for --events: --trace-node and --events need one another"),
+        (["FILE", "--trace-node", "9", "--events", "x.jsonl"], "Invalid value for --trace-node: there is no node 9"),
+        (["FILE", "--nodes", "many"], "Invalid value for '--nodes': "),
+        (["FILE", "--trace-node", "1", "--events", "none/x.jsonl"], "none/x.jsonl: cannot be written: "),
+        (["none.toml"], "none.toml: cannot be read: No such file or directory. Check the name"),
+    ],
+)
+def test_a_mistake_is_told_in_a_paragraph_with_status_2(
+    arguments: list[str], complaint: str, clean: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = p2ptrain(
+        capsys, "simulate", *(str(clean) if argument == "FILE" else argument for argument in arguments)
+    )
+    assert (status, out) == (2, "")
+    assert err.startswith(complaint)
+    assert len(err.splitlines()) <= 2
+
+
+def test_a_typo_in_a_scenario_is_told_with_status_2(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clean.write_text(CLEAN.replace("rounds", "round"))
+    status, out, err = p2ptrain(capsys, "simulate", clean)
+    assert (status, out, err) == (2, "", f"{clean}: round: unknown key. Did you mean rounds?\n")
+
+
+def test_a_log_that_is_none_is_status_1(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = p2ptrain(capsys, "replay", clean)
+    assert (status, out) == (1, "")
+    assert err == f"{clean}: line 1: events before any header\n"

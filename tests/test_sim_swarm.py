@@ -1,0 +1,109 @@
+"""Swarm testing: what is drawn is what is promised to be borne, what fails is told and shrunk."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from p2ptrain.core.roster import tolerated_by
+from p2ptrain.sim import scenario as sc
+from p2ptrain.sim import swarm
+from p2ptrain.sim.outcome import Outcome, simulate
+from p2ptrain.sim.scenario import Scenario, scenario_of, to_toml
+
+
+def test_drawing_is_a_function_of_the_seed() -> None:
+    assert [swarm.draw(seed) for seed in range(20)] == [swarm.draw(seed) for seed in range(20)]
+    assert len({to_toml(swarm.draw(seed)) for seed in range(200)}) == 200
+
+
+def test_at_most_f_lie_or_are_gone_for_good() -> None:
+    for seed in range(500):
+        scenario = swarm.draw(seed)
+        liars = {node for fault in scenario.fault if isinstance(fault, sc.Lie) for node in scenario.pick(fault.nodes)}
+        crashes = [fault for fault in scenario.fault if isinstance(fault, sc.Crash)]
+        dead = {node for fault in crashes if fault.until is None for node in scenario.pick(fault.nodes)}
+        forgetful = {node for fault in crashes if fault.forgetful for node in scenario.pick(fault.nodes)}
+        left = {node for fault in scenario.fault if isinstance(fault, sc.Leave) for node in scenario.pick(fault.nodes)}
+        assert len(liars | dead | left | forgetful) <= tolerated_by(scenario.nodes)
+        assert not (liars & dead or liars & left or dead & left)
+        assert scenario.end_of_faults < scenario.seconds
+
+
+def test_every_fault_and_every_liar_comes_up() -> None:
+    drawn = [fault for seed in range(1_500) for fault in swarm.draw(seed).fault]
+    assert {type(fault) for fault in drawn} == set(sc.FAULT_KINDS.values())
+    assert {fault.how for fault in drawn if isinstance(fault, sc.Lie)} == set(swarm.LIAR_KINDS)
+    assert {swarm.draw(seed).nodes for seed in range(300)} == set(range(4, 17))
+
+
+def test_a_swarm_test_counts_what_it_has_done() -> None:
+    told: list[tuple[int, int]] = []
+    tally = swarm.swarm(60, 0, progress=lambda tally: told.append((tally.seeds, tally.rounds)))
+    assert tally.failed is None
+    assert (tally.seeds, tally.rounds) == told[-1]
+    assert tally.rounds >= 60
+    assert len(told) == 1 or told[-2][1] < 60
+    assert str(tally).endswith("nothing found")
+
+
+def test_a_swarm_test_stops_when_its_time_is_over() -> None:
+    assert swarm.swarm(10**9, 0, seconds=0.0).seeds == 0
+    assert swarm.swarm(10**9, 0, seconds=0.001).seeds == 1
+
+
+def broken(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
+    """Whatever has a clog in it and five nodes or more fails."""
+    tried: list[Scenario] = []
+
+    def run(scenario: Scenario, seed: int) -> Outcome:
+        tried.append(scenario)
+        plain = scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1})
+        outcome = simulate(plain, seed)
+        fails = scenario.nodes >= 5 and any(isinstance(fault, sc.Clog) for fault in scenario.fault)
+        return replace(outcome, failures=[f"clogged, with {scenario.nodes} nodes"] if fails else [])
+
+    monkeypatch.setattr(swarm, "run", run)
+    return tried
+
+
+def test_a_failure_is_told_with_its_seed_and_command_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = broken(monkeypatch)
+    tally = swarm.swarm(10**9, 1_000)
+    failed = tally.failed
+    assert failed is not None
+    assert failed.seed == 1_000 + tally.seeds - 1
+    assert failed.failures == [f"clogged, with {swarm.draw(failed.seed).nodes} nodes"]
+    shrunk = failed.scenario
+    assert (shrunk.nodes, shrunk.rounds, [type(fault) for fault in shrunk.fault]) == (5, 5, [sc.Clog])
+    assert (shrunk.links, shrunk.training, shrunk.disk, shrunk.agreement) == (sc.Links(), sc.Training(), sc.Disk(), {})
+    assert failed.shrunk_failures == ["clogged, with 5 nodes"]
+    text = str(failed)
+    assert f"p2ptrain simulate --swarm 1 --seed {failed.seed}" in text
+    assert scenario_of(tomllib.loads(text.partition("\n\n# ")[2].partition("\n")[2])) == shrunk
+    assert len(tried) > 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_taking_a_node_away_leaves_a_scenario_that_can_run(seed: int) -> None:
+    scenario = swarm.draw(seed)
+    while scenario.nodes > 4:
+        smaller = swarm.without(scenario, seed % scenario.nodes)
+        assert smaller.nodes == scenario.nodes - 1
+        assert scenario_of(tomllib.loads(to_toml(smaller))) == smaller
+        scenario = smaller
+
+
+def test_a_run_beyond_what_is_promised_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def beyond(scenario: Scenario, seed: int, *_: Any) -> Outcome:
+        outcome = simulate(scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1}), seed)
+        outcome.cluster.is_beyond = True
+        return replace(outcome, failures=["the world has ended"])
+
+    monkeypatch.setattr(swarm, "simulate", beyond)
+    tally = swarm.swarm(1, 5)
+    assert (tally.failed, tally.beyond) == (None, 1)
+    assert str(tally).endswith("nothing found, 1 ended where more than f of a roster lied")
