@@ -262,6 +262,14 @@ def test_who_is_kept_away_stays_away_until_half_is_forgotten() -> None:
     assert [reputation.is_greylisted(AUTHOR, at) for at in times] == [True, True, True, False]
 
 
+def test_who_is_kept_away_is_not_let_in_by_one_more_offence() -> None:
+    reputation = greylisted()
+    later = 0.5 * HALF_LIFE_SECONDS
+    reputation.note(AUTHOR, Reason.LATE, later)
+    assert PARDONED_BELOW < reputation.score(AUTHOR, later) < GREYLISTED_FROM
+    assert reputation.is_greylisted(AUTHOR, later)
+
+
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_pardon_holds_whether_or_not_anyone_asked_in_between(is_asked: bool) -> None:
     reputation = greylisted()
@@ -454,7 +462,6 @@ DAMAGED = {
     "something after it": saved_record() + b"\0",
     "cut off": saved_record()[:-1],
     "too many peers": msgspec.msgpack.encode([msgspec.msgpack.decode(saved_record())[0]] * (PEERS_MAX + 1)),
-    "too long": bytes(SAVED_BYTES_MAX + 1),
     "too deep": saved_record()[:1] + b"\x96" + saved_record()[2:] + b"\x91" * 100_000 + b"\x90",
 }
 
@@ -471,6 +478,11 @@ def test_a_damaged_record_is_named(damage: str) -> None:
     with pytest.raises(DataError, match="saved reputation"):
         reputation.restore(DAMAGED[damage], 0.0)
     assert reputation.records == {}
+
+
+def test_a_record_that_is_too_long_is_not_even_looked_at() -> None:
+    with pytest.raises(DataError, match=f"of {SAVED_BYTES_MAX + 1} bytes, the limit is {SAVED_BYTES_MAX}"):
+        Reputation().restore(bytes(SAVED_BYTES_MAX + 1), 0.0)
 
 
 @given(st.binary(max_size=200) | st.integers(0, len(saved_record()) * 8 - 1))

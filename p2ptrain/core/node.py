@@ -5,8 +5,8 @@ decided leads to the next, a certified round is applied, training begins. The pa
 outlives it (offers, payloads, requests, arrivals), my line of history and the way back to it (line.py, catchup.py),
 my own work (work.py), and what happens when messages or members are lost (repair.py, regroup.py).
 
-One deadline stands for all timers. A clock that goes back is taken as having stood still; after a gap, in which the
-machine slept, nothing counts as a stall until peers had time to answer.
+One deadline stands for all timers. Only time in which the node ran counts: a clock that goes back is taken as having
+stood still, and so is one that goes far beyond the deadline, because the machine slept or somebody set it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Node:
         self._saved_scores = b""
         self._saved_scores_at = 0.0
         self._last = 0.0
-        self._shift = 0.0  # what a clock that went back has lost
+        self._shift = 0.0  # from the driver's clock to ours, which neither sleeps nor goes back
         self._handlers: dict[type, Callable[[Any], bool | None]] = {
             ev.Started: self._started,
             ev.MessageReceived: self._message_received,
@@ -96,8 +96,11 @@ class Node:
             self._shift += self._last - now
         self._last = now
         context = self.context
+        slept = self.deadline is not None and now > self.deadline + GAP_SECONDS
+        if self.deadline is not None and slept:
+            self._shift -= now - self.deadline
         context.now = now + self._shift
-        if self.deadline is not None and now > self.deadline + GAP_SECONDS:
+        if slept:
             self._woke_up()
         if self._handlers[type(event)](event) and not context.effects:
             return []  # only counted: nothing to do, and no deadline has changed
