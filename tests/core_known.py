@@ -202,6 +202,13 @@ class Bench:
         assert deadline is not None
         return self.do(ev.Tick(), max(self.now, deadline) if at is None else at)
 
+    def wait(self, seconds: float) -> list[ev.Effect]:
+        """Ticks at every deadline until then, and one then: a longer silence would be taken for sleep."""
+        until, effects = self.now + seconds, []
+        while self.node.deadline is not None and self.node.deadline < until:
+            effects += self.tick()
+        return effects + self.do(ev.Tick(), until)
+
     def hear(
         self, message: Message, sender: bytes = b"", attachment: bytes = b"", good: bool | None = None
     ) -> list[ev.Effect]:
@@ -245,6 +252,8 @@ class Bench:
         """Of a member that holds these contributions and hears everyone, in the node's own round."""
         at = self.state
         fields = {
+            "branch": at.branch,
+            "round": at.round + 1,
             "root_round": at.round,
             "root": root_of(at.round),
             "held": tuple(sorted(name_of(offer) for offer in offers)),
@@ -252,7 +261,7 @@ class Bench:
             "requests": (),
             "heard": bitmap(range(at.roster.size)),
         }
-        return Availability(branch=at.branch, round=at.round + 1, author=author, **(fields | changes))
+        return Availability(author=author, **(fields | changes))
 
     def proposed(
         self, named: list[Availability], offers: tuple[Announcement, ...] = (), view: int = 0, **changes: Any
@@ -294,11 +303,16 @@ class Bench:
 
     def decide(self, apply: bool = True) -> list[ev.Effect]:
         """A whole round without any fault; the effects of its decision and of what it leads to."""
-        offers = self.collect()
-        at = self.state
+        return self.agree(self.collect(), apply)
+
+    def agree(self, offers: tuple[Announcement, ...], apply: bool = True) -> list[ev.Effect]:
+        """What follows when the node has said what it holds."""
+        at, mine = self.state, self.node.here.mine
         number = at.round + 1
-        named = [self.available(key, offers) for key in at.members]
-        self.hear_all(*(each for each in named if each.author != self.me))
+        assert mine is not None
+        assert isinstance(mine.message, Availability)
+        named = [mine.message, *(self.available(key, offers) for key in self.others)]
+        self.hear_all(*named[1:])
         received = self.node.here.agreement.views[0].proposal
         if received is None:
             proposal, manifest = self.proposed(named[: at.roster.quorum], offers)

@@ -60,6 +60,7 @@ def test_more_than_the_tolerated_number_of_members_ahead_are_followed() -> None:
     member.hear(voted(KEYS[0], PREVOTE, A, view=9))
     assert member.go_on(1.0) == []
     member.hear(voted(KEYS[2], PRECOMMIT, NOTHING, view=6))
+    member.hear(voted(KEYS[0], PRECOMMIT, NOTHING, view=8))  # what it said before is no step back
     assert member.go_on(1.0) == [Entered(6)]  # the highest that an honest one has reached
     assert member.at == At(view=6, timer=61.0)
     assert member.agreement.ahead == {KEYS[0]: 9}

@@ -104,7 +104,7 @@ def test_who_does_not_answer_in_time_is_replaced_by_another() -> None:
     bench.hear_all(bench.hello(KEYS[0], round=2), bench.hello(KEYS[2], round=2))
     (first,) = bench.tick()
     assert isinstance(first, ev.AskHistory)
-    second = bench.do(ev.Tick(), bench.now + ANSWER_SECONDS)
+    second = bench.wait(ANSWER_SECONDS)
     asked = [effect.peer for effect in second if isinstance(effect, ev.AskHistory)]
     assert sorted([first.peer, *asked]) == [KEYS[0], KEYS[2]]
 
@@ -134,6 +134,17 @@ def test_a_crowd_that_claims_to_be_ahead_stays_within_its_bounds() -> None:
     for number in range(AHEAD_MAX + 50):
         bench.node.catching_up.notice(digest("core test", bytes([number])), RUN, 5)
     assert bench.node.catching_up.limits()["peers ahead"] == (AHEAD_MAX, AHEAD_MAX)
+
+
+def test_who_only_claims_to_be_ahead_is_asked_once() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    bench.decide()
+    line = Line(bench.genesis, RUN, 64)
+    first = bench.node.line.steps[0]
+    line.append(first.step, first.state)
+    assert answered(bench, line.answer(RUN, 2)) == []
+    assert not bench.node.catching_up.is_behind
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -317,7 +328,7 @@ def test_a_branch_that_lost_is_told_where_we_are_and_not_looked_at_for_a_while()
     hello = bench.hello(KEYS[0], branch=line.state.branch, round=4)
     assert [type(message) for _, message in sent(bench.hear(hello))] == [Hello]
     assert not bench.node.catching_up.is_behind
-    bench.now += LOST_SECONDS
+    bench.wait(LOST_SECONDS)
     bench.hear(hello)
     assert bench.node.catching_up.is_behind
 

@@ -250,16 +250,20 @@ def test_a_round_without_a_contribution_closes_for_a_request_once_a_minute() -> 
 
 
 def test_an_availability_says_whom_we_heard_in_this_round_and_the_last() -> None:
-    bench = Bench(4, me=1)
-    bench.decide()
-    offers = offers_of(bench, 2)
-    bench.now += 10.0
-    for place in (0, 2):
-        bench.hear_offer(offers[place])
-    bench.train(2)
-    while bench.node.here.mine is None:
-        bench.tick()
-    assert bench.node.here.mine.message.heard == bitmap(range(4))  # KEYS[3] in the last
+    bench = Bench(7, me=1)
+    proposing = {bench.order(number)[0] for number in (1, 2, 3)}
+    silent = max(seat for seat in range(2, 7) if KEYS[seat] not in proposing)
+    bench.hear(bench.hello(KEYS[silent]))  # the last that is heard of it
+    bench.others = tuple(key for key in bench.others if key != KEYS[silent])
+    heard = []
+    for _ in range(3):
+        offers = bench.collect()
+        while (mine := bench.node.here.mine) is None:
+            bench.tick()
+        assert isinstance(mine.message, Availability)
+        heard.append(mine.message.heard)
+        bench.agree(offers)
+    assert heard == [bitmap(range(7)), bitmap(range(7)), bitmap({*range(7)} - {silent})]
 
 
 # ---------------------------------------------------------------------------------------------------

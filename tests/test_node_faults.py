@@ -76,6 +76,7 @@ def test_two_votes_for_one_place_are_told_to_everyone() -> None:
     assert bench.hear(first) == []
     proof = prove(*envelopes(first, second))
     assert bench.hear(second) == [ev.Publish(*envelopes(proof))]
+    assert bench.hear(voted(KEYS[2], PREVOTE, RUN)) == []  # once is enough
 
 
 def test_two_proposals_for_one_view_are_told_to_everyone() -> None:
@@ -134,6 +135,7 @@ def test_a_flood_costs_the_flooder_its_connection_and_nobody_else_anything() -> 
     flood = [voted(KEYS[3], ballot, ROOT0, view) for ballot in Ballot for view in range(2)] * 200
     flood += [announced(KEYS[3], which=bytes([which])) for which in range(200)]
     flood += [bench.available(KEYS[3], heard=bitmap((which,))) for which in range(200)]
+    flood += [bench.available(KEYS[3], round=2, heard=bitmap((which,))) for which in range(200)]
     disconnected = []
     for place, message in enumerate(flood * 2):
         bench.now = 1.0 + place / 100.0

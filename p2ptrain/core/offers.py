@@ -111,7 +111,8 @@ class Offers:
             kept = [
                 offer
                 for offer in self.by_author[author]
-                if offer.announcement.round > state.round + 1 or state.may_take(offer.announcement, self.staleness)
+                if offer.announcement.branch == state.branch
+                and (offer.announcement.round > state.round + 1 or state.may_take(offer.announcement, self.staleness))
             ]
             if kept:
                 self.by_author[author] = kept

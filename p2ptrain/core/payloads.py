@@ -77,7 +77,7 @@ class Payloads:
         context = self.context
         others = context.reputation.preferred([peer for peer in want.sources if peer != want.author], context.now)
         if want.tries:
-            start = (want.tries - 1) * (SOURCES_MAX - 1) % max(1, len(others))
+            start = want.tries * (SOURCES_MAX - 1) % max(1, len(others))
             others = others[start:] + others[:start]
         authors = [want.author] if want.author != context.me else []
         sources = tuple((others[: SOURCES_MAX - 1] + authors) if want.is_old else (authors + others)[:SOURCES_MAX])

@@ -38,14 +38,8 @@ from p2ptrain.sim.network import Network
 from p2ptrain.sim.scenario import Lie, Scenario
 
 DECODED_MAX = 20_000  # messages whose decoded form is kept: those of a few rounds
-FAILURES = (
-    AssertionError,
-    P2ptrainError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)  # of the core, by mistake
+# What the core raises when it has made a mistake.
+FAILURES = (AssertionError, P2ptrainError, LookupError, TypeError, ValueError, AttributeError)
 TICKS_MAX = 200  # in a row that are due at once: more is a busy loop
 
 Observer = Callable[[SimNode, Event, Sequence[Effect | ToSome] | None, float], None]  # None: it did not survive

@@ -117,12 +117,15 @@ class Forks(Proposer):
 
     def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
         pair = self.plan.pairs.get((message.branch, message.round, message.view))
-        if pair is None:
-            view = core.here.agreement.views.get(message.view) if is_here(core, message) else None
-            proposal = view.proposal.message if view and view.proposal else None
-            pair = (proposal.manifest if isinstance(proposal, Proposal) else message.manifest), NOTHING
+        pair = pair or (self._proposed(core, message), NOTHING)
         first, second = (self.signed(replace(message, manifest=manifest)) for manifest in pair)
         return self.two_faced(cluster, message.round, first, second)
+
+    def _proposed(self, core: Node, vote: Vote) -> bytes:
+        """What stands to the vote in this view; else what we would have voted for."""
+        view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
+        proposal = view.proposal.message if view and view.proposal else None
+        return proposal.manifest if isinstance(proposal, Proposal) else vote.manifest
 
 
 class ProposesAnew(Forks):
@@ -155,16 +158,17 @@ class ProposesAnew(Forks):
 
     def _proposals(self, cluster: Cluster, core: Node, message: Proposal) -> list[Said]:
         secrets = self.plan.secrets.get((message.branch, message.round), {})
-        anew = self.propose(core, message, {**core.here.availabilities, **secrets}.values())
-        return [*self._secrets(message), Publish((anew or self.signed(message)).envelope)]
+        made = self.propose(core, message, {**core.here.availabilities, **secrets}.values())
+        anew = made or self.signed(message)
+        assert isinstance(anew.message, Proposal)
+        self.plan.pairs[message.branch, message.round, message.view] = anew.message.manifest, NOTHING
+        return [*self._secrets(message), Publish(anew.envelope)]
 
     def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
-        view = core.here.agreement.views.get(message.view) if is_here(core, message) else None
-        proposal = view.proposal.message if view and view.proposal else None
-        if not isinstance(proposal, Proposal):
-            return [Publish(self.signed(message).envelope)]
-        vote = self.signed(replace(message, manifest=proposal.manifest))
-        if message.ballot is Ballot.PREVOTE or proposal.author in self.fellows:
+        ours = self.plan.pairs.get((message.branch, message.round, message.view))
+        choice = ours[0] if ours else self._proposed(core, message)
+        vote = self.signed(replace(message, manifest=choice))
+        if message.ballot is Ballot.PREVOTE or ours:
             return [Publish(vote.envelope)]
         few, rest = self._few(cluster, core, message.round)
         nothing = self.signed(replace(message, manifest=NOTHING))
