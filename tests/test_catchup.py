@@ -119,6 +119,18 @@ def test_who_has_no_history_to_give_is_replaced_at_once() -> None:
     assert {first.peer, second.peer} == {KEYS[0], KEYS[2]}
 
 
+def test_after_a_failure_the_next_who_is_ahead_is_asked_when_the_wait_is_over() -> None:
+    bench = Bench(4, me=1)
+    bench.hear(bench.hello(KEYS[0], round=2))
+    bench.tick()
+    assert bench.do(ev.HistoryFailed(KEYS[0], "gone")) == []
+    failed_at = bench.now
+    bench.hear(bench.hello(KEYS[2], round=2))
+    effects = bench.wait(2.0)
+    assert bench.now == failed_at + 2.0
+    assert [effect for effect in effects if isinstance(effect, ev.AskHistory)] == [ev.AskHistory(KEYS[2], RUN, 0)]
+
+
 def test_an_answer_that_nobody_asked_for_is_ignored() -> None:
     bench = Bench(4, me=1)
     line = other_line(bench, 2)

@@ -195,6 +195,11 @@ def test_so_many_of_a_set_begin_a_branch(members: int, enough: int) -> None:
         assert refused(state, few) == f"a branch of {members} members that {enough - 1} signed"
 
 
+def test_any_attempt_may_succeed() -> None:
+    beginning = begun(KEYS[:3], KEYS[:2], START, attempt=5)
+    assert follow(START, beginning, RUN_CONFIG, SIGNER) == START.regrouped(beginning.branch, KEYS[:3])
+
+
 def test_a_branch_begins_after_one_state_only() -> None:
     ((_, following),) = line_of(START, RUN_CONFIG, 1)
     assert refused(following, BEGINNING) == "a branch that begins elsewhere"

@@ -11,6 +11,7 @@ from core_known import (
     KEYS,
     ROOT0,
     RUN,
+    begun,
     certified,
     line_of,
     plain_manifest,
@@ -91,6 +92,33 @@ def test_changes_come_in_their_order() -> None:
     )
     assert jump_refused([first, second, last, beginning, beginning, third]) == "a branch that begins elsewhere"
     assert jump_refused([first, second, last, third, beginning]) == "changes of a roster that do not follow one another"
+
+
+def test_a_branch_begins_where_the_changes_before_it_end() -> None:
+    beginning = CHANGES[3]
+    assert isinstance(beginning, Beginning)
+    where = {"branch": beginning.parent_branch, "round": beginning.round, "head": beginning.parent}
+    state = msgspec.structs.replace(SEVEN, **where)
+    assert begun(beginning.members, beginning.signers, state) == beginning
+    for changes in ({"branch": OTHER}, {"round": 1}, {"head": OTHER}):
+        elsewhere = begun(beginning.members, beginning.signers, msgspec.structs.replace(state, **changes))
+        assert jump_refused([*CHANGES[:3], elsewhere, CHANGES[4]]) == "a branch that begins elsewhere"
+
+
+def test_a_jump_leads_over_two_branches_in_one_round() -> None:
+    middle = SEVEN.regrouped((first := begun(KEYS[:5], KEYS[:4], SEVEN)).branch, KEYS[:5])
+    end = middle.regrouped((second := begun(KEYS[:3], KEYS[:2], middle)).branch, KEYS[:3])
+    jump(SEVEN, (first, second), end, SIGNER)
+    assert jump_refused([second], end) == "a branch that begins elsewhere"
+
+
+def test_a_jump_leads_to_who_got_a_seat_and_needs_its_vote() -> None:
+    manifest = msgspec.structs.replace(plain_manifest(START, RUN_CONFIG), seated=(KEYS[9],))
+    entry = certified(manifest, START)
+    larger = msgspec.structs.replace(START, round=2, members=(*KEYS[:4], KEYS[9]))
+    jump(START, (entry,), larger, SIGNER)
+    assert jump_refused([], larger, START) == "a base that its changes do not lead to"
+    assert jump_refused([entry], START, START) == "a base that its changes do not lead to"
 
 
 def test_a_change_needs_the_quorum_of_the_roster_before_it() -> None:

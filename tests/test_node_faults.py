@@ -366,6 +366,15 @@ def test_after_a_clock_has_gone_back_a_deadline_is_still_met() -> None:
     assert [effect for effect in effects if isinstance(effect, ev.AskHistory)] == [ev.AskHistory(KEYS[0], RUN, 0)]
 
 
+def test_time_in_which_a_machine_slept_is_no_time() -> None:
+    bench = Bench(4, me=1)
+    bench.do(ev.StopRequested())
+    leave = ev.Publish(*envelopes(Leave(RUN, 1, ME)))
+    effects = bench.do(ev.Tick(), 1_000.0)  # due after five seconds; after thirty it would have gone
+    assert [effect for effect in effects if not isinstance(effect, ev.Send)] == [leave]
+    assert bench.node.deadline == 1_005.0
+
+
 def test_a_machine_that_slept_asks_where_the_others_are() -> None:
     bench = Bench(4, me=1)
     deadline = bench.node.deadline

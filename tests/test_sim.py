@@ -330,3 +330,10 @@ def test_nodes_that_call_themselves_are_no_message_kind_of_their_own() -> None:
     cluster.run()
     assert cluster.kinds == {"call": 1}
     assert len(scripts[1].heard) == 1
+
+
+def test_who_has_lost_its_memory_counts_as_faulty() -> None:
+    forgets = {"kind": "crash", "at": 5.0, "until": 6.0, "nodes": [2, 3], "forgetful": True}
+    outcome = simulate(scenario(4, rounds=30, fault=[forgets]), 1)
+    assert outcome.cluster.is_beyond
+    assert not simulate(scenario(7, rounds=12, fault=[forgets]), 1).cluster.is_beyond

@@ -106,4 +106,4 @@ def test_a_run_beyond_what_is_promised_has_no_verdict(monkeypatch: pytest.Monkey
     monkeypatch.setattr(swarm, "simulate", beyond)
     tally = swarm.swarm(1, 5)
     assert (tally.failed, tally.beyond) == (None, 1)
-    assert str(tally).endswith("nothing found, 1 ended where more than f of a roster lied")
+    assert str(tally).endswith("nothing found, 1 ended where more than f of a roster were faulty")

@@ -286,6 +286,14 @@ def test_who_was_invited_is_not_given_up() -> None:
     assert entry(state, NEWCOMER) == Admitted(NEWCOMER, 1, 0, 2 * UNSEATED_ABSENCES)
 
 
+def test_a_member_that_nobody_may_replace_stays_admitted_however_long_it_is_unheard() -> None:
+    run = run_of(admission={"absence_rounds_max": 1})
+    state = start(MEMBERS[:1])
+    for _ in range(2 * UNSEATED_ABSENCES):
+        state = after(state, run, absent=bitmap([0]))
+    assert (state.members, state.admitted) == (MEMBERS[:1], (Admitted(MEMBERS[0], 0, 0, 2 * UNSEATED_ABSENCES),))
+
+
 def test_a_member_that_never_offers_anything_keeps_its_seat() -> None:
     run = run_of(admission={"absence_rounds_max": 1})
     state = start()

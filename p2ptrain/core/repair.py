@@ -108,20 +108,11 @@ class Repair:
 
     def _lacking(self, here: Round, hello: Hello) -> list[Received]:
         agreement, members = here.agreement, here.roster.members
-        view = agreement.views[agreement.view]
-        is_same_view = hello.view == agreement.view
         lacking: list[Received] = []
-        if hello.view <= agreement.view:
-            prevoted = set(seats_in(hello.prevoted)) if is_same_view else set()
-            precommitted = set(seats_in(hello.precommitted)) if is_same_view else set()
-            place = here.roster.seat.get(hello.author, -1)
-            if view.proposal is not None and place not in prevoted:
-                lacking.append(view.proposal)
-                proposal = read(view.proposal, Proposal)
-                if proposal.valid_view >= 0:
-                    lacking += agreement.voted(proposal.valid_view, Ballot.PREVOTE, proposal.manifest)
-            for votes, known in ((view.prevotes, prevoted), (view.precommits, precommitted)):
-                lacking += [votes[key] for seat, key in enumerate(members) if key in votes and seat not in known]
+        if hello.view in agreement.views:  # perhaps just what keeps the neighbour from leaving that view
+            lacking += self._of_view(here, hello.view, hello)
+        if hello.view < agreement.view:
+            lacking += self._of_view(here, agreement.view, None)
         available, announced = set(seats_in(hello.available)), set(seats_in(hello.announced))
         for seat, key in enumerate(members):
             if seat not in available:
@@ -129,6 +120,23 @@ class Repair:
             if seat not in announced:
                 lacking += [offer.received for offer in here.parts.offers.by_author.get(key, [])[:2]]
         return lacking
+
+    def _of_view(self, here: Round, number: int, hello: Hello | None) -> list[Received]:
+        """What a neighbour lacks of a view; everything, unless it has said what it holds."""
+        agreement, members = here.agreement, here.roster.members
+        view = agreement.views[number]
+        prevoted = set(seats_in(hello.prevoted)) if hello else set()
+        precommitted = set(seats_in(hello.precommitted)) if hello else set()
+        found: list[Received] = []
+        place = here.roster.seat.get(hello.author, -1) if hello else -1
+        if view.proposal is not None and place not in prevoted:
+            found.append(view.proposal)
+            proposal = read(view.proposal, Proposal)
+            if proposal.valid_view >= 0:
+                found += agreement.voted(proposal.valid_view, Ballot.PREVOTE, proposal.manifest)
+        for votes, known in ((view.prevotes, prevoted), (view.precommits, precommitted)):
+            found += [votes[key] for seat, key in enumerate(members) if key in votes and seat not in known]
+        return found
 
     def answer(self, here: Round, peer: bytes, names: tuple[bytes, ...]) -> None:
         """Send a peer the messages that it asks for by name."""

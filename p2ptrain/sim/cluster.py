@@ -154,6 +154,9 @@ class Cluster:
         """Start the node's process, with what its disk holds."""
         assert node.core is None, "a process is started once"
         if forgetful:
+            node.has_forgotten = True
+            for other in self.honest:
+                self.roster_came_into_force(other.disk.state)
             node.disk = self._new_disk()
             node.shelf.keep(())
         self.connections.drop(node)
@@ -389,9 +392,12 @@ class Cluster:
         return True
 
     def roster_came_into_force(self, state: AgreedState) -> None:
-        """With more than f liars in it nothing is promised any more, and the run ends without a verdict."""
-        liars = sum(not self.nodes[self.key_index[key]].honest for key in state.members)
-        if liars > state.roster.tolerated:
+        """With more than f faulty members in it nothing is promised any more, and the run ends without a verdict.
+
+        Faulty are liars, and who has lost its memory: it is silent for as long as it may have spoken.
+        """
+        members = [self.nodes[self.key_index[key]] for key in state.members]
+        if sum(not node.honest or node.has_forgotten for node in members) > state.roster.tolerated:
             self.is_beyond = self.is_done = True
 
     def faults_ended(self) -> None:

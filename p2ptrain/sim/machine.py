@@ -74,7 +74,7 @@ class SimNode:
         self.life = 0  # how often it was started
         self.honest = True
         self.liar: Liar | None = None
-        self.has_left = False
+        self.has_left = self.has_forgotten = False
         self.is_gone = False  # and will not come back
         self.started_at = 0.0
         self.applied: list[tuple[bytes, int, bytes, bytes]] = []  # branch, round, manifest, root

@@ -2,9 +2,9 @@
 
 After Groce, Zhang, Eide, Chen and Regehr, "Swarm testing" (ISSTA 2012): each run has only some of the faults, chosen
 at random, because faults that always come together hide one another. At most f members lie or are gone for good, which
-is what the protocol promises to bear; where a roster comes about in which more than f lie (after a regroup, say), the
-run ends without a verdict. What fails is shrunk: faults are dropped, the run is shortened and nodes are taken away, as
-long as it still fails.
+is what the protocol promises to bear; where a roster comes about in which more than f are faulty (after a regroup,
+say), the run ends without a verdict. What fails is shrunk: faults are dropped, the run is shortened and nodes are
+taken away, as long as it still fails.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Tally(Struct):
     seeds: int = 0
     rounds: int = 0
     deliveries: int = 0
-    beyond: int = 0  # runs in which more than f members of a roster lied
+    beyond: int = 0  # runs in which more than f members of a roster were faulty
     seconds: float = 0.0
     failed: Failed | None = None
 
     def __str__(self) -> str:
-        beyond = f", {self.beyond} ended where more than f of a roster lied" if self.beyond else ""
+        beyond = f", {self.beyond} ended where more than f of a roster were faulty" if self.beyond else ""
         return (
             f"{self.rounds:,} rounds of {self.seeds:,} swarms, {self.deliveries:,} messages, "
             f"in {self.seconds:,.0f} s: {'one failed' if self.failed else 'nothing found'}{beyond}"
