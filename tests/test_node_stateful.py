@@ -352,9 +352,9 @@ class Anyone(RuleBasedStateMachine):
             self.do(ev.HistoryFailed(peer_asked, "no"))
             return
         line = self.node.line
-        states = [line.base, *(certified.state for certified in line.steps)]
+        states = [*line.forks.values(), line.base, *(certified.state for certified in line.steps)]
         start = states[max(0, len(states) - 1 - back)]
-        lineage = [stage for stage in line.lineage if line.end_of(stage.branch) is not None]
+        lineage = list(line.lineage)
         lineage = lineage[: [stage.branch for stage in lineage].index(start.branch) + 1]
         others = tuple(key for key in start.members if key != self.bench.me)
         steps: list[Step] = []
@@ -369,7 +369,10 @@ class Anyone(RuleBasedStateMachine):
         steps += [step for step, _ in followed]
         end = followed[-1][1].round if followed else start.round
         history = History(tuple(lineage), end, (), None, tuple(steps))
-        self.do(ev.HistoryArrived(peer_asked, spoiled(history, wrong, followed)))
+        answer = spoiled(history, wrong, followed)
+        self.do(ev.HistoryArrived(peer_asked, answer))
+        if self.asked and self.asked[-1][0] == peer_asked:  # from where the lines part, please
+            self.do(ev.HistoryArrived(self.asked.pop()[0], answer))
 
     # -----------------------------------------------------------------------------------------------
     # Time and the world
@@ -388,6 +391,15 @@ class Anyone(RuleBasedStateMachine):
     @rule(times=st.integers(2, 20))
     def time_goes_by(self, times: int) -> None:
         for _ in range(times):
+            self.the_deadline_comes()
+
+    @rule(has_trained=st.booleans())
+    def it_is_left_alone(self, has_trained: bool) -> None:
+        """For longer than it takes to call, to settle and to sign."""
+        if has_trained:
+            self.training_ends(True, 1)
+        until = self.bench.now + 150.0
+        while self.bench.now < until:
             self.the_deadline_comes()
 
     @rule(seconds=st.sampled_from((0.0, 0.01, 0.3, 1.0, 3.0, 20.0, 400.0, 1e6, -0.5, -100.0)))
