@@ -75,7 +75,7 @@ def announced(
     author: bytes, number: int = 1, which: bytes = b"", inline: bool = False, branch: bytes = RUN, **changes: Any
 ) -> Announcement:
     body = payload(author, number, which)
-    fields = {
+    fields: dict[str, Any] = {
         "base_round": number - 1,
         "base_root": ROOT0 if number == 1 else root_of(number - 1),
         "payload": payload_digest(body),
@@ -122,7 +122,7 @@ def plain_manifest(state: AgreedState, run: RunConfig, offers: list[Announcement
     names = tuple(sorted(name_of(offer) for offer in offers))
     by_name = {name_of(offer): offer for offer in offers}
     heard = bitmap(range(state.roster.size))
-    fields = {"root_round": state.root_round, "root": state.root} | changes
+    fields: dict[str, Any] = {"root_round": state.root_round, "root": state.root} | changes
     named = [
         Availability(
             state.branch, state.round + 1, held=names, refused=(), requests=(), heard=heard, author=key, **fields
@@ -183,7 +183,13 @@ class Bench:
         return Node(self.run, RUN, self.me, FakeSigner(self.me), Random(self.seed))
 
     def saved(self, **changes: Any) -> ev.Saved:
-        fields = {"history": (), "said": (), "applied_round": 0, "applied_root": ROOT0, "base": self.genesis}
+        fields: dict[str, Any] = {
+            "history": (),
+            "said": (),
+            "applied_round": 0,
+            "applied_root": ROOT0,
+            "base": self.genesis,
+        }
         return ev.Saved(**(fields | changes))
 
     def start(self, forgetful: bool = False, ticket: bytes = b"", **changes: Any) -> list[ev.Effect]:
@@ -251,7 +257,7 @@ class Bench:
     def available(self, author: bytes, offers: tuple[Announcement, ...] = (), **changes: Any) -> Availability:
         """Of a member that holds these contributions and hears everyone, in the node's own round."""
         at = self.state
-        fields = {
+        fields: dict[str, Any] = {
             "branch": at.branch,
             "round": at.round + 1,
             "root_round": at.round,
@@ -272,7 +278,7 @@ class Bench:
         manifest = manifest_of(at, self.run, RUN, named, by_name.get, requests.get)
         assert not isinstance(manifest, Missing)
         order = self.order(at.round + 1, at)
-        fields = {
+        fields: dict[str, Any] = {
             "valid_view": -1,
             "availabilities": tuple(sorted(message_digest(each) for each in named)),
             "manifest": manifest.digest,
@@ -283,8 +289,8 @@ class Bench:
     def hello(self, author: bytes, **changes: Any) -> Hello:
         """Of a member at the node's own place that holds nothing yet."""
         at = self.state
-        fields = {"protocols": (1,), "branch": at.branch, "round": at.round + 1, "view": 0}
-        bitmaps = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
+        fields: dict[str, Any] = {"protocols": (1,), "branch": at.branch, "round": at.round + 1, "view": 0}
+        bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
         return Hello(author=author, **(fields | bitmaps | changes))
 
     # -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def sealed(message: Proposal | Vote) -> Received:
 class WithoutLock(Agreement):
     """What would be if members forgot what they had precommitted."""
 
-    def _enter(self, number: int, now: float) -> Entered:  # type: ignore[override]
+    def _enter(self, number: int, now: float) -> Entered:
         self.locked, self.locked_view, self.valid, self.valid_view = NOTHING, -1, None, -1
         super()._enter(number, now)
         return Entered(number)

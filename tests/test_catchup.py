@@ -126,6 +126,7 @@ def test_after_a_failure_the_next_who_is_ahead_is_asked_when_the_wait_is_over() 
     assert bench.do(ev.HistoryFailed(KEYS[0], "gone")) == []
     failed_at = bench.now
     bench.hear(bench.hello(KEYS[2], round=2))
+    assert bench.node.deadline == failed_at + 1.0  # the next hello
     effects = bench.wait(2.0)
     assert bench.now == failed_at + 2.0
     assert [effect for effect in effects if isinstance(effect, ev.AskHistory)] == [ev.AskHistory(KEYS[2], RUN, 0)]
@@ -240,6 +241,7 @@ def test_a_jump_whose_base_nothing_certifies_is_refused() -> None:
     line = other_line(bench, 20, kept=8)
     history = line.answer(RUN, 0)
     assert followed(answered(bench, replace(history, steps=()))) == []
+    assert history.base is not None
     wrong = replace(history.base, root=ROOT0)
     assert followed(answered(bench, replace(history, base=wrong))) == []
     assert (bench.state.round, bench.node.context.counters["histories refused"]) == (0, 2)

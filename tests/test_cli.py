@@ -67,7 +67,11 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "commands"),
-    [((), ["simulate", "replay", "config", "data"]), (("config",), ["check", "schema", "show"]), (("data",), ["prepare"])],
+    [
+        ((), ["simulate", "replay", "config", "data"]),
+        (("config",), ["check", "schema", "show"]),
+        (("data",), ["prepare"]),
+    ],
 )
 def test_without_a_command_it_lists_them(
     arguments: tuple[str, ...], commands: list[str], capsys: pytest.CaptureFixture[str]

@@ -44,9 +44,10 @@ from p2ptrain.core.messages import (
     HELD_MAX,
     REQUESTS_MAX,
     SEATS_MAX,
+    Announcement,
 )
 from p2ptrain.core.roster import bitmap, quorum_of, roster_of, tolerated_by
-from p2ptrain.core.state import Admitted
+from p2ptrain.core.state import Admitted, genesis
 from p2ptrain.digest import digest
 
 # ---------------------------------------------------------------------------------------------------
@@ -269,11 +270,12 @@ def test_a_certified_root_never_goes_back_or_changes() -> None:
 
 def test_what_is_attested_and_not_here_is_asked_for() -> None:
     state = start()
-    offers = tuple(announced(key) for key in MEMBERS[:3])
-    named = quorum(state, held=names(*offers[:2]), refused=names(offers[2]), requests=ASKED[:1])
+    here = announced(KEYS[0])
+    held, refused = (names(*(announced(key, 9) for key in part)) for part in (KEYS[1:8], KEYS[8:]))
+    named = quorum(state, held=tuple(sorted((*held, *names(here)))), refused=refused, requests=ASKED[:1])
     lonely = said(state, MEMBERS[3], held=names(announced(MEMBERS[3])))  # nobody needs what one alone attests
-    found = manifest_of(state, OPEN, RUN, [*named, lonely], {name_of(offers[0]): offers[0]}.get, nobody)
-    assert found == Missing(tuple(sorted((*names(*offers[1:]), ASKED[0]))))
+    found = manifest_of(state, OPEN, RUN, [*named, lonely], {name_of(here): here}.get, nobody)
+    assert found == Missing(tuple(sorted((*held, *refused, ASKED[0]))))
 
 
 def test_even_what_will_not_be_taken_is_needed_to_know_that() -> None:
@@ -338,6 +340,21 @@ def lists_of(manifest: Manifest) -> list[list[bytes]]:
 def test_names_are_attested_as_often_as_they_stand_there(fields: list[set[bytes]], least: int) -> None:
     expected = sorted(name for name in ASKED if sum(name in field for field in fields) >= least)
     assert attested((tuple(sorted(field)) for field in fields), least) == expected
+
+
+def test_the_manifest_is_a_part_of_the_protocol() -> None:
+    """One that came out otherwise would be a new version; and anyone can write it down without this code."""
+    members = [bytes([number]) * 32 for number in range(4)]
+    state = genesis(bytes(32), tuple(members), b"\7" * 32)
+    offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, members[2])
+    named = quorum(state, held=names(offer), requests=(b"\4" * 16,), heard=b"\x07")
+    manifest = decide(state, named, (offer,), {b"\4" * 16: Request(join=Join(b"\6" * 32, b"\3" * 16, 9))})
+    taken = [[members[2], 1, 0, b"\5" * 32, 99]]
+    joins = [[b"\6" * 32, b"\3" * 16, 9]]
+    where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
+    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], []]
+    assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
+    assert manifest.digest.hex() == "a19d872864b71531293980826a3b3c4b77085eb85ed88979d6437bbcf647f247"
 
 
 # ---------------------------------------------------------------------------------------------------

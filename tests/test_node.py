@@ -21,7 +21,7 @@ from core_known import (
 )
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.manifest import Manifest, Taken
+from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import (
     NOTHING,
     Announcement,
@@ -32,6 +32,7 @@ from p2ptrain.core.messages import (
     message_digest,
 )
 from p2ptrain.core.roster import bitmap
+from p2ptrain.core.state import Taken
 
 ME = KEYS[1]  # KEYS[0] proposes first in round 1
 PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT

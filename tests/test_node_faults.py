@@ -22,7 +22,7 @@ from core_known import (
 )
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.history import History
+from p2ptrain.core.history import Entry, History
 from p2ptrain.core.messages import (
     NOTHING,
     NUMBER_MAX,
@@ -132,7 +132,8 @@ def test_a_member_without_a_seat_is_heard_only_for_what_it_offers() -> None:
 def test_a_flood_costs_the_flooder_its_connection_and_nobody_else_anything() -> None:
     bench = Bench(4, me=1)
     bench.now = 1.0
-    flood = [voted(KEYS[3], ballot, ROOT0, view) for ballot in Ballot for view in range(2)] * 200
+    flood: list[Message] = [voted(KEYS[3], ballot, ROOT0, view) for ballot in Ballot for view in range(2)]
+    flood *= 200
     flood += [announced(KEYS[3], which=bytes([which])) for which in range(200)]
     flood += [bench.available(KEYS[3], heard=bitmap((which,))) for which in range(200)]
     flood += [bench.available(KEYS[3], round=2, heard=bitmap((which,))) for which in range(200)]
@@ -246,7 +247,7 @@ def test_a_leaver_votes_until_a_manifest_carries_its_leave() -> None:
 def test_a_leaver_that_nobody_hears_goes_after_a_while() -> None:
     bench = Bench(4, me=1)
     bench.do(ev.StopRequested())
-    effects = []
+    effects: list[ev.Effect] = []
     while not any(isinstance(effect, ev.Stop) for effect in effects):
         effects = bench.tick()
     assert (bench.now, effects[-1]) == (30.0, ev.Stop("left without being heard"))
@@ -324,7 +325,9 @@ def test_a_node_that_starts_again_after_a_round_goes_on_from_there() -> None:
     store.checkpoints.append((store.history[1].state.head, 2, root_of(2)))
     again = Bench(4, me=1, start=False)
     started = again.do(ev.Started(store.saved()), 0.0)
-    third = store.history[2].step.manifest
+    step = store.history[2].step
+    assert isinstance(step, Entry)
+    third = step.manifest
     wanted = {taken.payload for taken in third.taken}
     assert {effect.payload for effect in started if isinstance(effect, ev.Fetch)} == wanted
     arrived = [again.do(ev.PayloadArrived(each, True)) for each in sorted(wanted)]

@@ -167,7 +167,7 @@ class Anyone(RuleBasedStateMachine):
 
     def manifest(self, pick: int) -> bytes:
         proposed = [view.proposal.message.manifest for view in self.node.here.agreement.views.values() if view.proposal]
-        known = [*proposed, *self.node.here.manifests, NOWHERE, NOTHING]
+        known: list[bytes] = [*proposed, *self.node.here.manifests, NOWHERE, NOTHING]
         return known[pick % len(known)]
 
     def hear(self, message: Message, sender: bytes = b"", attachment: bytes = b"", good: bool | None = None) -> None:

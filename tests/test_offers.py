@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 from core_known import KEYS, ROOT0, RUN, FakeSigner, announced, line_of, name_of, run_of, signed
 
 from p2ptrain.core import requests as module
 from p2ptrain.core.context import Context
-from p2ptrain.core.messages import SEATS_MAX, Announcement, JoinRequest, Leave
+from p2ptrain.core.messages import SEATS_MAX, Announcement, Evidence, JoinRequest, Leave
 from p2ptrain.core.offers import OFFERS_OF_AUTHOR_MAX, ROUNDS_KEPT, Offers, Verdict
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.reputation import prove
@@ -76,7 +77,7 @@ def test_of_each_author_the_oldest_round_is_attested_and_the_good_apart_from_the
     old = announced(AUTHOR, 1)
     names = [held(made, old), held(made, announced(KEYS[3], 1), good=False)]
     state = line_of(STATE, run_of({"staleness_rounds_max": 3}), 1)[0][1]
-    state = type(state)(*(getattr(state, name) if name != "window" else () for name in state.__struct_fields__))
+    state = msgspec.structs.replace(state, window=())
     held(made, announced(AUTHOR, 2))
     made.add(signed(announced(KEYS[1], 2)))  # whose payload is not here
     held(made, announced(KEYS[9], 2))  # who is not admitted
@@ -152,9 +153,9 @@ def test_a_wrong_request_is_refused_with_a_reason() -> None:
 def test_what_was_granted_or_has_lost_its_meaning_is_forgotten() -> None:
     made = Requests(context())
     proof = prove(*(signed(announced(KEYS[3], which=which)).envelope for which in (b"a", b"b")))
-    stays = [Leave(RUN, 1, KEYS[1]), proof]
-    for message in (*stays, JoinRequest(RUN, 1, b"", KEYS[9])):
-        assert made.add(signed(message), STATE)
+    stays: list[Leave | Evidence] = [Leave(RUN, 1, KEYS[1]), proof]
+    waiting: list[Leave | Evidence | JoinRequest] = [*stays, JoinRequest(RUN, 1, b"", KEYS[9])]
+    assert all(made.add(signed(message), STATE) for message in waiting)
     made.prune(genesis(RUN, (*KEYS[:4], KEYS[9]), ROOT0))
     assert made.names() == tuple(sorted(map(name_of, stays)))
     made.prune(genesis(RUN, KEYS[2:3], ROOT0))

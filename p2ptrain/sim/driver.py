@@ -80,7 +80,7 @@ class Driver:
 
     def _go_on(self, node: SimNode) -> None:
         """Carry out what waits, as far as the disk allows."""
-        queue, life, actions = node.queue, node.life, self._actions
+        queue, actions = node.queue, self._actions  # when the process ends, nothing waits any more
         node.is_carrying = True
         while queue:
             effect = queue[0]
@@ -97,8 +97,6 @@ class Driver:
                 node.fuse -= 1
                 if node.fuse <= 0:
                     self.cluster.kill(node)
-            if node.life != life:
-                break
         node.is_carrying = False
 
     def _begin_to_write(self, node: SimNode) -> None:

@@ -1,0 +1,422 @@
+"""The checkers see what they are there for: broken cores are caught, whole ones are not.
+
+First each checker by itself, shown one thing that must never happen after a clean run. Then the core with one of its
+safeguards switched off, in a scenario made for that: some seed must make it fail, and with the safeguard the same seed
+must pass. A change of the core shuffles what a seed leads to; then the search goes on from the seed that was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from test_history_checker import judged_simulation
+
+from p2ptrain.core import history, regroup, roster
+from p2ptrain.core.agreement import Agreement
+from p2ptrain.core.context import Context
+from p2ptrain.core.events import Applied, Apply, CaughtUp, Certified, Effect, Event, Persist, Publish, Started, Tick
+from p2ptrain.core.history import Beginning, Entry
+from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Received, Vote, encode, signed_bytes
+from p2ptrain.core.node import Node
+from p2ptrain.sim import checkers as ck
+from p2ptrain.sim import faults
+from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.ledger import Checker, Ledger, Trust, Violation, may_lie, quorum
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.outcome import simulate
+from p2ptrain.sim.scenario import scenario_of
+
+# ---------------------------------------------------------------------------------------------------
+# Each by itself
+
+
+class Ran:
+    """A clean run of four nodes, and the checkers that watched it."""
+
+    def __init__(self, nodes: int = 4) -> None:
+        self.checkers = ck.standard()
+        scenario = scenario_of({"sentence": "Nothing happens.", "nodes": nodes, "rounds": 4})
+        self.cluster = Cluster(nodes, 1, scenario, self.checkers)
+        faults.begin(self.cluster)
+        self.cluster.run()
+        self.node = self.cluster.nodes[0]
+        self.last = self.node.disk.history[-1]
+        assert isinstance(self.last.step, Entry)
+        self.entry = self.last.step
+        self.manifest = self.entry.manifest
+
+    def checker(self, kind: type[Checker]) -> Any:
+        return next(checker for checker in self.checkers if type(checker) is kind)
+
+    def show(self, kind: type[Checker], *effects: Effect, event: Event | None = None) -> str:
+        """What a checker says when node 0 does this; nothing, if it is content."""
+        try:
+            self.checker(kind).after(self.cluster, 0, event or Tick(), effects)
+        except Violation as violation:
+            return str(violation)
+        return ""
+
+    def decide(self, **changes: Any) -> Persist:
+        """The last round again, with another manifest."""
+        manifest = replace(self.manifest, **changes)
+        certificate = replace(self.entry.certificate, manifest=manifest.digest)
+        state = replace(self.last.state, head=manifest.digest)
+        return Persist(Certified(Entry(manifest, certificate), state))
+
+
+@pytest.fixture
+def ran() -> Ran:
+    return Ran()
+
+
+def test_a_clean_run_shows_nothing(ran: Ran) -> None:
+    again = Persist(ran.last)
+    kinds = [ck.OneHistory, ck.RealQuorums, ck.EqualRoots, ck.NobodyHonestBanned, ck.NothingCensored]
+    assert [ran.show(kind, again, Apply(ran.manifest)) for kind in kinds] == [""] * 5
+
+
+def test_two_manifests_for_a_round_are_seen(ran: Ran) -> None:
+    other = replace(ran.manifest, taken=())
+    number = ran.manifest.round
+    found = f"nodes {ran.checker(Ledger).decided[ran.manifest.branch, number][1]} and 0 have different manifests"
+    assert ran.show(ck.OneHistory, Apply(other)).startswith(found)
+    assert ran.show(ck.OneHistory, ran.decide(taken=())).startswith(found)
+    undecided = Apply(replace(ran.manifest, round=99))
+    assert ran.show(ck.OneHistory, undecided) == "node 0 applies round 99, which no honest node has decided"
+
+
+def test_a_round_that_follows_nothing_is_seen(ran: Ran) -> None:
+    found = ran.show(Ledger, ran.decide(parent=bytes(32), round=99))
+    assert found == "node 0 decided round 99, which follows something that no honest node has decided"
+
+
+def test_another_roster_than_the_manifests_make_is_seen(ran: Ran) -> None:
+    fewer = replace(ran.last.state, members=ran.last.state.members[1:])
+    found = ran.show(Ledger, Persist(Certified(ran.entry, fewer)))
+    assert found == f"node 0 has another roster after round {ran.manifest.round} than was agreed on"
+
+
+def test_certificates_without_a_real_quorum_are_seen(ran: Ran) -> None:
+    certificate = ran.entry.certificate
+    what = f"node 0's certificate for round {ran.manifest.round}"
+
+    def shown(**changes: Any) -> str:
+        entry = replace(ran.entry, certificate=replace(certificate, **changes))
+        return ran.show(ck.RealQuorums, Persist(Certified(entry, ran.last.state)))
+
+    assert shown() == ""
+    few = {"seats": b"\x03", "signatures": certificate.signatures[:2]}
+    assert shown(**few) == f"{what} has 2 of 4 members, the quorum is 3"
+    beyond = {"seats": b"\x13", "signatures": certificate.signatures[:3]}
+    assert shown(**beyond) == f"{what} has 3 of 4 members, the quorum is 3"
+    twice = {"signatures": (*certificate.signatures[:2], certificate.signatures[0])}
+    assert shown(**twice).startswith(f"{what} has a signature that node ")
+    assert shown(view=certificate.view + 1).startswith(f"{what} has a signature that node ")
+    assert shown(manifest=bytes(32)) == f"{what} is for something else"
+
+
+def test_a_branch_that_its_members_did_not_sign_is_seen(ran: Ran) -> None:
+    state = ran.last.state
+    members = state.members[:3]
+    begun = Beginning(state.branch, state.round, state.head, 0, members, members[:2], (bytes(64), bytes(64)))
+
+    def shown(**changes: Any) -> str:
+        step = replace(begun, **changes)
+        return ran.show(ck.RealQuorums, Persist(Certified(step, state.regrouped(step.branch, step.members))))
+
+    what = f"node 0's branch after round {state.round}"
+    assert shown().startswith(f"{what} has a signature that node ")
+    assert shown(signers=members[:1]) == f"{what} is signed by 1 of 3 members"
+    assert shown(signers=(members[0], bytes(32))) == f"{what} is signed by 2 of 3 members"
+    assert shown(members=(*members, bytes(32))).startswith(f"{what} is signed by 2 of 4 members")
+    assert shown(members=(bytes(32), *members[1:]), signers=members[1:]) == f"{what} has members that were none before"
+
+
+def test_roots_that_differ_or_come_from_nowhere_are_seen(ran: Ran) -> None:
+    number, wrong = ran.manifest.round, bytes(32)
+    found = ran.show(ck.EqualRoots, event=Applied(ran.manifest.branch, number, wrong))
+    assert found.endswith(f"and 0 have different roots after round {number}")
+    nowhere = ran.show(ck.EqualRoots, event=CaughtUp(2, b"\1" * 32))
+    assert nowhere == "node 0 fetched a state of round 2 that no honest node has had"
+    claimed = ran.show(ck.EqualRoots, ran.decide(root_round=2, root=b"\1" * 32))
+    assert claimed == f"round {number} certifies a root that no honest node has computed"
+
+
+def test_rounds_that_go_back_are_seen(ran: Ran) -> None:
+    number = ran.manifest.round
+    again = f"node 0 decided round {number} after round {number} of the same branch"
+    assert ran.show(ck.OnlyForward, Persist(ran.last)) == again
+    assert ran.show(ck.OnlyForward, Apply(ran.manifest)).startswith(f"node 0 applied round {number} after")
+    older = ran.node.disk.history[:-1]
+    restart = Started(replace(ran.node.disk.saved(), history=tuple(older)))
+    assert ran.show(ck.OnlyForward, event=restart) == ""
+    assert ran.show(ck.OnlyForward, Persist(ran.last), Apply(ran.manifest)) == ""
+
+
+def test_a_ban_of_an_honest_node_is_seen(ran: Ran) -> None:
+    victim = ran.cluster.nodes[2]
+    banned = ran.decide(banned=(victim.key,))
+    found = f"round {ran.manifest.round} bans node 2, which is honest"
+    assert ran.show(ck.NobodyHonestBanned, banned) == found
+    victim.honest = False
+    assert ran.show(ck.NobodyHonestBanned, banned) == ""
+
+
+def test_a_buffer_beyond_its_bound_is_seen(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "limits", lambda self: {"letters": (3, 3), "parcels": (5, 4)})
+    seen = [ran.show(ck.BoundedBuffers) for _ in range(ck.EVENTS_BETWEEN)]
+    assert [found for found in seen if found] == ["node 0 keeps 5 parcels, the bound is 4"]
+
+
+def signed(node: SimNode, message: Any) -> Received:
+    return Received(
+        message, bytes(32), encode(message, node.signer.sign(signed_bytes(node.signer.run_id, message))), b""
+    )
+
+
+def attested(ran: Ran, *held: Sequence[int]) -> str:
+    """What is said of an empty manifest for a new round, when each node's availability names these nodes' offers."""
+    nodes, branch, number = ran.cluster.nodes, ran.manifest.branch, ran.manifest.round + 1
+    checker = ran.checker(ck.NothingCensored)
+    offers = {}
+    for node in nodes:
+        message = Announcement(branch, number, number - 1, bytes(32), bytes(32), 40, node.key)
+        received = ran.cluster.decode(signed(node, message).envelope)
+        assert received is not None
+        offers[node.index] = received
+        checker.after(ran.cluster, node.index, Tick(), [Publish(received.envelope)])
+    for node, known in zip(nodes, held, strict=False):
+        names = tuple(sorted(offers[index].digest[:16] for index in known))
+        message = Availability(branch, number, 0, bytes(32), names, (), (), b"", node.key)
+        checker.after(ran.cluster, node.index, Tick(), [Publish(signed(node, message).envelope)])
+    manifest = replace(ran.manifest, round=number, parent=ran.manifest.digest, taken=())
+    return ran.show(ck.NothingCensored, Persist(Certified(Entry(manifest, ran.entry.certificate), ran.last.state)))
+
+
+def test_what_everyone_holds_and_nobody_takes_is_seen(ran: Ran) -> None:
+    number = ran.manifest.round + 1
+    found = f"round {number} leaves out node 2's contribution of round {number}, which every honest member holds"
+    assert attested(ran, [0, 2], [1, 2], [2], [2, 3]) == found
+
+
+def test_what_one_of_them_lacks_may_be_left_out(ran: Ran) -> None:
+    assert attested(ran, [0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 3]) == ""
+
+
+def test_two_votes_in_one_place_are_seen(ran: Ran) -> None:
+    node = ran.node
+    first = Vote(ran.manifest.branch, 9, 0, Ballot.PREVOTE, NOTHING, node.key)
+    for message in (first, replace(first, view=1), first):
+        ran.cluster.log.append((1.0, 0, signed(node, message).envelope))
+        assert ran.show(ck.OneVoice) == ""
+    other = replace(first, manifest=bytes([1]) * 32)
+    ran.cluster.log.append((1.0, 1, signed(node, other).envelope))
+    assert ran.show(ck.OneVoice) == "", "node 1 hands over what node 0 is said to have said"
+    ran.cluster.log.append((1.0, 0, signed(node, other).envelope))
+    assert ran.show(ck.OneVoice) == "node 0, which is honest, has made two of the same place: vote of round 9"
+
+
+def test_too_many_views_after_the_faults_are_seen(ran: Ran) -> None:
+    late = replace(ran.entry, certificate=replace(ran.entry.certificate, view=17))
+    found = ran.show(ck.Recovered, Persist(Certified(late, ran.last.state)))
+    assert found == f"round {ran.manifest.round} took 17 views after the faults were over"
+
+
+def test_a_swarm_that_does_not_go_on_is_seen(ran: Ran) -> None:
+    ran.checker(ck.Recovered).at_end(ran.cluster)
+    ran.cluster.is_done, ran.cluster.goal = False, 99
+    with pytest.raises(Violation, match=r"s, and nodes \[0, 1, 2, 3\] have not applied round 99"):
+        ran.checker(ck.Recovered).at_end(ran.cluster)
+
+
+def test_two_histories_in_the_end_are_seen(ran: Ran) -> None:
+    ledger, node = ran.checker(Ledger), ran.cluster.nodes[3]
+    other = ran.decide(taken=()).record
+    assert isinstance(other, Certified)
+    node.disk.history[-1] = other
+    ledger.trust[other.state.head] = Trust.EVERYTHING
+    with pytest.raises(Violation, match="of another history than node"):
+        ran.checker(ck.Recovered).at_end(ran.cluster)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "liars", "trust"),
+    [
+        (1, 0, Trust.EVERYTHING),
+        (3, 0, Trust.EVERYTHING),
+        (3, 1, Trust.NOTHING),
+        (4, 1, Trust.EVERYTHING),
+        (4, 2, Trust.NOTHING),
+        (6, 1, Trust.EVERYTHING),
+        (6, 2, Trust.ONE_HISTORY),
+        (6, 4, Trust.NOTHING),
+        (7, 2, Trust.EVERYTHING),
+        (7, 3, Trust.NOTHING),
+    ],
+)
+def test_what_is_promised_depends_on_how_many_lie(nodes: int, liars: int, trust: Trust) -> None:
+    ran = Ran(nodes)
+    for node in ran.cluster.nodes[:liars]:
+        node.honest = False
+    ledger = Ledger()
+    ledger.after(ran.cluster, nodes - 1, Tick(), [])
+    assert ledger.promises(ran.cluster.genesis.head) is trust
+
+
+def test_quorums_are_those_of_the_design() -> None:
+    assert [quorum(size) for size in range(1, 11)] == [1, 2, 2, 3, 4, 5, 5, 6, 7, 7]
+    assert [may_lie(size) for size in range(1, 11)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Cores without a safeguard
+
+Table = dict[str, Any]
+
+
+def base(nodes: int, **changes: Any) -> Table:
+    agreement = {"on_quorum_loss": "halt"}
+    return {
+        "sentence": "A core is broken.",
+        "nodes": nodes,
+        "rounds": 15,
+        "seconds": 90.0,
+        "agreement": agreement,
+        **changes,
+    }
+
+
+def without_locking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever precommits forgets it at once."""
+    monkeypatch.setattr(Agreement, "locked", property(lambda self: NOTHING, lambda self, value: None), raising=False)
+    monkeypatch.setattr(Agreement, "locked_view", property(lambda self: -1, lambda self, value: None), raising=False)
+
+
+def cut_off_deciders(seed: int) -> Table:
+    """Now and then two nodes hear everyone and are heard by nobody: they decide, the others may not, and two liars
+    then propose something else."""
+    draw = Random(seed)
+    cuts, at = [], 0.0
+    for _ in range(4):
+        at += draw.uniform(0.5, 2.5)
+        deciders = draw.sample(range(5), 2)
+        rest = [node for node in range(7) if node not in deciders]
+        cuts.append({"kind": "partition", "groups": [rest, deciders], "one_way": True, "at": at, "until": at + 15.0})
+        at += 17.0
+    liars = {"kind": "liar", "nodes": "f", "how": "propose anew", "at": 0.0}
+    agreement = {"on_quorum_loss": "halt", "view_seconds": 1, "view_seconds_max": 1}
+    training = {"seconds": 0.3, "spread": draw.choice([0.1, 1.0])}
+    return base(7, rounds=99, seconds=at, agreement=agreement, training=training, fault=[liars, *cuts])
+
+
+def without_intersection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the members are a quorum, so that two quorums may have nobody in common."""
+    for module in (roster, history, regroup):
+        monkeypatch.setattr(module, "quorum_of", lambda size: max(1, size // 2))
+
+
+def in_halves(seed: int) -> Table:
+    draw = Random(seed)
+    nodes = draw.choice([4, 6, 8])
+    order = draw.sample(range(nodes), nodes)
+    cut = {"kind": "partition", "groups": [order[: nodes // 2], order[nodes // 2 :]], "at": 3.0, "until": 20.0}
+    return base(nodes, fault=[cut])
+
+
+def without_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever claims to have signed has signed."""
+    monkeypatch.setattr(FakeSigner, "checks", False)
+
+
+def among_forgers(seed: int) -> Table:
+    nodes = Random(seed).choice([4, 5, 7])
+    return base(nodes, fault=[{"kind": "liar", "nodes": "f", "how": "forge", "at": 0.0}])
+
+
+def without_persistence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Votes go out and never to the disk."""
+    once = Context.publish_once
+
+    def publish(self: Context, message: Received, *more: Any) -> None:
+        if isinstance(message.message, Vote):
+            self.publish(message)
+        else:
+            once(self, message, *more)
+
+    monkeypatch.setattr(Context, "publish_once", publish)
+
+
+def in_a_storm(seed: int) -> Table:
+    draw = Random(seed)
+    nodes = draw.choice([4, 5, 7])
+    storm = {"kind": "storm", "nodes": "all", "at": 1.0, "until": 60.0, "at_once": nodes}
+    storm |= {"every_seconds": draw.choice([0.5, 1.0, 3.0]), "down_seconds": draw.choice([0.05, 0.3])}
+    return base(nodes, training={"seconds": 0.2}, links={"loss": draw.choice([0.0, 0.1, 0.3])}, fault=[storm])
+
+
+SEARCH = 100  # seeds, should the one that was found lead nowhere any more
+
+MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[int], Table], type[Checker], str, int]] = {
+    "locking": (without_locking, cut_off_deciders, ck.OneHistory, "have different manifests for round", 14),
+    "quorum intersection": (without_intersection, in_halves, ck.OneHistory, "have different manifests for round", 0),
+    "real quorums": (without_intersection, in_halves, ck.RealQuorums, "the quorum is", 0),
+    "signature checks": (without_signatures, among_forgers, ck.RealQuorums, "a signature that node", 0),
+    "signatures under evidence": (without_signatures, among_forgers, ck.NobodyHonestBanned, "which is honest", 0),
+    "persistence before voting": (without_persistence, in_a_storm, ck.OneVoice, "two of the same place: vote", 0),
+}
+
+
+@pytest.fixture
+def fresh_rosters() -> Iterator[None]:
+    """Rosters are remembered with their quorums."""
+    roster.roster_of.cache_clear()
+    yield
+    roster.roster_of.cache_clear()
+
+
+def only(kind: type[Checker]) -> list[Checker]:
+    """The ledger, and one checker that asks it: each has to find what it is there for without help."""
+    checkers = ck.safety()
+    return [checkers[0], *(checker for checker in checkers if type(checker) is kind)]
+
+
+@pytest.mark.usefixtures("fresh_rosters")
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_core_without_it_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, table, kind, sentence, found_at = MUTATIONS[name]
+    caught = -1
+    with monkeypatch.context() as patch:
+        mutate(patch)
+        for seed in (found_at, *range(SEARCH)):
+            outcome = simulate(scenario_of(table(seed)), seed, only(kind))
+            if any(sentence in failure for failure in outcome.failures):
+                caught = seed
+                break
+    roster.roster_of.cache_clear()
+    assert caught >= 0, f"no seed catches a core without {name}"
+    assert simulate(scenario_of(table(caught)), caught, ck.safety()).failures == []
+
+
+@pytest.mark.usefixtures("fresh_rosters")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("locking", "prevoted something else"),
+        ("quorum intersection", "could have a certificate"),
+        ("persistence before voting", "an honest node signed two votes for one place"),
+    ],
+)
+def test_the_judge_of_histories_sees_it_too(name: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, table, _, _, found_at = MUTATIONS[name]
+    mutate(monkeypatch)
+    for seed in (found_at, *range(SEARCH)):
+        ledger = Ledger()
+        cluster = simulate(scenario_of(table(seed)), seed, [ledger], Cluster.log_messages).cluster
+        if any(sentence in problem for problem in judged_simulation(cluster, ledger)):
+            return
+    pytest.fail(f"no seed shows the judge a core without {name}")
