@@ -336,3 +336,13 @@ def test_lengths_past_their_bound_are_refused_before_anything_is_read() -> None:
     ):
         with pytest.raises(RemoteProtocolError, match="not a message"):
             decode(enveloped(vote), KEYS)
+
+
+@pytest.mark.parametrize("depth", [100, 3_000, 400_000])
+def test_nesting_without_end_is_refused(depth: int) -> None:
+    """A decoder that recurses must not take the process with it."""
+    nested = b"\x91" * depth + b"\xc0"
+    body = b"\x95\xa5leave" + b"\xc4\x20" + bytes(32) + b"\x01" + b"\xc4\x20" + bytes(32) + nested
+    for data in (nested, b"\x93" + nested, msgspec.msgpack.encode((body, bytes(64), b""))):
+        with pytest.raises(RemoteProtocolError):
+            decode(data, KEYS)

@@ -272,7 +272,7 @@ def decode(data: bytes, verifier: Verifier) -> Received:
     try:
         envelope = _ENVELOPE.decode(data)
         message = _MESSAGE.decode(envelope.body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a message: {str(error)[:200]}") from error
     if _ENCODER.encode(message) != envelope.body or _ENCODER.encode(envelope) != data:
         raise RemoteProtocolError("a message in another than its canonical encoding")

@@ -43,6 +43,7 @@ from p2ptrain.core.round import Parts, Round
 from p2ptrain.core.snapshot import Snapshot, snapshot_of
 from p2ptrain.core.state import AgreedState
 from p2ptrain.core.work import Work
+from p2ptrain.errors import DataError
 
 GAP_SECONDS = 5.0  # after the deadline: by then the driver would have come, had the machine not slept
 PEERS_MAX = 1_024  # connections that the core knows of; an edge keeps far fewer
@@ -113,7 +114,11 @@ class Node:
 
     def _started(self, event: ev.Started) -> None:
         context, saved = self.context, event.saved
-        context.reputation.restore(saved.scores, context.now) if saved.scores else None
+        if saved.scores:
+            try:
+                context.reputation.restore(saved.scores, context.now)
+            except DataError:  # what was observed is a help, and no reason not to start
+                context.counters["saved scores damaged"] += 1
         self.parts = Parts(context)
         self.line = Line.restored(saved, context.run_id, context.run.agreement.history_rounds)
         is_forgetful = event.forgetful and self.line.state.members != (context.me,)

@@ -297,7 +297,9 @@ class Forges(Unasked):
         branch, number, long = here.branch, here.number, rng.randbytes(32)
         victim = rng.choice([key for key in here.roster.members if key != self.me] or [bytes(32)])
         view = here.agreement.view
-        vote = Vote(branch, number, view, rng.choice(tuple(Ballot)), long, victim)
+        proposal = here.agreement.views[view].proposal
+        wanted = getattr(proposal.message, "manifest", long) if proposal and rng.random() < 0.5 else long
+        vote = Vote(branch, number, view, rng.choice(tuple(Ballot)), wanted, victim)
         members = tuple(sorted({victim, self.me}))
         makes: tuple[Callable[[], bytes], ...] = (
             lambda: self.signed(vote).envelope,
