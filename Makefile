@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 PYTEST_WORKERS ?= 2
+SECONDS := 120
+SEED := 1
 VENV := .venv
 STAMP := $(VENV)/.installed
 
@@ -12,7 +14,7 @@ export OMP_NUM_THREADS := 1
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt test test-slow test-gpu clean
+.PHONY: help setup check fmt test swarm test-slow test-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +37,9 @@ fmt: setup ## format, and mend what the linter can
 
 test: setup ## the tests that take seconds
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow'
+
+swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS, SEED)
+	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) --seed $(SEED)
 
 test-slow: setup ## the tests that take minutes
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m slow --timeout=1800 || test $$? -eq 5  # 5: there are none

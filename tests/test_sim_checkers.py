@@ -363,9 +363,9 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[int],
     "locking": (without_locking, cut_off_deciders, ck.OneHistory, "have different manifests for round", 14),
     "quorum intersection": (without_intersection, in_halves, ck.OneHistory, "have different manifests for round", 0),
     "real quorums": (without_intersection, in_halves, ck.RealQuorums, "the quorum is", 0),
-    "signature checks": (without_signatures, among_forgers, ck.RealQuorums, "a signature that node", 0),
+    "signature checks": (without_signatures, among_forgers, ck.RealQuorums, "a signature that node", 12),
     "signatures under evidence": (without_signatures, among_forgers, ck.NobodyHonestBanned, "which is honest", 0),
-    "persistence before voting": (without_persistence, in_a_storm, ck.OneVoice, "two of the same place: vote", 0),
+    "persistence before voting": (without_persistence, in_a_storm, ck.OneVoice, "two of the same place: vote", 2),
 }
 
 

@@ -247,6 +247,18 @@ def test_the_same_manifest_makes_the_same_state_of_the_same_state() -> None:
     assert cluster.nodes[0].root_of(1) == one.root
 
 
+def test_the_same_manifest_makes_another_state_of_another_state() -> None:
+    cluster, scripts = scripted()
+    cluster.nodes[1].device.root = b"x" * 32
+    for index in range(2):
+        do(cluster, index, ev.Apply(manifest(cluster)))
+    cluster.run()
+    one, other = (script.heard[0][1] for script in scripts[:2])
+    assert isinstance(one, ev.Applied)
+    assert isinstance(other, ev.Applied)
+    assert one.root != other.root
+
+
 def test_applying_without_a_payload_is_caught() -> None:
     cluster, _ = scripted()
     name, _ = cluster.driver.make_payload(cluster.nodes[1], 1, 0)
