@@ -177,8 +177,9 @@ def signed(node: SimNode, message: Any) -> Received:
     )
 
 
-def attested(ran: Ran, *held: Sequence[int]) -> str:
-    """What is said of an empty manifest for a new round, when each node's availability names these nodes' offers."""
+def attested(ran: Ran, *held: Sequence[int], **changes: Any) -> str:
+    """What is said of a manifest for a new round, an empty one but for changes. Each node offers something, and `held`
+    says by node whose offers it names in its availability."""
     nodes, branch, number = ran.cluster.nodes, ran.manifest.branch, ran.manifest.round + 1
     checker = ran.checker(ck.NothingCensored)
     offers = {}
@@ -192,7 +193,7 @@ def attested(ran: Ran, *held: Sequence[int]) -> str:
         names = tuple(sorted(offers[index].digest[:16] for index in known))
         message = Availability(branch, number, 0, bytes(32), names, (), (), b"", node.key)
         checker.after(ran.cluster, node.index, Tick(), [Publish(signed(node, message).envelope)])
-    manifest = replace(ran.manifest, round=number, parent=ran.manifest.digest, taken=())
+    manifest = replace(ran.manifest, round=number, parent=ran.manifest.digest, **{"taken": (), **changes})
     return ran.show(ck.NothingCensored, Persist(Certified(Entry(manifest, ran.entry.certificate), ran.last.state)))
 
 
@@ -204,6 +205,27 @@ def test_what_everyone_holds_and_nobody_takes_is_seen(ran: Ran) -> None:
 
 def test_what_one_of_them_lacks_may_be_left_out(ran: Ran) -> None:
     assert attested(ran, [0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 3]) == ""
+
+
+def test_what_was_held_too_late_does_not_count(ran: Ran) -> None:
+    """Who has missed the decision may still say what it holds; by then it holds what came after."""
+    number = ran.manifest.round + 1
+    ran.checker(Ledger).decided[ran.manifest.branch, number] = (bytes(32), 1)
+    assert attested(ran, [0, 1, 2, 3], [0, 1, 2, 3]) == ""
+
+
+@pytest.mark.parametrize("changes", [{"banned": 2}, {"leaves": 2}])
+def test_who_is_out_need_not_be_taken(ran: Ran, changes: dict[str, int]) -> None:
+    out: dict[str, Any] = {name: (ran.cluster.nodes[index].key,) for name, index in changes.items()}
+    assert attested(ran, [2], [2], [2], [2], **out) == ""
+
+
+def test_an_older_contribution_of_the_same_author_goes_first(ran: Ran) -> None:
+    key = ran.cluster.nodes[2].key
+    older = tuple(replace(each, round=2) for each in ran.manifest.taken if each.author == key)
+    newer = tuple(replace(each, round=99) for each in ran.manifest.taken if each.author == key)
+    assert attested(ran, [2], [2], [2], [2], taken=older) == ""
+    assert attested(ran, [2], [2], [2], [2], taken=newer) != ""
 
 
 def test_two_votes_in_one_place_are_seen(ran: Ran) -> None:
@@ -264,6 +286,19 @@ def test_what_is_promised_depends_on_how_many_lie(nodes: int, liars: int, trust:
     ledger = Ledger()
     ledger.after(ran.cluster, nodes - 1, Tick(), [])
     assert ledger.promises(ran.cluster.genesis.head) is trust
+
+
+def test_a_roster_that_promised_nothing_taints_what_follows(ran: Ran) -> None:
+    """Once too many have lied, it does not help that they have left."""
+    ledger, head = Ledger(), ran.last.state.head
+    for node in ran.cluster.nodes[:2]:
+        node.honest = False
+    ledger.after(ran.cluster, 3, Tick(), [Persist(certified) for certified in ran.node.disk.history])
+    honest = tuple(sorted(node.key for node in ran.cluster.nodes[2:]))
+    begun = Beginning(ran.manifest.branch, ran.manifest.round, head, 0, honest, honest, (bytes(64), bytes(64)))
+    state = ran.last.state.regrouped(begun.branch, honest)
+    ledger.after(ran.cluster, 3, Tick(), [Persist(Certified(begun, state))])
+    assert (ledger.rosters[begun.branch], ledger.promises(begun.branch)) == (honest, Trust.NOTHING)
 
 
 def test_quorums_are_those_of_the_design() -> None:

@@ -128,6 +128,10 @@ class Agreement:
         self.proposed = -1  # the last view in which we proposed
         self.is_due = False  # something crossed a threshold since the last `advance`
 
+    def release(self) -> None:
+        """The round is over: let go of it, so that its messages do not wait for the garbage collector."""
+        self.judge, self.may_propose = lambda _: Judgement.UNKNOWN, lambda: False
+
     # -----------------------------------------------------------------------------------------------
     # What is heard
 

@@ -281,7 +281,7 @@ class Node:
         if entry is None or self.context.is_halted:
             return False
         self._follow(entry, self.line.state.after(entry.manifest, self.context.run))
-        self._begin_round()
+        self._begin_round(self.here)
         return True
 
     def _regroup(self) -> bool:
@@ -293,7 +293,7 @@ class Node:
             return False
         self.context.counters["regroups"] += 1
         self._follow(beginning, follow(self.line.state, beginning, self.context.run, self.context.signer))
-        self._begin_round()
+        self._begin_round(self.here)
         return True
 
     def _may_follow(self, beginning: Beginning) -> bool:
@@ -305,7 +305,7 @@ class Node:
         self.context.emit(ev.Persist(ev.Certified(step, state, trunk)))
         self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, before: Round | None = None) -> None:
         context, state = self.context, self.line.state
         self.catching_up.advanced()
         self.parts.offers.prune(state)
@@ -315,6 +315,8 @@ class Node:
         context.heard_at = {key: at for key, at in context.heard_at.items() if key in admitted}
         self.parts.arrivals.forget(admitted)
         self.regrouping = Regrouping(context, state)
+        if before is not None:
+            before.agreement.release()
         self.here = Round(context, self.parts, state)
         if records := context.remembered(state.branch, self.here.number):
             self._stand_by(records)
@@ -353,7 +355,7 @@ class Node:
             self._follow(step, state, base)
             base = None
         context.counters["rounds caught up"] += len(verified.steps)
-        self._begin_round()
+        self._begin_round(self.here)
 
     def recall(self, member: bytes, number: int) -> None:
         """A member says where it stands, and we do not know what we have said: be silent for as long as it may be."""

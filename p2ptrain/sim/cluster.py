@@ -10,6 +10,7 @@ same run on every machine.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
@@ -228,7 +229,20 @@ class Cluster:
             heappush(self.heap, (arrivals[-1][0], next(self.order), Flight(arrivals, event, payload)))
 
     def run(self) -> None:
-        """Until everyone has reached the goal, or the time is over."""
+        """Until everyone has reached the goal, or the time is over.
+
+        Without the collector of cycles: it would look through millions of messages again and again, and what a
+        round leaves behind holds no cycles.
+        """
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            self._run()
+        finally:
+            if was_on:
+                gc.enable()
+
+    def _run(self) -> None:
         heap, nodes, give = self.heap, self.nodes, self.give
         end = self.scenario.seconds
         while heap and not self.is_done:
