@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from core_known import (
     KEYS,
     ROOT0,
@@ -385,6 +386,23 @@ def test_a_machine_that_slept_asks_where_the_others_are() -> None:
     effects = bench.do(ev.Tick(), deadline + GAP_SECONDS + 1.0)
     assert sorted(sent(effects)) == sorted((key, bench.hello(ME)) for key in bench.others)
     assert bench.node.context.counters["gaps"] == 1
+
+
+@pytest.mark.parametrize("jump", [1_000.0, -90.0])
+def test_after_a_jump_of_the_clock_a_message_of_no_use_leaves_no_deadline_behind(jump: float) -> None:
+    """Once the deadline stayed as it was, and every further message was taken as another gap: time ran backwards."""
+    bench = Bench(4, me=1)
+    bench.decide()
+    for peer in bench.others:
+        bench.do(ev.PeerLost(peer))
+    assert bench.node.deadline is not None
+    ours, left = bench.node.context.now, bench.node.deadline - bench.now
+    bench.now += jump
+    for _ in range(2):
+        bench.hear(voted(KEYS[0], Ballot.PREVOTE, NOTHING))  # of round 1, which is over
+        assert 0.0 <= bench.node.deadline - bench.now <= left
+    assert bench.node.context.counters["gaps"] == (jump > 0)
+    assert ours <= bench.node.context.now <= ours + left
 
 
 # ---------------------------------------------------------------------------------------------------

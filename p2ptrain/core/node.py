@@ -93,18 +93,18 @@ class Node:
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Take in a fact; what is to be done about it."""
+        context, before = self.context, self._shift
         if now < self._last:
             self._shift += self._last - now
         self._last = now
-        context = self.context
         slept = self.deadline is not None and now > self.deadline + GAP_SECONDS
         if self.deadline is not None and slept:
             self._shift -= now - self.deadline
         context.now = now + self._shift
         if slept:
             self._woke_up()
-        if self._handlers[type(event)](event) and not context.effects:
-            return []  # only counted: nothing to do, and no deadline has changed
+        if self._handlers[type(event)](event) and not context.effects and self._shift == before:
+            return []  # only counted: nothing to do, and the deadline is what it was
         self._go_on()
         effects, context.effects = context.effects, []
         return effects
