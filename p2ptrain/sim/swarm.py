@@ -130,14 +130,16 @@ class _Draw:
         self.may_forget = budget - self.lying - self.dying - self.leaving
 
     def scenario(self) -> sc.Scenario:
+        training = self._training()
+        slowest = max((each["times"] for each in training["slow"]), default=1.0)
         return sc.scenario_of(
             {
                 "sentence": f"Drawn from seed {self.seed}.",
                 "nodes": self.nodes,
                 "rounds": self.rounds,
-                "seconds": self.end + RECOVERY_SECONDS + 4.0 * self.rounds * self.training,
+                "seconds": self.end + RECOVERY_SECONDS + 4.0 * self.rounds * self.training * max(1.0, slowest),
                 "faults_end": self.end,
-                "training": self._training(),
+                "training": training,
                 "links": self._links(),
                 "disk": {"fsync_seconds": self._choice(0.0, 0.002, 0.02, 0.2), "kept": self._choice(0.0, 0.5, 1.0)},
                 "agreement": self._agreement(),
