@@ -451,6 +451,8 @@ def test_with_overlap_the_next_training_does_not_wait_for_agreement() -> None:
 
 def test_a_vote_that_comes_after_the_decision_changes_nothing() -> None:
     bench, manifest, _ = decided()
+    assert bench.hear(voted(KEYS[3], PRECOMMIT, manifest.digest)) == []  # it was on its way
+    bench.wait(2.0)
     assert bench.hear(voted(KEYS[3], PRECOMMIT, manifest.digest)) == [ev.Send(KEYS[3], envelopes(bench.hello(ME)))]
 
 

@@ -166,19 +166,19 @@ class Agreement:
                 return Heard.USELESS
             if self._is_proposed(vote.manifest):
                 view.others[ballot, author, vote.manifest] = received
-                self._count(view, vote)
+                self._count(view, votes, vote)
             return Heard.CONFLICT
         votes[author] = received
-        self._count(view, vote)
+        self._count(view, votes, vote)
         return Heard.NEW
 
-    def _count(self, view: View, vote: Vote) -> None:
+    def _count(self, view: View, votes: dict[bytes, Received], vote: Vote) -> None:
         """Count a vote, also the second one of a liar: the quorum behind a proposal, which we have not seen alone,
         may rest on it, and two quorums share an honest member all the same."""
         ballot, quorum = vote.ballot, self.roster.quorum
         tally = view.tallies[ballot]
         count = tally[vote.manifest] = tally.get(vote.manifest, 0) + 1
-        if count == quorum or len(view.votes(ballot)) == quorum:
+        if count == quorum or len(votes) == quorum:
             self.is_due = True
             if ballot is Ballot.PRECOMMIT and vote.manifest != NOTHING and count == quorum and self.decided is None:
                 self.decided = Decided(vote.view, vote.manifest)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from p2ptrain.core.agreement import Heard
 from p2ptrain.core.events import Disconnect, MessageReceived
 from p2ptrain.core.messages import (
-    SHORT_BYTES,
     Announcement,
     Availability,
     Call,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
 OF_A_ROUND = (Availability, Proposal, Vote)
 EARLY_OF_AUTHOR_MAX = 6  # messages for the next round: an availability, a proposal, two votes, and what is wrong
+LATE_SECONDS = 1.0  # after a round has begun: what is said in the one before was on its way, and nobody is behind
 
 
 class Inbox:
@@ -49,9 +49,6 @@ class Inbox:
         self.accused: set[bytes] = set()
         self._kinds = {
             Announcement: self._announcement,
-            Availability: self._of_round,
-            Proposal: self._of_round,
-            Vote: self._of_round,
             Hello: self._hello,
             JoinRequest: self._request,
             Leave: self._request,
@@ -63,7 +60,10 @@ class Inbox:
 
     def take(self, event: MessageReceived) -> bool:
         """Take in a message; True if it was only counted."""
-        return self._kinds[type(event.received.message)](event)
+        message = event.received.message
+        if isinstance(message, OF_A_ROUND):
+            return self._of_round(event, message)
+        return self._kinds[type(message)](event)
 
     def begin_round(self) -> None:
         """A round begins: what came early is on time."""
@@ -76,9 +76,7 @@ class Inbox:
     # -----------------------------------------------------------------------------------------------
     # Availabilities, proposals, votes
 
-    def _of_round(self, event: MessageReceived) -> bool:
-        message = event.received.message
-        assert isinstance(message, OF_A_ROUND)
+    def _of_round(self, event: MessageReceived, message: Availability | Proposal | Vote) -> bool:
         here = self.node.here
         if message.round != here.number or message.branch != here.branch:
             return self._elsewhere(event, message)
@@ -138,7 +136,8 @@ class Inbox:
         if branch != node.here.branch:
             return self._on_another_branch(author, branch, number)
         if number < node.here.number:
-            return self._behind(author)
+            is_late = number == node.here.number - 1 and self.context.now < node.here.began + LATE_SECONDS
+            return is_late or self._behind(author)
         if number == node.here.number + 1:
             self.context.heard_at[author] = self.context.now
             early = self.early.setdefault(author, [])
@@ -173,7 +172,7 @@ class Inbox:
     # Announcements
 
     def _announcement(self, event: MessageReceived) -> bool:
-        asked_for = event.received.digest[:SHORT_BYTES] in self.node.here.questions
+        asked_for = event.received.name in self.node.here.questions.open
         return self.announcement(event.sender, event.received, asked_for, event.payload_good)
 
     def announcement(
@@ -183,7 +182,7 @@ class Inbox:
         node = self.node
         message = received.message
         assert isinstance(message, Announcement)
-        author, state = message.author, node.line.state
+        author, state = message.author, node.here.state
         overlap = self.context.run.agreement.overlap_rounds
         if author not in state.place:
             return self._useless(sender)
@@ -191,11 +190,9 @@ class Inbox:
             return self._on_another_branch(author, message.branch, message.round - overlap)
         if author in node.here.roster.seat:
             self.context.heard_at[author] = self.context.now
-        overlap = self.context.run.agreement.overlap_rounds
         if message.round > state.round + 1:
-            self._ahead(
-                author, message.branch, message.round - overlap
-            ) if message.round - overlap > state.round + 1 else None
+            if message.round > state.round + 1 + overlap:
+                self._ahead(author, message.branch, message.round - overlap)
             if message.round > state.round + 2 + overlap:
                 return False
         elif not state.may_take(message, node.parts.offers.staleness):
@@ -271,7 +268,7 @@ class Inbox:
 
     def _request(self, event: MessageReceived) -> bool:
         node = self.node
-        asked_for = event.received.digest[:SHORT_BYTES] in node.here.questions
+        asked_for = event.received.name in node.here.questions.open
         message = event.received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
         if not isinstance(message, Evidence) and message.branch != node.here.branch:

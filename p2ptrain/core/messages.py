@@ -18,6 +18,7 @@ whether it means anything here and now is the core's to decide.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Protocol, TypeAlias, TypeVar
 
@@ -197,13 +198,18 @@ class Envelope(Struct, frozen=True, array_like=True):
     attachment: Annotated[bytes, Meta(max_length=ATTACHMENT_BYTES_MAX)]
 
 
-class Received(Struct, frozen=True):
+class Received(Struct, frozen=True, dict=True):
     """A message that was decoded, whose signature holds."""
 
     message: Message
     digest: bytes
     envelope: bytes  # as it came: what evidence and handing over repeat
     attachment: bytes
+
+    @cached_property
+    def name(self) -> bytes:
+        """By which others ask for it."""
+        return self.digest[:SHORT_BYTES]
 
 
 M = TypeVar("M", bound=Message)

@@ -73,7 +73,6 @@ class Node:
         self._shift = 0.0  # from the driver's clock to ours, which neither sleeps nor goes back
         self._handlers: dict[type, Callable[[Any], bool | None]] = {
             ev.Started: self._started,
-            ev.MessageReceived: self._message_received,
             ev.MalformedReceived: self._malformed_received,
             ev.PeerSeen: self._peer_seen,
             ev.PeerLost: self._peer_lost,
@@ -136,6 +135,7 @@ class Node:
         self.catching_up = CatchingUp(context, self.line, self._may_follow)
         self.membership = Membership(context, self.parts.requests, event.ticket)
         self.inbox = Inbox(self)
+        self._handlers[ev.MessageReceived] = self.inbox.take
         said = [decode(record.envelope, context.signer) for record in saved.said]
         for received, record in zip(said, saved.said, strict=True):
             context.remember(received, record)
@@ -166,9 +166,6 @@ class Node:
 
     # -----------------------------------------------------------------------------------------------
     # Events
-
-    def _message_received(self, event: ev.MessageReceived) -> bool:
-        return self.inbox.take(event)
 
     def _malformed_received(self, event: ev.MalformedReceived) -> None:
         self.context.reputation.note(event.sender, Reason.MALFORMED, self.context.now)

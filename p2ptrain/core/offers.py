@@ -12,7 +12,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, SHORT_BYTES, Announcement, Received, read
+from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Received, read
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.state import AgreedState
 
@@ -46,22 +46,33 @@ class Offers:
     def add(self, received: Received, asked_for: bool = False) -> Verdict:
         """Take in an announcement by an admitted author, of a round that may still count."""
         announcement = read(received, Announcement)
-        name = received.digest[:SHORT_BYTES]
+        name = received.name
         if name in self.by_name:
             return Verdict.USELESS
-        mine = self.by_author.setdefault(announcement.author, [])
-        same = [offer for offer in mine if offer.announcement.round == announcement.round]
+        offer = Offer(name, announcement, received)
+        mine = self.by_author.get(announcement.author)
+        if mine is None:
+            self.by_author[announcement.author] = [offer]
+            verdict = Verdict.NEW
+        else:
+            verdict = self._verdict(mine, announcement.round, asked_for)
+            if verdict not in (Verdict.NEW, Verdict.CONFLICT):
+                return verdict
+            mine.append(offer)
+        self.by_name[name] = offer
+        self.by_payload.setdefault(announcement.payload, []).append(offer)
+        return verdict
+
+    def _verdict(self, mine: list[Offer], number: int, asked_for: bool) -> Verdict:
+        """What another announcement, for this round, is to those of its author."""
+        same = sum(offer.announcement.round == number for offer in mine)
         if asked_for:
             if len(mine) >= OFFERS_OF_AUTHOR_MAX:
                 return Verdict.FULL
-        elif len(same) >= 2:
+        elif same >= 2:
             return Verdict.USELESS
         elif not same and len({offer.announcement.round for offer in mine}) >= ROUNDS_KEPT:
             return Verdict.FULL
-        offer = Offer(name, announcement, received)
-        self.by_name[name] = offer
-        mine.append(offer)
-        self.by_payload.setdefault(announcement.payload, []).append(offer)
         return Verdict.CONFLICT if same else Verdict.NEW
 
     def conflicting(self, received: Received) -> Received:

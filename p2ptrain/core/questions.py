@@ -35,9 +35,6 @@ class Questions:
         self.context = context
         self.open: dict[bytes, Question] = {}
 
-    def __contains__(self, name: bytes) -> bool:
-        return name in self.open
-
     def ask(self, names: Iterable[bytes], sources: list[bytes]) -> None:
         """Ask for these, unless that has just been done."""
         others = [source for source in sources if source != self.context.me][:SOURCES_MAX]

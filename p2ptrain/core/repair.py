@@ -9,7 +9,7 @@ that nobody can make us send without end.
 from __future__ import annotations
 
 from p2ptrain.core.context import Context
-from p2ptrain.core.messages import PROTOCOL_VERSION, SHORT_BYTES, Ballot, Hello, Proposal, Received, read
+from p2ptrain.core.messages import PROTOCOL_VERSION, Ballot, Hello, Proposal, Received, read
 from p2ptrain.core.roster import bitmap, seats_in
 from p2ptrain.core.round import Round
 
@@ -140,7 +140,7 @@ class Repair:
 
     def answer(self, here: Round, peer: bytes, names: tuple[bytes, ...]) -> None:
         """Send a peer the messages that it asks for by name."""
-        known = {digest[:SHORT_BYTES]: received for digest, received in here.availabilities.items()}
+        known = {received.name: received for received in here.availabilities.values()}
         found: list[Received] = []
         size = 0
         for name in names[:HANDED_MAX]:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from p2ptrain.core.admission import check_request
 from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import Request
-from p2ptrain.core.messages import REQUESTS_MAX, SHORT_BYTES, Evidence, JoinRequest, Leave, Received
+from p2ptrain.core.messages import REQUESTS_MAX, Evidence, JoinRequest, Leave, Received
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
@@ -37,7 +37,7 @@ class Requests:
 
         One that we asked for, because others attest it, finds room: without it we know no manifest.
         """
-        name = received.digest[:SHORT_BYTES]
+        name = received.name
         if name in self.by_name:
             return False
         message = received.message

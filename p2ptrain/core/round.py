@@ -75,7 +75,6 @@ class Round:
         self.mine_held = 0  # contributions that it names
         self.availabilities: dict[bytes, Received] = {}  # by digest
         self.available: dict[bytes, list[Received]] = {}  # by member
-        self.held_lists: set[tuple[bytes, ...]] = set()  # of availabilities that hold only what we hold
         self.first_available_at: float | None = None
         self.propose_at: float | None = None
         self.judged: dict[bytes, Judged] = {}  # by the digest of the proposal
@@ -184,11 +183,12 @@ class Round:
         digest, author = received.digest, message.author
         if digest in self.availabilities:
             return False
-        asked_for = digest[:SHORT_BYTES] in self.questions
+        asked_for = received.name in self.questions.open
         mine = self.available.setdefault(author, [])
         if len(mine) >= 2 and not asked_for:
             return False
-        self.questions.answered(digest[:SHORT_BYTES])
+        if asked_for:
+            self.questions.answered(received.name)
         self.availabilities[digest] = received
         mine.append(received)
         self._ask_for_what_it_holds(message)
@@ -208,8 +208,9 @@ class Round:
             spread = EARLY_SPREAD * (now - self.first_available_at) + 0.1
             self.propose_at = now + min(spread, float(self.context.run.agreement.avail_seconds))
             self.agreement.start(now)
-        if count >= self.roster.quorum and self.closed_at is not None:
-            self.advance()
+        is_mine = self.agreement.proposer(self.agreement.view) == self.context.me
+        if self.closed_at is not None and (count == self.roster.quorum or (count > self.roster.quorum and is_mine)):
+            self.advance()  # others wait for the proposal, and for what it names
 
     def _ask_for_what_it_holds(self, message: Availability) -> None:
         by_name, payloads = self.parts.offers.by_name, self.parts.payloads
@@ -220,17 +221,11 @@ class Round:
             and not message.requests
         ):
             return  # we hold as much; should it be something else, the proposal will tell
-        unknown: list[bytes] = []
-        is_held = True
-        for name in () if message.held in self.held_lists else message.held:
-            offer = by_name.get(name)
-            if offer is None:
-                unknown.append(name)
-            elif offer.announcement.payload not in payloads.held:
-                payloads.add_source(offer.announcement.payload, message.author)
-                is_held = False
-        if is_held and not unknown:
-            self.held_lists.add(message.held)
+        unknown = [name for name in message.held if name not in by_name]
+        if payloads.wanted:
+            for name in message.held:
+                if name in by_name:
+                    payloads.add_source(by_name[name].announcement.payload, message.author)
         unknown += [name for name in message.requests if name not in self.parts.requests.by_name]
         unknown += [name for name in message.refused if name not in by_name]
         if unknown and message.author != self.context.me:
@@ -350,12 +345,6 @@ class Round:
         heard = self.agreement.hear_proposal(received)
         if heard is Heard.NEW:
             self.agreement.start(self.context.now)
-            self.advance()
-        return heard
-
-    def hear_vote(self, received: Received) -> Heard:
-        heard = self.agreement.hear_vote(received)
-        if self.agreement.is_due:
             self.advance()
         return heard
 
@@ -484,7 +473,6 @@ class Round:
         size = self.roster.size
         return {
             "availabilities": (len(self.availabilities), 2 * size + QUESTIONS_MAX),
-            "lists of held": (len(self.held_lists), 2 * size + QUESTIONS_MAX),
             **self.questions.limits(),
             "judged proposals": (len(self.judged), JUDGED_MAX),
             **self.agreement.limits(),

@@ -11,7 +11,7 @@ later than its round, so older entries can go.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -76,7 +76,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def place(self) -> dict[bytes, int]:
         """Where an admitted key stands among all of them."""
-        return {entry.key: place for place, entry in enumerate(self.admitted)}
+        return _places(tuple([entry.key for entry in self.admitted]))
 
     @cached_property
     def banned(self) -> frozenset[bytes]:
@@ -84,7 +84,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def taken(self) -> frozenset[tuple[bytes, int]]:
-        return frozenset(self.window)
+        return _as_set(self.window)
 
     @cached_property
     def roster(self) -> Roster:
@@ -167,6 +167,17 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+@lru_cache(maxsize=16)
+def _places(keys: tuple[bytes, ...]) -> dict[bytes, int]:
+    """The same for round after round, of which hundreds are kept; never changed."""
+    return {key: place for place, key in enumerate(keys)}
+
+
+@lru_cache(maxsize=16)
+def _as_set(window: tuple[tuple[bytes, int], ...]) -> frozenset[tuple[bytes, int]]:
+    return frozenset(window)
 
 
 def genesis(run_id: bytes, members: tuple[bytes, ...], root: bytes) -> AgreedState:

@@ -15,7 +15,7 @@ from p2ptrain.core.context import Context
 from p2ptrain.core.events import Apply, CatchUp, Return, Train, TrainingFinished
 from p2ptrain.core.line import Line
 from p2ptrain.core.manifest import Manifest
-from p2ptrain.core.messages import SHORT_BYTES, Announcement, Received, read
+from p2ptrain.core.messages import Announcement, Received, read
 from p2ptrain.core.round import Parts, Round
 
 REPLAY_ROUNDS_MAX = 32  # behind by more, fetching the state is cheaper than fetching each round's payloads; a guess
@@ -263,7 +263,7 @@ class Work:
         return list(self.outstanding.values())
 
     def names(self) -> list[bytes]:
-        return [received.digest[:SHORT_BYTES] for received in self.outstanding.values()]
+        return [received.name for received in self.outstanding.values()]
 
     def payloads_needed(self) -> set[bytes]:
         """Of rounds that were agreed on and are not applied yet."""
