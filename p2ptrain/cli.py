@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from p2ptrain.sim.scenario import Scenario
 
 FAILED, USER_ERRED = 1, 2  # typer sees to 130, the end by Ctrl-C, and to a reader that goes away
+TELL_SECONDS = 60.0  # between two lines of progress in a log
 
 # Help is plain text: rich's would take half of the time that --help may take.
 app = typer.Typer(add_completion=False, rich_markup_mode=None, invoke_without_command=True)
@@ -248,12 +249,25 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
 
 
 def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
-    from p2ptrain.sim.swarm import swarm
+    from p2ptrain.sim.swarm import Tally, swarm
 
-    terminal = sys.stderr.isatty()
-    tally = swarm(
-        rounds, seed, seconds, lambda tally: typer.echo(f"\r{tally}", err=True, nl=False) if terminal else None
-    )
+    done = Tally()
+    terminal, told = sys.stderr.isatty(), 0.0
+
+    def tell(tally: Tally) -> None:
+        nonlocal done, told
+        done = tally
+        if terminal:
+            typer.echo(f"\r{tally}", err=True, nl=False)
+        elif tally.seconds >= told + TELL_SECONDS:
+            told = tally.seconds
+            typer.echo(tally, err=True)
+
+    try:
+        tally = swarm(rounds, seed, seconds, tell)
+    except KeyboardInterrupt:
+        typer.echo(f"\n{done}; to go on: --seed {seed + done.seeds}")
+        raise
     if terminal:
         typer.echo(err=True)
     typer.echo(tally)

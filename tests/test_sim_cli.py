@@ -86,6 +86,27 @@ def test_a_swarm_that_finds_something_is_status_1(
     assert "it is broken\n\nIt is repeated by: p2ptrain simulate --swarm 1 --seed 4\n" in out
 
 
+def test_a_swarm_that_is_interrupted_says_what_it_has_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from p2ptrain.sim import swarm
+
+    run = swarm.run
+
+    def interrupted(scenario: swarm.sc.Scenario, seed: int) -> swarm.Outcome:
+        if seed == 5:
+            raise KeyboardInterrupt
+        return run(scenario, seed)
+
+    monkeypatch.setattr(swarm, "run", interrupted)
+    monkeypatch.setattr(cli, "TELL_SECONDS", 0.0)
+    status, out, err = p2ptrain(capsys, "simulate", "--swarm", 1000, "--seed", 4)
+    assert status == 130
+    assert " rounds of 1 swarms" in err, "a line of progress"
+    assert " rounds of 1 swarms" in out
+    assert out.endswith("nothing found; to go on: --seed 5\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
