@@ -70,9 +70,10 @@ def per_node_and_round(cluster: Cluster) -> dict[str, float]:
 
 def speed(quick: bool) -> list[dict[str, Any]]:
     sizes = [(20, 5), (40, 2)] if quick else [(200, 50), (1_000, 5)]
-    rows = [timed(nodes, rounds)[1] for nodes, rounds in sizes]
-    for row in rows:
-        print("  ".join(f"{name} {value:,}" for name, value in row.items()))
+    rows = []
+    for nodes, rounds in sizes:
+        rows.append(timed(nodes, rounds)[1])
+        print("  ".join(f"{name} {value:,}" for name, value in rows[-1].items()))
     return rows
 
 

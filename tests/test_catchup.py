@@ -8,6 +8,7 @@ from core_known import (
     ROOT0,
     RUN,
     Bench,
+    Store,
     announced,
     begun,
     certified,
@@ -289,6 +290,20 @@ def test_a_branch_of_which_the_old_quorum_knows_nothing_gives_way_to_it() -> Non
     assert silences == [ev.Silence(mine.branch, mine.round + 1)]
     assert bench.node.line.lineage == line.lineage
     assert bench.node.context.counters["branches left"] == 1
+
+
+def test_a_parting_older_than_the_kept_rounds_leaves_a_store_from_which_one_can_start() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    store = Store(bench.node.line.base, 4)
+    store.history = list(bench.node.line.steps)
+    line = Line(next(iter(bench.node.line.forks.values())), RUN, 64)
+    extend(bench, line, 2)
+    store.keep(meet(bench, line))
+    assert bench.state == line.state
+    assert (store.state, [each.step for each in store.history]) == (line.state, [each.step for each in line.steps])
+    again = bench.make()
+    again.handle(ev.Started(store.saved()), bench.now)
+    assert (again.line.state, again.line.lineage) == (line.state, line.lineage)
 
 
 def test_what_was_applied_on_a_branch_that_lost_is_fetched_anew() -> None:

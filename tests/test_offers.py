@@ -99,6 +99,7 @@ def test_what_can_no_longer_be_taken_is_forgotten() -> None:
     made.prune(after)
     assert sorted(made.by_name) == sorted(name_of(announced(AUTHOR, number)) for number in (2, 3))
     assert list(made.by_author) == [AUTHOR]
+    assert sorted(made.by_payload) == sorted(announced(AUTHOR, number).payload for number in (2, 3))
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -62,6 +62,10 @@ def _watching(rewrite: Callable[..., list[Said]], watch: Watch) -> Callable[...,
 
 
 OCCASIONS: dict[str, list[dict[str, Any]]] = {  # what it takes to make them lie
+    "false histories": [
+        {"kind": "liar", "nodes": "f", "how": "false histories", "at": 0.0},
+        {"kind": "join", "at": 4.0, "count": 8},
+    ],
     "votes for all": [
         {"kind": "liar", "nodes": [5], "how": "votes for all", "at": 0.0},
         {"kind": "liar", "nodes": [6], "how": "false manifests", "at": 0.0},

@@ -38,7 +38,7 @@ class Trunk(Struct, frozen=True):
     lineage: tuple[Stage, ...]
     changes: tuple[Step, ...]  # rounds that changed the roster, and beginnings with the round before them
     forks: tuple[AgreedState, ...]  # from which branches began, the last of them
-    base: AgreedState | None = None  # after a jump: the state before the step; older history is of no use any more
+    base: AgreedState | None = None  # after a jump, ahead or far back: the state before the step; the rest can go
 
 
 class Certified(Struct, frozen=True, tag=True):

@@ -345,9 +345,11 @@ class Node:
             context.counters["branches left"] += 1
             line.rewind(point)
             self.work.rewound(point.round)
-        if verified.base is not None:
-            line.rebase(verified.changes, verified.base)
         base = verified.base
+        if base is not None:
+            line.rebase(verified.changes, base)
+        elif not line.steps:  # perhaps the point is older than what is kept: the store must begin there, too
+            base = line.base
         for step, state in verified.steps:
             self._follow(step, state, base)
             base = None

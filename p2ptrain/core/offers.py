@@ -129,10 +129,11 @@ class Offers:
                 self.by_author[author] = kept
             else:
                 del self.by_author[author]
-        self.by_name = {offer.name: offer for offers in self.by_author.values() for offer in offers}
-
-    def payloads_on_offer(self) -> set[bytes]:
-        return {offer.announcement.payload for offer in self.by_name.values()}
+        self.by_name, self.by_payload = {}, {}
+        for offers in self.by_author.values():
+            for offer in offers:
+                self.by_name[offer.name] = offer
+                self.by_payload.setdefault(offer.announcement.payload, []).append(offer)
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""
@@ -140,4 +141,5 @@ class Offers:
             "offers": (len(self.by_name), OFFERS_MAX),
             "offers of an author": (max(map(len, self.by_author.values()), default=0), OFFERS_OF_AUTHOR_MAX),
             "authors": (len(self.by_author), ADMITTED_MAX),
+            "payloads on offer": (len(self.by_payload), OFFERS_MAX),
         }
