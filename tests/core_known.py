@@ -346,6 +346,7 @@ class Store:
         self.trunk: ev.Trunk | None = None
         self.silences: dict[bytes, ev.Silence] = {}
         self.scores = b""
+        self.halted: ev.Halted | None = None
         self.checkpoints = [(base.head, 0, ROOT0)]  # after which manifest; round and root
 
     @property
@@ -363,6 +364,8 @@ class Store:
                     self.silences[silence.branch] = silence
                 case ev.Observed(scores=scores):
                     self.scores = scores
+                case ev.Halted() as halted:
+                    self.halted = halted
                 case _:
                     pass
 
@@ -400,6 +403,7 @@ class Store:
             self.trunk,
             tuple(self.silences.values()),
             self.scores,
+            self.halted,
         )
 
 

@@ -167,6 +167,7 @@ def test_a_set_that_a_quorum_of_itself_has_signed_begins_a_branch() -> None:
     after = bench.genesis.regrouped(beginning.branch, beginning.members)
     effects = bench.hear(signed_set((ME, KEYS[2]), KEYS[2]))
     assert essential(effects) == [
+        ev.Persist(ev.Silence(RUN, 1)),
         ev.Persist(ev.Certified(beginning, after, trunk_of(bench, beginning))),
         ev.Return(1),  # it was announced on the other branch
         ev.Train(round=1, base_round=0, place=1, places=4),
@@ -184,6 +185,7 @@ def test_the_last_one_goes_on_alone() -> None:
     assert essential(effects) == [
         *bench.said(mine),
         *(ev.Publish(envelope) for envelope in envelopes(call(ME), mine)),
+        ev.Persist(ev.Silence(RUN, 1)),
         ev.Persist(ev.Certified(beginning, after, trunk_of(bench, beginning))),
         ev.Return(1),
         ev.Train(1, 0, 1, 4),
@@ -246,7 +248,8 @@ def test_a_set_that_an_honest_member_signed_binds_whoever_sees_it() -> None:
     beginning = begun(members, (KEYS[2], KEYS[3]), bench.genesis)
     after = bench.genesis.regrouped(beginning.branch, members)
     assert [effect for effect in effects if isinstance(effect, ev.Persist)] == [
-        ev.Persist(ev.Certified(beginning, after, trunk_of(bench, beginning)))
+        ev.Persist(ev.Silence(RUN, 1)),
+        ev.Persist(ev.Certified(beginning, after, trunk_of(bench, beginning))),
     ]
     assert not bench.node.here.is_member
 

@@ -28,6 +28,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.starts: dict[int, float] = {}
         self.offsets: dict[bytes, float] = {}
+        self.noted: dict[bytes, int] = {}  # the newest round of each: whoever repeats an old message says nothing new
 
     def begin(self, number: int, now: float) -> None:
         """A round starts."""
@@ -37,6 +38,9 @@ class Arrivals:
 
     def note(self, author: bytes, number: int, now: float) -> None:
         """A contribution for a round arrived."""
+        if number < self.noted.get(author, 0):
+            return
+        self.noted[author] = number
         start = self.starts.get(number)
         if start is None:  # of a round that we have not begun, or so long ago that we only know: at least as late
             start = now if number > max(self.starts, default=0) else min(self.starts.values())
@@ -50,6 +54,7 @@ class Arrivals:
         """Keep only these authors."""
         kept = set(authors)
         self.offsets = {author: offset for author, offset in self.offsets.items() if author in kept}
+        self.noted = {author: number for author, number in self.noted.items() if author in kept}
 
     def patience(self, members: Iterable[bytes]) -> tuple[float | None, float]:
         """How long after a round's start to wait for those we know, and for strangers; None: nothing is known."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from p2ptrain.core.history import History, Stage, Step
+from p2ptrain.core.history import Entry, History, Stage, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState
@@ -69,7 +69,14 @@ class Observed(Struct, frozen=True, tag=True):
     scores: bytes
 
 
-Record: TypeAlias = Said | Certified | Silence | Observed
+class Halted(Struct, frozen=True, tag=True):
+    """Two certificates for one round: more than f members lie, and nothing that is said can be trusted any more."""
+
+    first: Entry
+    second: Entry
+
+
+Record: TypeAlias = Said | Certified | Silence | Observed | Halted
 
 
 class Saved(Struct, frozen=True):
@@ -83,6 +90,7 @@ class Saved(Struct, frozen=True):
     trunk: Trunk | None = None
     silences: tuple[Silence, ...] = ()
     scores: bytes = b""
+    halted: Halted | None = None
 
     @property
     def state(self) -> AgreedState:

@@ -83,12 +83,13 @@ class Inbox:
         author = message.author
         if author not in here.roster.seat:
             return self._useless(event.sender)
-        self.context.heard_at[author] = self.context.now
         if type(message) is Vote:
             return self._vote(event.sender, event.received, message)
         if type(message) is Availability:
-            return self._availability(event)
+            return self._availability(event, author)
         heard = here.hear_proposal(event.received)
+        if heard is Heard.NEW:
+            self.context.heard_at[author] = self.context.now
         return self._unless_useless(heard, event.sender, event.received)
 
     def _vote(self, sender: bytes, received: Received, vote: Vote) -> bool:
@@ -97,24 +98,27 @@ class Inbox:
         heard = agreement.hear_vote(received)
         if heard is not Heard.NEW:
             return self._unless_useless(heard, sender, received)
+        self.context.heard_at[vote.author] = self.context.now
         if agreement.is_due:
             here.advance()
             return False
         return vote.manifest in here.manifests or self._chase(vote)
 
-    def _availability(self, event: MessageReceived) -> bool:
+    def _availability(self, event: MessageReceived, author: bytes) -> bool:
         here, agreement = self.node.here, self.node.here.agreement
         before = here.closed_at, agreement.stage, agreement.view
+        if event.received.digest not in here.availabilities:
+            self.context.heard_at[author] = self.context.now
         if not here.hear_availability(event.received):
             return self._useless(event.sender)
         is_quiet = (here.closed_at, agreement.stage, agreement.view) == before and not self.context.effects
-        return is_quiet and len(here.available) != here.roster.quorum
+        return is_quiet and agreement.decided is None and len(here.available) != here.roster.quorum
 
     def _unless_useless(self, heard: Heard, sender: bytes, received: Received) -> bool:
         """What is left to do after a proposal or a vote was taken in."""
-        if heard is Heard.CONFLICT:
-            self._accuse(self.node.here.agreement.earlier(received), received)
-        return heard is Heard.USELESS and self._useless(sender)
+        if heard is Heard.CONFLICT and self._accuse(self.node.here.agreement.earlier(received), received):
+            return False
+        return heard is not Heard.NEW and self._useless(sender)
 
     def _chase(self, vote: Vote) -> bool:
         """Members prevote a proposal that we have not seen: one of them hands it over."""
@@ -139,10 +143,11 @@ class Inbox:
             is_late = number == node.here.number - 1 and self.context.now < node.here.began + LATE_SECONDS
             return is_late or self._behind(author)
         if number == node.here.number + 1:
-            self.context.heard_at[author] = self.context.now
             early = self.early.setdefault(author, [])
-            if len(early) < EARLY_OF_AUTHOR_MAX:
+            is_new = all(each.received.digest != event.received.digest for each in early)
+            if is_new and len(early) < EARLY_OF_AUTHOR_MAX:
                 early.append(event)
+                self.context.heard_at[author] = self.context.now
         return self._ahead(author, branch, number)
 
     def _on_another_branch(self, author: bytes, branch: bytes, number: int) -> bool:
@@ -188,8 +193,6 @@ class Inbox:
             return self._useless(sender)
         if message.branch != state.branch:
             return self._on_another_branch(author, message.branch, message.round - overlap)
-        if author in node.here.roster.seat:
-            self.context.heard_at[author] = self.context.now
         if message.round > state.round + 1:
             if message.round > state.round + 1 + overlap:
                 self._ahead(author, message.branch, message.round - overlap)
@@ -208,6 +211,8 @@ class Inbox:
         verdict = node.parts.offers.add(received, asked_for)
         if verdict in (Verdict.USELESS, Verdict.FULL):
             return self._useless(sender)
+        if message.author in node.here.roster.seat:
+            self.context.heard_at[message.author] = self.context.now
         if verdict is Verdict.CONFLICT:
             self._accuse(node.parts.offers.conflicting(received), received)
         if payload_good is not None:
@@ -218,8 +223,10 @@ class Inbox:
             payloads.want(message.payload, message.payload_bytes, message.author)
             return False
         was_quiet = node.here.has_any and node.here.closed_at is None and not asked_for
+        collect_at = node.here.collect_at
         self.payload_checked(message, known, message.round <= node.here.number)
-        return was_quiet and node.here.closed_at is None and verdict is Verdict.NEW and not self.context.effects
+        is_quiet = node.here.closed_at is None and node.here.collect_at == collect_at and not self.context.effects
+        return was_quiet and is_quiet and verdict is Verdict.NEW
 
     def payload_checked(self, message: Announcement, good: bool, is_ripe: bool = False) -> None:
         """The payload of an announcement is here, and good or bad. `is_ripe`: this round may take it."""
@@ -297,9 +304,11 @@ class Inbox:
         if message.author not in state.place:
             return self._useless(event.sender)
         if (message.branch, message.parent) == (state.branch, state.head):
-            self.context.heard_at[message.author] = self.context.now
             hear = node.regrouping.hear_call if isinstance(message, Call) else node.regrouping.hear_regroup
-            return not hear(event.received) and self._useless(event.sender)
+            if not hear(event.received):
+                return self._useless(event.sender)
+            self.context.heard_at[message.author] = self.context.now
+            return False
         if message.branch != state.branch and node.line.end_of(message.branch) is None:
             return self._on_another_branch(message.author, message.branch, 0)
         if any(certified.state.head == message.parent for certified in node.line.steps):
@@ -312,19 +321,20 @@ class Inbox:
         """Certificates are never gossiped: they come with history."""
         return self._useless(event.sender)
 
-    def _accuse(self, first: Received, second: Received) -> None:
-        """Two messages for one place: keep the proof, and tell everyone."""
+    def _accuse(self, first: Received, second: Received) -> bool:
+        """Two messages for one place: keep the proof, and tell everyone; False if there is nothing to tell."""
         node, context = self.node, self.context
         assert isinstance(second.message, Announcement | Proposal | Vote)
         guilty = second.message.author
         if guilty in self.accused or guilty not in node.line.state.place or guilty == context.me:
-            return
+            return False
         self.accused.add(guilty)
         context.counters["lies proved"] += 1
         evidence = prove(first.envelope, second.envelope)
         received = Received(evidence, message_digest(evidence), encode(evidence), b"")
         node.parts.requests.add(received, node.line.state)
         context.publish(received)
+        return True
 
     def _useless(self, sender: bytes) -> bool:
         """Count a message that was of no use."""

@@ -99,7 +99,9 @@ class Node:
         slept = self.deadline is not None and now > self.deadline + GAP_SECONDS
         if self.deadline is not None and slept:
             self._shift -= now - self.deadline
-        context.now = now + self._shift
+        if now + self._shift < context.now:  # rounded, or woken up after the deadline by what left it standing
+            self._shift = context.now - now
+        context.now = max(context.now, now + self._shift)
         if slept:
             self._woke_up()
         if self._handlers[type(event)](event) and not context.effects and self._shift == before:
@@ -133,6 +135,8 @@ class Node:
         self.work = Work(context, self.parts, self.line, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
         self.catching_up = CatchingUp(context, self.line, self._may_follow)
+        if saved.halted is not None:
+            context.is_halted, self.catching_up.proof_of_lies = True, (saved.halted.first, saved.halted.second)
         self.membership = Membership(context, self.parts.requests, event.ticket)
         self.inbox = Inbox(self)
         self._handlers[ev.MessageReceived] = self.inbox.take
@@ -213,8 +217,9 @@ class Node:
 
     def _history_arrived(self, event: ev.HistoryArrived) -> None:
         verified = self.catching_up.answered(event.peer, event.history)
-        if self.catching_up.proof_of_lies is not None:
+        if self.catching_up.proof_of_lies is not None and not self.context.is_halted:
             self.context.is_halted = True
+            self.context.emit(ev.Persist(ev.Halted(*self.catching_up.proof_of_lies)))
         if verified is not None:
             self._adopt(verified)
 
@@ -297,10 +302,18 @@ class Node:
         return self.regrouping.may_follow(beginning)
 
     def _follow(self, step: Step, state: AgreedState, base: AgreedState | None = None) -> None:
+        if isinstance(step, Beginning):
+            self._leave_branch()
         self.line.append(step, state)
         trunk = self.line.trunk(base) if self.line.has_new_trunk else None
         self.context.emit(ev.Persist(ev.Certified(step, state, trunk)))
         self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
+
+    def _leave_branch(self) -> None:
+        """Should this branch win in the end, a restart in between must not let us say twice what we said there."""
+        left = self.line.state
+        spoken = left.round + 1 + self.context.run.agreement.overlap_rounds
+        self.context.emit(ev.Persist(ev.Silence(left.branch, spoken)))
 
     def _begin_round(self, before: Round | None = None) -> None:
         context, state = self.context, self.line.state
@@ -339,9 +352,7 @@ class Node:
         context, line = self.context, self.line
         point = verified.point
         if point is not line.state:
-            left = line.state
-            spoken = left.round + 1 + context.run.agreement.overlap_rounds
-            context.emit(ev.Persist(ev.Silence(left.branch, spoken)))
+            self._leave_branch()
             context.counters["branches left"] += 1
             line.rewind(point)
             self.work.rewound(point.round)
@@ -357,12 +368,19 @@ class Node:
         self._begin_round(self.here)
 
     def recall(self, member: bytes, number: int) -> None:
-        """A member says where it stands, and we do not know what we have said: be silent for as long as it may be."""
+        """A member says where it stands, and we do not know what we have said: be silent for as long as it may be.
+
+        In any quorum is an honest member that has voted in the last round that was decided; we can have spoken in
+        the next at most. What f liars invent far beyond the rest is cut, so that it does not silence us for ever.
+        """
         assert self.recalled is not None
         self.recalled[member] = number
-        if len(self.recalled) >= self.line.state.roster.attesting:
+        roster = self.line.state.roster
+        if len(self.recalled) >= min(roster.quorum, roster.size - 1):
             overlap = self.context.run.agreement.overlap_rounds
-            self.context.silent_everywhere = max(self.recalled.values()) + overlap + RECALL_MARGIN
+            claimed = sorted(self.recalled.values(), reverse=True)
+            highest = min(claimed[0], claimed[roster.tolerated] + self.line.kept)
+            self.context.silent_everywhere = highest + overlap + RECALL_MARGIN
             self.recalled = None
             self.context.emit(ev.Persist(ev.Silence(b"", self.context.silent_everywhere)))
 

@@ -129,6 +129,7 @@ class Regrouping:
     def _call(self, attempt: int) -> None:
         context, state = self.context, self.state
         if not context.may_speak(state.branch, state.round + 1):
+            self.called_at = context.now
             return
         context.counters["calls"] += 1
         self.attempt, self.called_at = attempt, context.now

@@ -106,7 +106,10 @@ class Round:
         usual, strangers = arrivals.patience(members)
         self.has_any = any(self.parts.offers.has_from(author, self.state) for author in self.parts.offers.by_author)
         if usual is None:
-            self.collect_at, self.waiting = None, set(members)
+            stall = float(self.context.run.agreement.stall_seconds)
+            # We have an offer from before a restart, and know of no arrival: the others may have gone meanwhile.
+            self.collect_at = self.context.now + stall if self.has_any else None
+            self.waiting = set(members)
             return
         others = [entry.key for entry in self.state.admitted]
         expected = arrivals.expected(members, others, usual)

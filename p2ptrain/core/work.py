@@ -98,10 +98,10 @@ class Work:
 
     def rewound(self, number: int) -> None:
         """The line has gone back to this round."""
+        if self.applied_round > number or self.applying is not None:  # the trainer may be at it already
+            self.is_astray = True
         self.applying = None
         self.catching = None
-        if self.applied_round > number:
-            self.is_astray = True
         self.roots = {at: root for at, root in self.roots.items() if at <= number}
         if self.training is not None and self.training.base_round > number:
             self.training.is_useful = False
@@ -161,6 +161,7 @@ class Work:
         state, context = self.line.state, self.context
         first_needed = state.root_round + 1
         if first_needed <= state.round and self.line.entry(first_needed) is None:
+            self.retry_at = None
             return  # nothing certified yet that the kept rounds lead on from: a later round will
         others = [peer for peer in context.peers if peer in state.place] or list(context.peers)
         context.rng.shuffle(others)

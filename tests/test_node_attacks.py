@@ -1,0 +1,192 @@
+"""Attacks and accidents that once worked against a node: replays, floods, and restarts at the worst moment."""
+
+from __future__ import annotations
+
+from core_known import (
+    KEYS,
+    RUN,
+    Bench,
+    Store,
+    announced,
+    line_of,
+    payload,
+    signed,
+    voted,
+)
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.history import History, Stage
+from p2ptrain.core.messages import NOTHING, Ballot, Vote, payload_digest
+from p2ptrain.core.reputation import BURST
+from p2ptrain.digest import digest
+
+ME, STRANGER = KEYS[1], KEYS[12]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Old messages, said again
+
+
+def test_whoever_repeats_old_messages_does_not_keep_their_author_alive() -> None:
+    bench = Bench(4, me=1)
+    old = [announced(KEYS[3], 1), voted(KEYS[3], Ballot.PREVOTE, NOTHING)]
+    for message in old:
+        bench.hear(message)
+    heard = bench.node.context.heard_at[KEYS[3]]
+    bench.now += 5.0
+    for message in old:
+        bench.hear(message, sender=STRANGER)
+    assert bench.node.context.heard_at[KEYS[3]] == heard
+    bench.decide()
+    bench.now += 5.0
+    for message in old:
+        bench.hear(message, sender=STRANGER)
+    assert bench.node.context.heard_at[KEYS[3]] < bench.now - 4.0
+
+
+def test_an_early_message_is_kept_once() -> None:
+    bench = Bench(4, me=1)
+    vote = voted(KEYS[0], Ballot.PREVOTE, digest("core test", b"x"), number=2)
+    for _ in range(9):
+        bench.hear(vote, sender=STRANGER)
+    bench.hear(bench.available(KEYS[0], round=2))
+    assert len(bench.node.inbox.early[KEYS[0]]) == 2
+
+
+def test_a_liar_that_votes_again_and_again_is_no_longer_heard() -> None:
+    bench = Bench(4, me=1)
+    for number in range(int(BURST) + 5):
+        bench.hear(Vote(RUN, 1, 0, Ballot.PREVOTE, digest("core test", number.to_bytes(4, "big")), KEYS[0]))
+    assert bench.node.context.counters["lies proved"] == 1
+    assert bench.node.context.reputation.score(KEYS[0], bench.now) > 0.0
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is quiet, and what is not
+
+
+def test_an_offer_that_changes_how_long_we_wait_sets_the_deadline() -> None:
+    """After a restart, with our own contribution on offer."""
+    bench = Bench(4, me=1)
+    store = Store(bench.genesis)
+    bench.now = 1.0
+    store.keep(bench.train())
+    bench.node = bench.make()
+    bench.do(ev.Started(store.saved()), 0.0)
+    bench.now = 2.0
+    for key in bench.others[:2]:
+        bench.hear_offer(announced(key, 1, inline=True))
+        assert bench.node.here.collect_at is not None
+        assert bench.node.deadline is not None
+        assert bench.node.deadline <= bench.node.here.collect_at
+
+
+def test_the_last_availability_that_a_decision_waits_for_decides_at_once() -> None:
+    bench = Bench(7, me=1)
+    offers = bench.collect()
+    quorum = bench.genesis.roster.quorum
+    named = [bench.available(key, offers) for key in bench.others]
+    proposal, manifest = bench.proposed(named[:quorum], offers)
+    bench.hear_all(*named[2:5])
+    bench.hear(proposal, sender=proposal.author)
+    for ballot in Ballot:
+        bench.hear_all(*(voted(key, ballot, manifest.digest) for key in bench.others[:quorum]))
+    assert (bench.node.here.agreement.decided is not None, bench.state.round) == (True, 0)
+    bench.hear_all(*named[:2])
+    assert bench.state.round == 1
+
+
+def test_our_own_time_does_not_go_back_when_the_tick_after_a_quiet_message_is_late() -> None:
+    bench = Bench(4, me=1)
+    assert bench.node.deadline is not None
+    late = bench.node.deadline + 4.0
+    bench.do(ev.MessageReceived(KEYS[0], signed(voted(KEYS[0], Ballot.PREVOTE, NOTHING))), late)
+    ours = bench.node.context.now
+    bench.do(ev.Tick(), late + 60.0)
+    assert bench.node.context.now >= ours
+
+
+def test_our_own_time_does_not_go_back_by_rounding() -> None:
+    bench = Bench(4, me=0)
+    bench.do(ev.Tick(), 0.3)
+    bench.do(ev.Tick(), -99.7)
+    assert bench.node.context.now >= 0.3
+
+
+# ---------------------------------------------------------------------------------------------------
+# Bad moments
+
+
+def test_what_is_being_applied_when_the_branch_is_left_is_not_built_upon() -> None:
+    bench = Bench(5)
+    for key in bench.others:
+        bench.do(ev.PeerLost(key))
+    bench.do(ev.PeerSeen(STRANGER))
+    bench.now = 10.0
+    bench.train(1)
+    applying: list[ev.Apply] = []
+    while not applying and bench.now < 3_000.0:
+        effects = bench.tick()
+        for effect in effects:
+            if isinstance(effect, ev.Train):
+                name = payload_digest(payload(bench.me, effect.round))
+                effects = effects + bench.do(ev.TrainingFinished(effect.round, name, 40), bench.now + 1.0)
+        applying += [effect for effect in effects if isinstance(effect, ev.Apply)]
+    assert bench.state.members == (bench.me,), "it went on alone, and its first round is being applied"
+    peer = bench.others[0]
+    bench.do(ev.PeerSeen(peer))
+    steps = tuple(entry for entry, _ in line_of(bench.genesis, bench.run, 1, signers=tuple(bench.others)))
+    bench.hear(bench.hello(peer, branch=RUN, round=2))
+    bench.wait(1.0)
+    history = History((Stage(RUN, 0),), 1, (), None, steps)
+    effects = []
+    while bench.state.branch != RUN and (asked := bench.node.catching_up.asked) is not None:
+        effects = bench.do(ev.HistoryArrived(asked.peer, history))
+    assert bench.state.branch == RUN
+    assert [type(effect) for effect in effects if isinstance(effect, ev.Apply | ev.CatchUp)] == [ev.CatchUp]
+    assert bench.node.work.is_astray
+
+
+def test_a_restart_after_the_contribution_was_announced_does_not_wait_for_ever() -> None:
+    """Of two machines the other never comes back."""
+    bench = Bench(2)
+    store = Store(bench.genesis)
+    bench.now = 10.0
+    store.keep(bench.train())
+    bench.node = bench.make()
+    bench.do(ev.Started(store.saved()), 0.0)
+    bench.wait(3_600.0)
+    assert bench.state.members == (bench.me,)
+
+
+def test_whoever_may_not_speak_does_not_call_in_a_loop() -> None:
+    bench = Bench(4, me=1, agreement={"stall_seconds": 10, "settle_seconds": 2})
+    bench.collect()
+    while bench.node.regrouping.attempt < 0:
+        bench.tick()
+    bench.node.context.keep_silent(RUN, 5)
+    began, ticks = bench.now, 0
+    while bench.now < began + 3_600.0:
+        bench.tick()
+        ticks += 1
+        assert ticks < 10_000
+
+
+def test_lies_about_where_the_swarm_is_do_not_silence_one_that_has_lost_its_memory_for_ever() -> None:
+    bench = Bench(4, me=1, start=False)
+    bench.start(forgetful=True)
+    for key, number in ((KEYS[0], 2**40), (KEYS[2], 9), (KEYS[3], 4)):
+        bench.hear(bench.hello(key, round=number))
+    kept = bench.run.agreement.history_rounds
+    assert 9 < bench.node.context.silent_everywhere <= 9 + kept + 2
+
+
+def test_a_halt_outlives_a_restart() -> None:
+    bench = Bench(4, me=1, start=False)
+    (first, _), *_ = line_of(bench.genesis, bench.run, 1)
+    (second, _), *_ = line_of(bench.genesis, bench.run, 1, which=b"other")
+    bench.start(halted=ev.Halted(first, second))
+    assert bench.node.context.is_halted
+    assert bench.node.catching_up.proof_of_lies == (first, second)
+    assert "halted: two certificates for one round, more than f members lie" in bench.node.snapshot().health
+    assert not bench.node.context.may_speak(RUN, 1)
