@@ -120,17 +120,14 @@ def test_who_has_no_history_to_give_is_replaced_at_once() -> None:
     assert {first.peer, second.peer} == {KEYS[0], KEYS[2]}
 
 
-def test_after_a_failure_the_next_who_is_ahead_is_asked_when_the_wait_is_over() -> None:
+def test_after_a_failure_the_next_who_is_ahead_is_asked_after_the_same_moment() -> None:
     bench = Bench(4, me=1)
     bench.hear(bench.hello(KEYS[0], round=2))
     bench.tick()
     assert bench.do(ev.HistoryFailed(KEYS[0], "gone")) == []
-    failed_at = bench.now
     bench.hear(bench.hello(KEYS[2], round=2))
-    assert bench.node.deadline == failed_at + 1.0  # the next hello
-    effects = bench.wait(2.0)
-    assert bench.now == failed_at + 2.0
-    assert [effect for effect in effects if isinstance(effect, ev.AskHistory)] == [ev.AskHistory(KEYS[2], RUN, 0)]
+    assert bench.node.deadline == bench.now + PATIENCE_SECONDS
+    assert bench.tick() == [ev.AskHistory(KEYS[2], RUN, 0)]
 
 
 def test_an_answer_that_nobody_asked_for_is_ignored() -> None:
@@ -191,8 +188,8 @@ def test_what_follows_a_gap_is_not_followed() -> None:
 
 def answered(bench: Bench, history: History, peer: bytes = KEYS[0]) -> list[ev.Effect]:
     """The answer of a peer that was a round ahead."""
-    bench.hear(bench.hello(peer, round=bench.state.round + 2))
-    while bench.node.catching_up.asked is None:
+    while bench.node.catching_up.asked is None:  # perhaps it has to wait, because it was asked in vain before
+        bench.hear(bench.hello(peer, round=bench.state.round + 2))
         bench.tick()
     return bench.do(ev.HistoryArrived(peer, history))
 
@@ -388,6 +385,68 @@ def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -
     )
 
 
+def parted(bench: Bench, rounds: int, *members: bytes) -> Line:
+    """The line of others, who keep a few rounds only, from where the branch of the node began."""
+    line = Line(next(iter(bench.node.line.forks.values())), RUN, 4)
+    if members:
+        regroup(line, members)
+    extend(bench, line, rounds)
+    return line
+
+
+def test_a_branch_of_more_members_is_followed_over_a_jump() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    line = parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
+    assert isinstance(line.answer(RUN, 1).changes[0], Beginning)
+    meet(bench, line)
+    assert (bench.state, bench.node.line.lineage[1:]) == (line.state, line.lineage[1:])
+
+
+def test_a_branch_that_began_later_is_followed_over_a_jump() -> None:
+    """The old quorum went on without us before it was lost: the round that proves it is left of what was left out."""
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    line = parted(bench, 2)
+    regroup(line, (KEYS[0], KEYS[2], KEYS[3]))
+    extend(bench, line, 20)
+    assert isinstance(line.answer(RUN, 1).changes[0], Entry)
+    meet(bench, line)
+    assert (bench.state, bench.node.line.lineage[1:]) == (line.state, line.lineage[1:])
+
+
+def test_a_level_branch_that_began_too_long_ago_waits_for_an_operator_over_a_jump_too() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    mine = bench.state
+    meet(bench, parted(bench, 20, KEYS[2]), KEYS[2])
+    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+
+
+def test_after_a_jump_a_smaller_branch_from_the_same_round_still_loses() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    lines = [parted(bench, 20, *members) for members in ((KEYS[0], KEYS[2]), (KEYS[3],))]
+    for line in lines:
+        meet(bench, line, KEYS[3])
+    assert (bench.state, bench.node.catching_up.is_split) == (lines[0].state, False)
+    assert bench.node.catching_up.has_lost(lines[1].state.branch)
+
+
+def test_a_jump_that_beats_us_but_binds_nobody_waits_for_an_operator() -> None:
+    """The old quorum went on, and then one member alone: there is nothing to follow, and nothing to stay for."""
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    mine, line = bench.state, parted(bench, 2)
+    regroup(line, (KEYS[2],))
+    extend(bench, line, 20)
+    meet(bench, line, KEYS[2])
+    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+
+
+def test_a_parting_of_which_no_state_is_left_waits_for_an_operator() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    mine, line = bench.state, parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
+    bench.node.line.forks.clear()
+    meet(bench, line)
+    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+
+
 # ---------------------------------------------------------------------------------------------------
 # More than f lies
 
@@ -398,9 +457,11 @@ def test_two_certificates_for_one_round_stop_the_node() -> None:
     line = Line(bench.genesis, RUN, 64)
     extend(bench, line, 2, b"other")
     history = line.answer(RUN, 1)
-    assert followed(answered(bench, history)) == []
+    effects = answered(bench, history)
+    assert followed(effects) == []
     proof = bench.node.catching_up.proof_of_lies
     assert proof is not None
+    assert ev.Persist(ev.Halted(*proof)) in effects
     assert proof == (bench.node.line.steps[0].step, line.steps[1].step)
     assert bench.node.snapshot().health[0] == "halted: two certificates for one round, more than f members lie"
     bench.now += 10.0

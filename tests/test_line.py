@@ -162,6 +162,16 @@ def test_a_line_that_jumps_keeps_the_changes_that_led_there() -> None:
     assert made.lineage == [Stage(RUN, 0), Stage(beginning.branch, 2)]
 
 
+def test_a_line_that_jumps_over_a_branch_from_its_head_remembers_where_it_began() -> None:
+    made, ahead = line(2), line(2)
+    beginning = regroup(ahead, 0, 1, 2)
+    go_on(ahead, 20)
+    fork = made.state
+    made.rebase(ahead.answer(RUN, 2).changes, ahead.base)
+    assert (made.forks, made.beginnings) == ({beginning.branch: fork}, {beginning.branch: beginning})
+    assert made.state_at(RUN, 2) is fork
+
+
 # ---------------------------------------------------------------------------------------------------
 # Answering
 

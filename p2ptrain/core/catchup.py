@@ -1,31 +1,40 @@
 """Catching up: learning that others are further on or on another branch, and following what they can prove.
 
 A message of a later round says that its author is ahead; mostly the certificate is on its way to us anyway, so we
-wait a moment, and then ask for history. Another branch is looked at at once. What comes back is followed step by
-step, each proved by the roster before it; whether a branch is to be preferred to ours is settled by line.py. Nothing
-that was not verified changes anything here.
+wait a moment, and then ask for history. A peer on another branch is asked after the same moment. What comes back is
+followed step by step, each proved by the roster before it; whether a branch is to be preferred to ours is settled by
+line.py. Nothing that was not verified changes anything here.
+
+Only one question is open at a time, and anyone who is connected can claim to be ahead. So admitted keys are asked
+first, and strangers, whose keys cost nothing, only when none of those claims it; a question leads to one more at most;
+and who was asked in vain is not asked again for a while, a longer one each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import AskHistory
 from p2ptrain.core.history import Beginning, Entry, History, Step, check_certificate, follow, jump
 from p2ptrain.core.line import Line, are_level, common_branch, wins
 from p2ptrain.core.reputation import Reason
+from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
 PATIENCE_SECONDS = 0.5  # for the certificate to come by itself, when somebody is ahead
 ANSWER_SECONDS = 10.0  # for a history; then somebody else is asked
-AHEAD_MAX = 64  # peers known to be ahead or elsewhere; of more, the newest are remembered
+AHEAD_MAX = 64  # peers known to be ahead or elsewhere; of more, the newest are remembered, and strangers go first
 LOST_SECONDS = 60.0  # until a branch that lost is looked at again: signatures under its beginning may have come up
 LOST_MAX = 64
-RETRY_SECONDS = 1.0
-RETRY_SECONDS_MAX = 30.0
+RETRY_SECONDS = 2.0  # until a peer that was asked in vain is asked again; doubles each time
+RETRY_SECONDS_MAX = 30.0  # short, because in a small swarm it may be the only one that has what we lack
+RETRIES_MAX = 1_024  # peers that were asked in vain: as many as can be admitted; strangers are forgotten first
+
+Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
@@ -34,6 +43,8 @@ class Question:
     branch: bytes
     round: int
     until: float
+    is_second: bool  # the first answer told from where on we have to ask
+    mine: AgreedState  # where our own line was
 
 
 @dataclass(slots=True)
@@ -55,14 +66,20 @@ class CatchingUp:
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # branch and round in which a peer was seen
         self.asked: Question | None = None
         self.ask_at: float | None = None
-        self.tries = 0
+        self.retries: dict[bytes, tuple[int, float]] = {}  # how often a peer was asked in vain, and until when it waits
+        self.was_in_vain = False  # the last question: nobody has proved since that there is anything to follow
         self.lost: dict[bytes, float] = {}  # branches that lost to ours, and when we found that out
         self.is_split = False  # another branch went its own way too long ago
         self.proof_of_lies: tuple[Entry, Entry] | None = None  # two certificates for one round
 
     @property
     def is_behind(self) -> bool:
-        return bool(self.ahead)
+        """Whether to take it that others are further on. A stranger's word is good until it has been looked at in vain:
+        else any two keys could keep a newcomer for ever from asking to be admitted."""
+        if not self.was_in_vain:
+            return bool(self.ahead)
+        place = self.line.state.place
+        return any(peer in place for peer in self.ahead)
 
     def has_lost(self, branch: bytes) -> bool:
         """Whether we have looked at this branch lately, and stayed with ours."""
@@ -70,12 +87,20 @@ class CatchingUp:
 
     def notice(self, peer: bytes, branch: bytes, number: int) -> None:
         """A peer is in a later round, or on another branch."""
-        self.ahead.pop(peer, None)
-        self.ahead[peer] = (branch, number)
-        if len(self.ahead) > AHEAD_MAX:
-            del self.ahead[next(iter(self.ahead))]
+        _, retry_at = self.retries.get(peer, (0, self.context.now))
+        if self.context.now < retry_at:
+            return
+        self._keep(self.ahead, peer, (branch, number), AHEAD_MAX)
         if self.ask_at is None:
             self.ask_at = self.context.now + PATIENCE_SECONDS
+
+    def _keep(self, kept: dict[bytes, Value], peer: bytes, value: Value, most: int) -> None:
+        """Remember something of a peer. Of too many, the oldest stranger goes: new keys must not push out members."""
+        kept.pop(peer, None)
+        kept[peer] = value
+        if len(kept) > most:
+            place = self.line.state.place
+            del kept[next((key for key in kept if key not in place), next(iter(kept)))]
 
     def advanced(self) -> None:
         """Our line went on: forget whom we have caught up with."""
@@ -99,24 +124,34 @@ class CatchingUp:
         if self.asked is not None and now >= self.asked.until:
             self.failed(self.asked.peer)
         if self.asked is None and self.ahead and self.ask_at is not None and now >= self.ask_at:
-            ordered = sorted(self.ahead)
+            place = self.line.state.place
+            ordered = sorted(peer for peer in self.ahead if peer in place) or sorted(self.ahead)
             self.context.rng.shuffle(ordered)
             peer = self.context.reputation.preferred(ordered[:8], now)[0]
-            self.ask(peer, self.line.state.branch, self.line.state.round)
+            self._ask(peer, self.line.state.branch, self.line.state.round)
 
-    def ask(self, peer: bytes, branch: bytes, number: int) -> None:
-        self.asked = Question(peer, branch, number, self.context.now + ANSWER_SECONDS)
+    def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
+        until = self.context.now + ANSWER_SECONDS
+        self.asked = Question(peer, branch, number, until, is_second, self.line.state)
         self.context.emit(AskHistory(peer, branch, number))
 
     def failed(self, peer: bytes) -> None:
-        """No answer, or a wrong one."""
-        if self.asked is None or self.asked.peer != peer:
-            return
-        self.asked = None
+        """No answer."""
+        if self.asked is not None and self.asked.peer == peer:
+            self.asked = None
+            self._in_vain(peer, Reason.SILENT)
+
+    def _in_vain(self, peer: bytes, reason: Reason | None) -> None:
+        """A question has come to nothing: others are asked now, and this peer not for a while."""
+        now = self.context.now
+        if reason is not None:
+            self.context.reputation.note(peer, reason, now)
+        count, _ = self.retries.get(peer, (0, now))
+        wait = min(RETRY_SECONDS * 2.0 ** min(count, 16), RETRY_SECONDS_MAX)
+        self._keep(self.retries, peer, (count + 1, now + wait), RETRIES_MAX)
         self.ahead.pop(peer, None)
-        self.tries += 1
-        wait = min(RETRY_SECONDS * 2.0 ** min(self.tries, 16), RETRY_SECONDS_MAX)
-        self.ask_at = self.context.now + (wait if not self.ahead else 0.0)
+        self.ask_at = now if self.ahead else None
+        self.was_in_vain = True
 
     def answered(self, peer: bytes, history: History) -> Verified | None:
         """What an answer proves that we should follow; None: nothing, or more has to be asked first."""
@@ -128,20 +163,31 @@ class CatchingUp:
             verified = self._weigh(asked, history)
         except RemoteProtocolError:
             self.context.counters["histories refused"] += 1
-            self.context.reputation.note(peer, Reason.MALFORMED, self.context.now)
-            verified = None
-        if self.asked is None and verified is None:
-            branch, _ = self.ahead.pop(peer, (self.line.state.branch, 0))
-            if branch != self.line.state.branch:
-                self.lost.pop(branch, None)
-                self.lost[branch] = self.context.now
-                while len(self.lost) > LOST_MAX:
-                    del self.lost[next(iter(self.lost))]
-            self.ask_at = self.context.now if self.ahead else None
+            self._in_vain(peer, Reason.MALFORMED)
+            return None
         if verified is not None:
-            self.tries = 0
+            self.retries.pop(peer, None)
+            self.was_in_vain = False
             self.ask_at = self.context.now
+        elif self.asked is None:
+            self._proved_nothing(peer)
         return verified
+
+    def _proved_nothing(self, peer: bytes) -> None:
+        """A true answer with nothing to follow: we have caught up, our branch wins, or the peer is not ahead at all."""
+        mine = self.line.state.branch
+        branch, _ = self.ahead.get(peer, (mine, 0))
+        if branch == mine and peer in self.ahead:  # and we have not caught up; but others may have been quoted wrongly
+            self._in_vain(peer, None)
+            return
+        self.ahead.pop(peer, None)
+        self.was_in_vain = True
+        self.ask_at = self.context.now if self.ahead else None
+        if branch != mine:
+            self.lost.pop(branch, None)
+            self.lost[branch] = self.context.now
+            while len(self.lost) > LOST_MAX:
+                del self.lost[next(iter(self.lost))]
 
     # -----------------------------------------------------------------------------------------------
     # Whose line goes on
@@ -166,15 +212,24 @@ class CatchingUp:
         else:
             return None  # the old roster's quorum went on with us
         if (asked.branch, asked.round) != (branch, point):
-            self.ask(asked.peer, branch, point)
+            self._ask_again(asked, branch, point)
             return None
         verified = self._verify(branch, point, history)
         if verified is None or my_next is None:
             return verified
-        if their_end > my_end:  # the old roster's quorum went on with them
-            first = verified.steps[0][0] if verified.steps else None
-            return verified if isinstance(first, Entry) and first.manifest.branch == branch else None
-        return verified if self._beats_mine(my_next.branch, verified) else None
+        first = (*verified.changes, *(step for step, _ in verified.steps))[0]  # what they did where we parted
+        if isinstance(first, Entry):
+            return verified  # the old roster's quorum went on with them
+        return verified if self._beats_mine(my_next.branch, first, verified.point) else None
+
+    def _ask_again(self, asked: Question, branch: bytes, point: int) -> None:
+        """From another place. Once: with a third question, a liar could hold the only one that is open for ever."""
+        if not asked.is_second:
+            self._ask(asked.peer, branch, point, is_second=True)
+            return
+        if asked.mine is self.line.state:  # it is not we who went on meanwhile
+            self._in_vain(asked.peer, Reason.UNFETCHABLE)
+        self.ahead.pop(asked.peer, None)
 
     def _verify(self, branch: bytes, point: int, history: History) -> Verified | None:
         state = self.line.state_at(branch, point)
@@ -185,23 +240,42 @@ class CatchingUp:
         self._look_for_lies(state, history)
         if history.base is not None:
             jump(state, history.changes, history.base, self.context.signer)
+            if not self._may_jump(state, history.changes, settled):
+                self.is_split = self.is_split or settled is not None  # we parted, and that line can bind nobody here
+                return None
             state = history.base
             if not history.steps or not isinstance(history.steps[0], Entry):
                 raise RemoteProtocolError("a jump that nothing certifies")
         steps: list[tuple[Step, AgreedState]] = []
         for step in history.steps:
-            if isinstance(step, Beginning) and state is not settled and not self._may_follow(step, state):
+            if isinstance(step, Beginning) and state is not settled and not self._may_follow(step, state.roster, state):
                 break  # what comes before it is true all the same
             state = follow(state, step, self.context.run, self.context.signer)
             steps.append((step, state))
-        return Verified(start, history.changes, history.base, steps) if steps else None
+        changes = history.changes if history.base is not None else ()  # without a jump, nobody has checked them
+        return Verified(start, changes, history.base, steps) if steps else None
 
-    def _may_follow(self, beginning: Beginning, state: AgreedState) -> bool:
+    def _may_jump(self, state: AgreedState, changes: tuple[Step, ...], settled: AgreedState | None) -> bool:
+        """Whether every branch of a jump binds us: a few liars could begin theirs in what is left out, too."""
+        roster = state.roster
+        for place, change in enumerate(changes):
+            if isinstance(change, Entry):
+                gone = set(change.manifest.unseated)
+                seated = (*roster.members, *change.manifest.seated)
+                roster = roster_of(tuple(sorted({key for key in seated if key not in gone})))
+                continue
+            at = state if place == 0 else None
+            if (at is None or at is not settled) and not self._may_follow(change, roster, at):
+                return False
+            roster = roster_of(change.members)
+        return True
+
+    def _may_follow(self, beginning: Beginning, roster: Roster, state: AgreedState | None) -> bool:
         """The same question as `Regrouping.may_follow`, wherever the branch begins."""
         if state is self.line.state:
             return self.may_follow(beginning)
-        is_bound = len(set(beginning.signers)) > state.roster.tolerated
-        return is_bound or self.context.me not in state.roster.seat or beginning.branch in self.line.beginnings
+        is_bound = len(set(beginning.signers)) > roster.tolerated
+        return is_bound or self.context.me not in roster.seat or beginning.branch in self.line.beginnings
 
     def _look_for_lies(self, state: AgreedState, history: History) -> None:
         """A round that our own roster certified, after another round than ours: more than f members have lied."""
@@ -215,17 +289,18 @@ class CatchingUp:
             check_certificate(theirs, state.roster, self.context.signer)
             self.proof_of_lies = mine, theirs
 
-    def _beats_mine(self, mine: bytes, verified: Verified) -> bool:
-        my_beginning, other = self.line.beginnings.get(mine), verified.steps[0][0]
-        if not isinstance(other, Beginning) or my_beginning is None:
-            self.is_split = self.is_split or my_beginning is None
-            return False
-        is_long_ago = self.line.state.round - verified.point.round > self.line.kept
-        if is_long_ago and are_level(other, my_beginning):
+    def _beats_mine(self, mine: bytes, other: Beginning, point: AgreedState) -> bool:
+        my_beginning = self.line.beginnings.get(mine)
+        is_long_ago = self.line.state.round - point.round > self.line.kept
+        if my_beginning is None or (is_long_ago and are_level(other, my_beginning)):
             self.is_split = True
             return False
         return wins(other, my_beginning)
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""
-        return {"peers ahead": (len(self.ahead), AHEAD_MAX), "branches that lost": (len(self.lost), LOST_MAX)}
+        return {
+            "peers ahead": (len(self.ahead), AHEAD_MAX),
+            "peers asked in vain": (len(self.retries), RETRIES_MAX),
+            "branches that lost": (len(self.lost), LOST_MAX),
+        }

@@ -68,13 +68,9 @@ class Line:
             last = self.steps[-1].step if self.steps else None
             if isinstance(last, Entry) and not last.manifest.changes_roster:
                 self.changes.append(last)  # which proves where the branch begins
-            self.forks[step.branch] = self.state
-            self.beginnings[step.branch] = step
+            self._remember_fork(step)
             self.lineage.append(Stage(step.branch, step.round))
             del self.lineage[:-STAGES_MAX]
-            if len(self.forks) > FORKS_MAX:
-                oldest = next(iter(self.forks))
-                del self.forks[oldest], self.beginnings[oldest]
         if isinstance(step, Beginning) or step.manifest.changes_roster:
             self.changes.append(step)
             del self.changes[:-CHANGES_MAX]
@@ -82,6 +78,14 @@ class Line:
         self.steps.append(Certified(step, state))
         while len(self.steps) > self.kept:
             self.base = self.steps.popleft().state
+
+    def _remember_fork(self, beginning: Beginning) -> None:
+        """A branch begins from our head: by this it is settled with others that began there, however late we meet."""
+        self.forks[beginning.branch] = self.state
+        self.beginnings[beginning.branch] = beginning
+        if len(self.forks) > FORKS_MAX:
+            oldest = next(iter(self.forks))
+            del self.forks[oldest], self.beginnings[oldest]
 
     def end_of(self, branch: bytes) -> int | None:
         """The last round of a branch that lies on this line; None if none does."""
@@ -155,6 +159,8 @@ class Line:
         """Jump to a state that lies ahead."""
         for change in changes:
             if isinstance(change, Beginning):
+                if change.parent == self.state.head:  # of the branches that begin later the state is not known
+                    self._remember_fork(change)
                 self.lineage.append(Stage(change.branch, change.round))
         self.changes = (self.changes + list(changes))[-CHANGES_MAX:]
         self.base = base

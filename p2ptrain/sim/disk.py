@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from p2ptrain.core.events import Certified, Observed, Record, Said, Saved, Silence, Trunk
+from p2ptrain.core.events import Certified, Halted, Observed, Record, Said, Saved, Silence, Trunk
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.messages import Message, Regroup
 from p2ptrain.core.state import AgreedState
@@ -38,6 +38,7 @@ class Disk:
     trunk: Trunk | None = None
     silences: list[Silence] = field(default_factory=list)
     scores: bytes = b""
+    halted: Halted | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list)
 
     @property
@@ -65,6 +66,8 @@ class Disk:
                 self.silences = [*kept, record][-SILENCES_KEPT:]
             case Observed(scores=scores):
                 self.scores = scores
+            case Halted():
+                self.halted = record
 
     def _certify(self, record: Certified) -> None:
         step = record.step
@@ -100,6 +103,7 @@ class Disk:
             trunk=self.trunk,
             silences=tuple(self.silences),
             scores=self.scores,
+            halted=self.halted,
         )
 
     def _newest_checkpoint(self) -> Checkpoint:

@@ -1,0 +1,240 @@
+"""Catching up among liars: whoever is connected may claim to be ahead, and nothing else follows from it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+from core_known import KEYS, RUN, Bench, begun, line_of, published, signed_set
+from test_catchup import extend, followed, meet, other_line, regroup, shared, steps
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.catchup import AHEAD_MAX, PATIENCE_SECONDS, RETRIES_MAX, RETRY_SECONDS, RETRY_SECONDS_MAX
+from p2ptrain.core.history import Beginning, History, Stage
+from p2ptrain.core.line import Line
+from p2ptrain.core.messages import NUMBER_MAX, JoinRequest
+from p2ptrain.core.reputation import Reason
+from p2ptrain.digest import digest
+
+LIAR, HONEST = KEYS[0], KEYS[2]
+
+
+def strangers(count: int) -> list[bytes]:
+    return [digest("core test", b"stranger", number.to_bytes(2, "big")) for number in range(count)]
+
+
+def asked(effects: list[ev.Effect]) -> list[bytes]:
+    return [effect.peer for effect in effects if isinstance(effect, ev.AskHistory)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Questions without end
+
+
+def on_second_branch() -> tuple[Bench, tuple[Stage, ...]]:
+    """A node that has followed the others to a branch of five of them."""
+    bench = Bench(7)
+    members = bench.founders[:5]
+    line = Line(bench.genesis, RUN, 64)
+    regroup(line, members)
+    meet(bench, line, KEYS[1])
+    assert bench.state.members == members
+    return bench, tuple(bench.node.line.lineage)
+
+
+def claim(bench: Bench, peer: bytes) -> list[bytes]:
+    """It says that it is ahead, and a moment passes; who is asked."""
+    bench.hear(bench.hello(peer, round=NUMBER_MAX - 1))
+    return asked(bench.wait(0.6))
+
+
+def test_a_liar_whose_lineage_changes_from_answer_to_answer_is_asked_twice_and_another_then() -> None:
+    bench, lineage = on_second_branch()
+    liar, honest = KEYS[4], KEYS[2]
+    assert claim(bench, liar) == [liar]
+    bench.hear(bench.hello(honest, round=2))
+    short = History(lineage[:1], NUMBER_MAX - 1, (), None, ())
+    assert asked(bench.do(ev.HistoryArrived(liar, short))) == [liar]
+    assert asked(bench.do(ev.HistoryArrived(liar, History(lineage, NUMBER_MAX - 1, (), None, ())))) == [honest]
+    assert bench.node.context.reputation.records[liar].counters == {Reason.UNFETCHABLE: 1}
+    assert not bench.node.catching_up.has_lost(bench.state.branch)
+
+
+def decide_at_once(bench: Bench) -> None:
+    """A round that is over before a question is."""
+    bench.now -= 9.5
+    bench.decide()
+
+
+def test_a_peer_is_not_to_blame_if_it_is_we_who_went_on_between_two_questions() -> None:
+    bench = Bench(4, me=1)
+    history = other_line(bench, 9).answer(RUN, 0)
+    assert claim(bench, HONEST) == [HONEST]
+    decide_at_once(bench)
+    assert asked(bench.do(ev.HistoryArrived(HONEST, history))) == [HONEST]
+    decide_at_once(bench)
+    assert asked(bench.do(ev.HistoryArrived(HONEST, history))) == []
+    assert (bench.node.context.reputation.records, bench.node.catching_up.retries) == ({}, {})
+    assert claim(bench, HONEST) == [HONEST]
+
+
+def test_who_did_not_answer_is_asked_again_after_a_while_that_grows_and_it_is_noted() -> None:
+    bench = Bench(4, me=1)
+    times: list[float] = []
+    while len(times) < 6:
+        for effect in bench.hear(bench.hello(KEYS[0], round=2)) + bench.wait(0.5):
+            if isinstance(effect, ev.AskHistory):
+                times.append(bench.now)
+                bench.do(ev.HistoryFailed(KEYS[0], "gone"))
+    waits = [round(later - earlier - PATIENCE_SECONDS, 9) for earlier, later in pairwise(times)]
+    assert waits == [RETRY_SECONDS * factor for factor in (1, 2, 4, 8)] + [RETRY_SECONDS_MAX]
+    assert bench.node.context.reputation.records[KEYS[0]].counters == {Reason.SILENT: 6}
+
+
+def test_who_answers_in_the_end_is_not_made_to_wait_any_more() -> None:
+    bench = Bench(4, me=1)
+    bench.hear(bench.hello(KEYS[0], round=2))
+    bench.tick()
+    bench.do(ev.HistoryFailed(KEYS[0], "gone"))
+    assert bench.node.catching_up.retries == {KEYS[0]: (1, bench.now + RETRY_SECONDS)}
+    bench.wait(RETRY_SECONDS)
+    line = other_line(bench, 3)
+    assert followed(meet(bench, line)) == steps(line)
+    assert bench.node.catching_up.retries == {}
+
+
+def test_who_is_not_ahead_on_our_branch_and_says_so_again_has_to_wait() -> None:
+    bench = Bench(4, me=1)
+    nothing = History((Stage(RUN, 0),), NUMBER_MAX - 1, (), None, ())
+    count = 0
+    while bench.now < 70.0:
+        for peer in claim(bench, LIAR):
+            count += 1
+            bench.do(ev.HistoryArrived(peer, nothing))
+    assert count == 6  # after 2, 4, 8, 16 and 30 seconds
+    assert bench.node.context.reputation.records == {}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Crowds
+
+
+def test_strangers_never_push_out_members() -> None:
+    bench = Bench(4, me=1)
+    catching_up = bench.node.catching_up
+    catching_up.notice(HONEST, RUN, 5)
+    for key in strangers(2 * AHEAD_MAX):
+        catching_up.notice(key, RUN, 5)
+    assert HONEST in catching_up.ahead
+    assert len(catching_up.ahead) == AHEAD_MAX
+
+
+def test_strangers_never_make_a_member_that_was_asked_in_vain_forgotten() -> None:
+    bench = Bench(4, me=1)
+    catching_up = bench.node.catching_up
+    for key in (LIAR, *strangers(RETRIES_MAX + 9)):
+        catching_up.ask_at = bench.now
+        catching_up.notice(key, RUN, 5)
+        bench.tick(bench.now)
+        bench.do(ev.HistoryFailed(key, "gone"))
+    assert LIAR in catching_up.retries
+    assert catching_up.limits()["peers asked in vain"] == (RETRIES_MAX, RETRIES_MAX)
+
+
+def test_members_are_asked_before_strangers_whatever_their_record() -> None:
+    for seed in range(8):
+        bench = Bench(4, me=1, seed=seed)
+        bench.node.context.reputation.note(HONEST, Reason.LATE, 0.0)
+        crowd = strangers(100)
+        for key in crowd:
+            bench.do(ev.PeerSeen(key))
+        bench.hear_all(*(bench.hello(key, round=9) for key in crowd[:50]))
+        bench.hear(bench.hello(HONEST, round=9))
+        bench.hear_all(*(bench.hello(key, round=9) for key in crowd[50:]))
+        assert asked(bench.wait(0.6)) == [HONEST]
+
+
+def test_a_stranger_is_asked_when_no_member_is_ahead_and_proves_as_much() -> None:
+    bench = Bench(4, me=1)
+    (stranger,) = strangers(1)
+    bench.do(ev.PeerSeen(stranger))
+    line = other_line(bench, 3)
+    assert followed(meet(bench, line, stranger)) == steps(line)
+
+
+def test_strangers_that_claim_to_be_ahead_do_not_keep_a_newcomer_from_joining() -> None:
+    bench = Bench(4, me=9, peers=False)
+    liars = strangers(2)
+    for key in (*KEYS[:4], *liars):
+        bench.do(ev.PeerSeen(key))
+    effects: list[ev.Effect] = []
+    for number in range(5, 125):
+        for key in liars:
+            effects += bench.hear(bench.hello(key, round=number))
+        effects += bench.wait(1.0)
+    requests = [message for message in published(effects) if isinstance(message, JoinRequest)]
+    assert len(requests) >= 3
+    assert set(asked(effects)) == set(liars)
+
+
+def test_a_newcomer_that_lags_first_looks_at_what_a_stranger_may_prove() -> None:
+    """Those who have the newest state may all have come after the beginning, which is all that a newcomer knows."""
+    bench = Bench(4, me=9, peers=False)
+    (stranger,) = strangers(1)
+    effects = bench.hear(bench.hello(stranger, round=9), sender=stranger) + bench.do(ev.PeerSeen(stranger))
+    effects += bench.hear(bench.hello(stranger, round=9)) + bench.wait(0.4)
+    assert bench.node.catching_up.is_behind
+
+
+# ---------------------------------------------------------------------------------------------------
+# Taking over
+
+
+def test_a_liar_does_not_take_over_a_swarm_that_is_well_by_a_jump() -> None:
+    """What a jump leaves out may hide a branch that binds nobody: of the liar alone, from our head or from later."""
+    for rounds in (0, 2):
+        bench = Bench(4, me=1)
+        bench.decide()
+        line = shared(bench)
+        line.kept = 4
+        extend(bench, line, rounds)
+        regroup(line, (LIAR,))
+        extend(bench, line, 20)
+        history = line.answer(RUN, 1)
+        assert history.base is not None
+        assert any(isinstance(change, Beginning) for change in history.changes)
+        assert followed(meet(bench, line)) == []
+        assert bench.state.branch == RUN
+
+
+def test_changes_without_a_jump_decide_nothing() -> None:
+    """Nobody checks them; a round of the old quorum among them would let a smaller branch beat a larger one."""
+    bench = Bench(4, me=1)
+    bench.decide()
+    line, members = shared(bench), (KEYS[1], KEYS[2], KEYS[3])
+    bench.hear_all(*(signed_set(members, key, state=bench.state) for key in members[1:]))
+    mine = bench.state
+    assert mine.members == members
+    made_up = line_of(line.state, bench.run, 1)[0][0]
+    regroup(line, (LIAR,))
+    bench.hear(bench.hello(LIAR, branch=line.state.branch, round=2))
+    assert asked(bench.wait(0.6)) == [LIAR]
+    bench.do(ev.HistoryArrived(LIAR, line.answer(mine.branch, 1)))
+    lie = msgspec.structs.replace(line.answer(RUN, 1), changes=(made_up,))
+    assert followed(bench.do(ev.HistoryArrived(LIAR, lie))) == []
+    assert bench.state == mine
+
+
+def test_a_branch_of_a_quorum_is_followed_over_a_jump() -> None:
+    for rounds in (0, 2):
+        bench = Bench(4, me=1)
+        bench.decide()
+        line = shared(bench)
+        line.kept = 4
+        extend(bench, line, rounds)
+        members = (KEYS[0], KEYS[2], KEYS[3])
+        beginning = begun(members, members, line.state)
+        assert regroup(line, members) == beginning
+        extend(bench, line, 20)
+        meet(bench, line)
+        assert bench.state == line.state
