@@ -190,3 +190,13 @@ def test_a_halt_outlives_a_restart() -> None:
     assert bench.node.catching_up.proof_of_lies == (first, second)
     assert "halted: two certificates for one round, more than f members lie" in bench.node.snapshot().health
     assert not bench.node.context.may_speak(RUN, 1)
+
+
+def test_whoever_asks_for_histories_without_end_gets_a_few() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    answers = [bench.do(ev.HistoryAsked(KEYS[0], RUN, 0)) for _ in range(1_000)]
+    told = [effect for effects in answers for effect in effects if isinstance(effect, ev.SendHistory)]
+    assert 2 <= len(told) <= 64
+    bench.now += 10.0
+    assert any(isinstance(effect, ev.SendHistory) for effect in bench.do(ev.HistoryAsked(KEYS[0], RUN, 0)))

@@ -161,3 +161,32 @@ def test_what_was_granted_or_has_lost_its_meaning_is_forgotten() -> None:
     assert made.names() == tuple(sorted(map(name_of, stays)))
     made.prune(genesis(RUN, KEYS[2:3], ROOT0))
     assert made.names() == ()
+
+
+def proof_against(key: bytes, which: int = 0) -> Evidence:
+    lies = [announced(key, which=bytes([which, half])) for half in range(2)]
+    return prove(*(signed(lie).envelope for lie in lies))
+
+
+def test_a_liar_that_asks_to_leave_keeps_out_no_evidence_against_it() -> None:
+    made = Requests(context())
+    leaves = [Leave(RUN, number, KEYS[3]) for number in range(1, OF_AUTHOR_MAX + 1)]
+    proofs = [proof_against(KEYS[3], which) for which in range(OF_AUTHOR_MAX + 1)]
+    assert [made.add(signed(each), STATE) for each in leaves] == [True] * OF_AUTHOR_MAX
+    assert [made.add(signed(each), STATE) for each in proofs] == [True] * OF_AUTHOR_MAX + [False]
+    other = Requests(context())
+    assert all(other.add(signed(each), STATE) for each in (*proofs[:OF_AUTHOR_MAX], *leaves))
+
+
+def test_a_crowd_keeps_out_no_evidence_which_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUESTS_MAX", 4)
+    monkeypatch.setattr(module, "EVIDENCE_MAX", 2)
+    made = Requests(context())
+    crowd = [Leave(RUN, number, key) for key in KEYS[1:4] for number in (1, 2)]
+    proofs = [proof_against(key) for key in KEYS[1:4]]
+    assert [made.add(signed(each), STATE) for each in crowd] == [True] * 4 + [False] * 2
+    assert [made.add(signed(each), STATE) for each in proofs] == [True] * 2 + [False]
+    named = made.names()
+    assert (len(named), list(named)) == (4, sorted(named))
+    assert {name_of(proof) for proof in proofs[:2]} <= {*named}
+    assert made.limits() == {"requests": (6, 8)}

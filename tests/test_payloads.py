@@ -12,6 +12,7 @@ from p2ptrain.core.context import Context
 from p2ptrain.core.events import Effect, Fetch
 from p2ptrain.core.payloads import (
     ANSWER_SECONDS,
+    CLAIMS_MAX,
     RETRY_SECONDS_MAX,
     SOURCES_MAX,
     Payloads,
@@ -139,6 +140,44 @@ def test_whoever_says_that_it_holds_a_payload_is_a_source() -> None:
     assert list(made.wanted[NAME].sources) == [KEYS[2]]
 
 
+def test_a_false_claim_to_a_payload_does_not_keep_out_the_right_one() -> None:
+    liar, other = KEYS[2:4]
+    made = payloads()
+    made.want(NAME, 2**32 - 1, liar)
+    made.want(NAME, BYTES, AUTHOR, (other,))
+    made.want(NAME, BYTES, AUTHOR)
+    assert emitted(made) == [Fetch(NAME, 2**32 - 1, (liar,)), Fetch(NAME, BYTES, (AUTHOR, other))]
+    for source in (liar, AUTHOR, other):
+        made.failed(NAME, source)
+    assert made.deadline == 1.0
+    assert made.context.reputation.score(AUTHOR, 0.0) == 0.0  # perhaps it was asked for what does not exist
+    made.context.now = 1.0
+    made.tick()
+    assert {fetch.payload_bytes: AUTHOR in fetch.sources for fetch in emitted(made) if isinstance(fetch, Fetch)} == {
+        2**32 - 1: False,
+        BYTES: True,
+    }
+
+
+def test_new_claims_do_not_put_off_the_next_try_of_the_right_one() -> None:
+    made = wanted()
+    made.failed(NAME, AUTHOR)
+    for number, liar in enumerate(KEYS[2:6]):
+        made.want(NAME, BYTES + 1 + number, liar)
+    assert made.deadline == made.wanted[NAME].next_at == 1.0
+    emitted(made)
+    made.context.now = 1.0
+    made.tick()
+    assert Fetch(NAME, BYTES, (AUTHOR,)) in emitted(made)
+
+
+def test_the_author_of_a_payload_is_asked_whoever_else_claims_it() -> None:
+    made = payloads()
+    made.want(NAME, BYTES, KEYS[2])
+    made.want(NAME, BYTES, AUTHOR)
+    assert emitted(made) == [Fetch(NAME, BYTES, (KEYS[2],)), Fetch(NAME, BYTES, (AUTHOR,))]
+
+
 def test_what_is_no_longer_needed_is_forgotten() -> None:
     made = wanted()
     made.mine(RUN)
@@ -157,4 +196,5 @@ def test_however_much_is_wanted_it_stays_within_its_bounds(monkeypatch: pytest.M
         "payloads held": (0, 100),
         "payloads wanted": (100, 100),
         "sources of a payload": (4 * SOURCES_MAX, 4 * SOURCES_MAX),
+        "claims to a payload": (1, CLAIMS_MAX),
     }

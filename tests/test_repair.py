@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from core_known import (
     KEYS,
     RUN,
@@ -19,11 +20,24 @@ from core_known import (
 )
 
 from p2ptrain.core import events as ev
+from p2ptrain.core import repair as module
 from p2ptrain.core.context import Context
-from p2ptrain.core.messages import NOTHING, SHORT_BYTES, Ballot, Message, message_digest
-from p2ptrain.core.questions import ASK_SECONDS, NAMES_MAX, QUESTIONS_MAX, Questions
-from p2ptrain.core.repair import ANSWER_SECONDS, HANDED_MAX, HEARTBEAT_SECONDS, NEIGHBOURS
+from p2ptrain.core.messages import NOTHING, SHORT_BYTES, Availability, Ballot, Hello, Message, message_digest
+from p2ptrain.core.questions import ASK_SECONDS, NAMES_MAX, QUESTIONS_MAX, UNNEEDED_MAX, Questions
+from p2ptrain.core.repair import (
+    ANSWER_SECONDS,
+    ANSWERS_MAX,
+    BURST_BYTES,
+    HEARTBEAT_SECONDS,
+    HISTORIES_A_SECOND,
+    HISTORIES_BURST,
+    NEIGHBOURS,
+    QUESTION_BYTES,
+    REFILL_BYTES_A_SECOND,
+)
+from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import bitmap
+from p2ptrain.digest import digest
 
 ME = KEYS[1]
 PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
@@ -168,11 +182,61 @@ def test_messages_are_handed_over_by_name() -> None:
     assert [message for message in got if type(message).__name__ != "Hello"] == known
 
 
-def test_an_answer_holds_only_so_many_messages() -> None:
+def asked(bench: Bench, peer: bytes, *messages: Message) -> list[Message]:
+    """What a peer gets that asks for these by name."""
+    effects = bench.do(ev.Asked(peer, tuple(map(name_of, messages))))
+    return [message for to, message in sent(effects) if to == peer and not isinstance(message, Hello)]
+
+
+def test_an_answer_holds_only_so_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDED_MAX", 2)
     bench, messages = voting()
-    effects = bench.do(ev.Asked(KEYS[3], (name_of(messages[0]),) * (HANDED_MAX + 10)))
-    (answer,) = [effect for effect in effects if isinstance(effect, ev.Send) and effect.peer == KEYS[3]][:1]
-    assert len(answer.envelopes) == HANDED_MAX
+    assert asked(bench, KEYS[3], *messages[:3]) == messages[:2]
+
+
+def test_a_name_that_is_asked_twice_is_answered_once() -> None:
+    bench, messages = voting()
+    assert asked(bench, KEYS[3], *messages[:1] * 100) == messages[:1]
+
+
+def test_who_is_not_connected_is_not_answered() -> None:
+    bench, messages = voting()
+    bench.do(ev.PeerLost(KEYS[3]))
+    assert asked(bench, KEYS[3], *messages[:2]) == []
+    assert asked(bench, KEYS[12], *messages[:2]) == []
+
+
+def test_a_thousand_questions_at_once_are_answered_as_far_as_the_budget_goes() -> None:
+    bench, messages = voting()
+    wanted = next(message for message in messages if isinstance(message, Availability))
+    size = QUESTION_BYTES + len(envelopes(wanted)[0])
+    answers = sum(len(asked(bench, KEYS[3], wanted)) for _ in range(10_000))
+    assert answers == BURST_BYTES // size
+    assert asked(bench, KEYS[2], wanted) == [wanted]
+    bench.do(ev.Tick(), bench.now + 0.5)
+    again = sum(len(asked(bench, KEYS[3], wanted)) for _ in range(1_000))
+    assert 0 <= again - REFILL_BYTES_A_SECOND * 0.5 // size <= 1
+    assert bench.node.limits()["peers with a budget"] == (2, ANSWERS_MAX)
+
+
+def test_budgets_are_remembered_of_so_many_peers() -> None:
+    bench, _ = voting()
+    repair = bench.node.repair
+    for number in range(ANSWERS_MAX + 10):
+        assert repair.may_send(digest("core test", number.to_bytes(4, "big")), 1)
+    assert repair.limits()["peers with a budget"] == (ANSWERS_MAX, ANSWERS_MAX)
+
+
+def test_histories_are_told_a_few_a_second_and_not_to_the_greylisted() -> None:
+    bench, _ = voting()
+    repair, context = bench.node.repair, bench.node.context
+    assert sum(repair.may_tell_history(KEYS[3]) for _ in range(200)) == HISTORIES_BURST
+    assert repair.may_tell_history(KEYS[2])
+    context.now += 1.0
+    assert sum(repair.may_tell_history(KEYS[3]) for _ in range(200)) == HISTORIES_A_SECOND
+    for _ in range(60):
+        context.reputation.note(KEYS[0], Reason.MALFORMED, context.now)
+    assert not repair.may_tell_history(KEYS[0])
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -226,7 +290,39 @@ def test_what_has_come_by_itself_is_asked_no_more() -> None:
 
 def test_questions_and_names_stay_within_their_bounds() -> None:
     made = questions()
-    made.ask([number.to_bytes(SHORT_BYTES, "big") for number in range(QUESTIONS_MAX + 10)], [KEYS[2]])
+    numbered = [number.to_bytes(SHORT_BYTES, "big") for number in range(QUESTIONS_MAX + 10)]
+    made.ask(numbered, [KEYS[2]], is_needed=True)
     sizes = [len(effect.names) for effect in emitted(made) if isinstance(effect, ev.Ask)]
     assert sizes == [NAMES_MAX] * (QUESTIONS_MAX // NAMES_MAX)
-    assert made.limits() == {"questions": (QUESTIONS_MAX, QUESTIONS_MAX)}
+    assert list(made.open) == numbered[:QUESTIONS_MAX]
+    made.ask(numbered[-1:], [KEYS[3]], is_needed=True)
+    assert list(made.open) == [*numbered[1:QUESTIONS_MAX], numbered[-1]]
+    assert made.limits() == {
+        "questions": (QUESTIONS_MAX, QUESTIONS_MAX),
+        "questions for what no proposal needs": (0, UNNEEDED_MAX),
+    }
+
+
+def test_what_nobody_needs_leaves_room_for_what_a_proposal_needs() -> None:
+    made = questions()
+    invented = [number.to_bytes(SHORT_BYTES, "big") for number in range(QUESTIONS_MAX)]
+    made.ask(invented, [KEYS[2]])
+    emitted(made)
+    assert (list(made.open), made.unneeded) == (invented[:UNNEEDED_MAX], UNNEEDED_MAX)
+    made.ask(NAMES[1:2], [KEYS[3]], is_needed=True)
+    assert emitted(made) == [ev.Ask(KEYS[3], NAMES[1:2])]
+    made.answered(invented[0])
+    made.context.now = 1.0
+    made.tick(lambda name: name == invented[1])
+    assert made.unneeded == UNNEEDED_MAX - 2
+
+
+def test_what_a_proposal_needs_is_asked_anew_and_first_of_who_needs_it() -> None:
+    made = questions()
+    for liar in KEYS[2:12]:
+        made.ask(NAMES[:1], [liar])
+    emitted(made)
+    made.ask(NAMES[:1], [KEYS[12]], is_needed=True)
+    made.ask(NAMES[:1], [KEYS[12]], is_needed=True)
+    assert emitted(made) == [ev.Ask(KEYS[12], NAMES[:1])]
+    assert (made.open[NAMES[0]].sources[0], made.unneeded) == (KEYS[12], 0)

@@ -11,11 +11,15 @@ from collections import Counter
 from random import Random
 from typing import Protocol
 
+from msgspec import Struct
+
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Effect, Persist, Publish, Said, Send
 from p2ptrain.core.messages import (
+    NOTHING,
     Announcement,
     Authored,
+    Ballot,
     Proposal,
     Received,
     Regroup,
@@ -29,6 +33,22 @@ from p2ptrain.core.reputation import Reputation
 
 SILENT_BRANCHES_MAX = 64  # branches left; the oldest is forgotten, and by then its rounds are long past
 PLACES_MAX = 64  # branches and rounds whose own words are remembered; of an older one, a node that comes back is silent
+SAID_MAX = 256  # messages of a place: three a view, and others hear those of 64 views
+BACKING_BYTES_MAX = 2**26  # of all places but the one we are in, where it takes what its round takes: 30 MB at most
+
+
+class Words(Struct):
+    """What we said in one round of one branch, and may not say otherwise."""
+
+    said: list[Said]
+    lock: bytes = b""  # the envelope of the newest precommit for a manifest, which is what we are locked on
+
+    @property
+    def backing_bytes(self) -> int:
+        return sum(len(envelope) for said in self.said for envelope in said.backing)
+
+    def drop_backing(self) -> None:
+        self.said = [Said(said.envelope) if said.backing else said for said in self.said]
 
 
 class Signer(Verifier, Protocol):
@@ -49,7 +69,9 @@ class Context:
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
         self.heard_at: dict[bytes, float] = {}  # when a member last said something about the round we are in
         self.silent: dict[bytes, int] = {}  # by branch: the last round in which we say nothing
-        self.said: dict[tuple[bytes, int], list[Said]] = {}  # by branch and round: what may be said only once
+        self.said: dict[tuple[bytes, int], Words] = {}  # by branch and round: what may be said only once
+        self.regroups: dict[tuple[bytes, bytes], Said] = {}  # by branch and parent: the newest set that we signed
+        self.here: tuple[bytes, int] = (b"", -1)  # the branch and the round we are in
         self.silent_everywhere = -1  # the same on any branch: what we said there is lost
         self.is_halted = False  # more than f members have lied, and nothing that we say could be trusted
         self.published_at = 0.0
@@ -62,9 +84,26 @@ class Context:
         return number > max(self.silent_everywhere, self.silent.get(branch, -1)) and not self.is_halted
 
     def keep_silent(self, branch: bytes, number: int) -> None:
-        self.silent[branch] = max(number, self.silent.get(branch, -1))
-        while len(self.silent) > SILENT_BRANCHES_MAX:
-            del self.silent[next(iter(self.silent))]
+        self.silent[branch] = max(number, self.silent.pop(branch, -1))
+        while len(self.silent) > SILENT_BRANCHES_MAX:  # never of our branch: we would say something else there
+            del self.silent[next(at for at in self.silent if at != self.here[0])]
+
+    def enter(self, branch: bytes, number: int) -> None:
+        """A round begins: those before it on its branch are certified, and what backs our words there is dropped.
+
+        Lost with it: should the certificates of those rounds be lost everywhere that we look, and we be in one of them
+        again, then we are as locked as before, but cannot ourselves propose again what we are locked on; a member
+        that is still there, or has it on its disk, must. A round that we leave with its branch keeps its backing.
+        """
+        self.here = branch, number
+        for (at, place), words in self.said.items():
+            if at == branch and place < number:
+                words.drop_backing()
+        self._forget_backing(self.here)
+
+    def has_heard(self, member: bytes, since: float) -> bool:
+        """Whether a member has said anything about the round we are in since then; we have."""
+        return member == self.me or self.heard_at.get(member, -1.0) >= since
 
     def signed(self, message: Authored, attachment: bytes = b"") -> Received:
         """A message of ours."""
@@ -88,20 +127,50 @@ class Context:
         """Should we come back to this round, over a restart or from another branch, we stand by this."""
         content = message.message
         if isinstance(content, Regroup):
-            place = content.branch, -1 - content.attempt  # once an attempt, whatever the round
-        else:
-            assert isinstance(content, Announcement | Proposal | Vote), "nothing else is said only once"
-            place = content.branch, content.round
-        self.said.setdefault(place, []).append(said)
+            parent = content.branch, content.parent
+            self.regroups.pop(parent, None)  # attempts only rise: of older ones nothing is said any more
+            self.regroups[parent] = said
+            if len(self.regroups) > PLACES_MAX:
+                del self.regroups[next(iter(self.regroups))]
+            return
+        assert isinstance(content, Announcement | Proposal | Vote), "nothing else is said only once"
+        place = content.branch, content.round
+        words = self.said.pop(place, None) or Words([])
+        self.said[place] = words  # at the end: the longest unused are forgotten first
+        if isinstance(content, Vote) and content.ballot is Ballot.PRECOMMIT and content.manifest != NOTHING:
+            words.drop_backing()  # of an older lock
+            words.lock = message.envelope
+        words.said.append(Said(said.envelope, said.backing))  # the payloads are the disk's business
+        if len(words.said) > SAID_MAX:  # of old views, to which nobody returns; but the lock holds in all of them
+            words.said.remove(next(each for each in words.said if each.envelope != words.lock))
+        self._forget_places()
+        if said.backing:
+            self._forget_backing(place)
+
+    def _forget_places(self) -> None:
+        """Be silent for good where we spoke longest ago, but not in the round we are in, nor further on from here."""
+        branch, number = self.here
         while len(self.said) > PLACES_MAX:
-            branch, number = next(iter(self.said))
-            del self.said[branch, number]
-            self.keep_silent(branch, number)
+            old = next((place for place in self.said if place[0] != branch or place[1] < number), None)
+            if old is None:
+                return
+            del self.said[old]
+            self.keep_silent(*old)
+
+    def _forget_backing(self, but: tuple[bytes, int]) -> None:
+        """As in `enter`, for the oldest, when many branches were left while we were locked."""
+        sizes = {place: words.backing_bytes for place, words in self.said.items() if place != but}
+        total = sum(sizes.values())
+        for place, size in sizes.items():
+            if total > BACKING_BYTES_MAX and size:
+                self.said[place].drop_backing()
+                total -= size
 
     def remembered(self, branch: bytes, number: int) -> list[Said]:
         """What we have said in a round, or about leaving its branch."""
-        regroups = [said for (at, place), kept in self.said.items() if at == branch and place < 0 for said in kept]
-        return regroups + self.said.get((branch, number), [])
+        regroups = [said for (at, _), said in self.regroups.items() if at == branch]
+        words = self.said.get((branch, number))
+        return regroups + (words.said if words else [])
 
     def send(self, peer: bytes, *messages: Received) -> None:
         self.emit(Send(peer, tuple(message.envelope for message in messages)))
@@ -110,3 +179,14 @@ class Context:
         """A few connected peers at random: whom to ask is nobody else's business."""
         peers = [peer for peer in self.peers if peer != but]
         return peers if len(peers) <= count else self.rng.sample(peers, count)
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Sizes and their bounds. Places further on than the one we are in are not forgotten: two at a time are new."""
+        backing = [words.backing_bytes for place, words in self.said.items() if place != self.here]
+        return {
+            "rounds spoken in": (len(self.said), PLACES_MAX + 2),
+            "words of a round": (max((len(words.said) for words in self.said.values()), default=0), SAID_MAX),
+            "sets signed": (len(self.regroups), PLACES_MAX),
+            "silent branches": (len(self.silent), SILENT_BRANCHES_MAX),
+            "bytes that back what we said": (sum(backing), BACKING_BYTES_MAX),
+        }

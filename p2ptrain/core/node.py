@@ -213,7 +213,8 @@ class Node:
             self.repair.answer(self.here, event.peer, event.names)
 
     def _history_asked(self, event: ev.HistoryAsked) -> None:
-        self.context.emit(ev.SendHistory(event.peer, self.line.answer(event.branch, event.round)))
+        if self.repair.may_tell_history(event.peer):
+            self.context.emit(ev.SendHistory(event.peer, self.line.answer(event.branch, event.round)))
 
     def _history_arrived(self, event: ev.HistoryArrived) -> None:
         verified = self.catching_up.answered(event.peer, event.history)

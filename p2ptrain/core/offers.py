@@ -12,7 +12,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Received, read
+from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Availability, Received, read
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.state import AgreedState
 
@@ -115,6 +115,15 @@ class Offers:
                 if offer.announcement.round == oldest:
                     (held if checked[offer.announcement.payload] else refused).append(offer.name)
         return tuple(sorted(held)), tuple(sorted(refused))
+
+    def holders(self, payload: bytes, available: dict[bytes, list[Received]]) -> list[bytes]:
+        """Members whose availability says that they hold a payload."""
+        names = [offer.name for offer in self.by_payload.get(payload, ())]
+        return [
+            author
+            for author, received in available.items()
+            if any(name in read(received[0], Availability).held for name in names)
+        ]
 
     def prune(self, state: AgreedState) -> None:
         """Forget what can no longer be taken."""

@@ -2,6 +2,9 @@
 
 The driver holds the bytes, fetches one payload from the first source that has it, and says so for every source that
 does not. Here it is decided what is wanted and who is asked, and how long to wait before all are asked again.
+
+How long a payload is, and whose, is what an announcement claims, and a liar may announce another's payload with a
+false length. So each author's claim is fetched by itself, and none stands in the way of the right one.
 """
 
 from __future__ import annotations
@@ -19,17 +22,22 @@ SOURCES_MAX = 8  # that one fetch tries; the next tries others
 RETRY_SECONDS = 1.0  # after all sources have failed; doubles
 RETRY_SECONDS_MAX = 30.0
 ANSWER_SECONDS = 120.0  # a driver that says nothing for so long is asked again: 100 MB at 1 MB/s
+CLAIMS_MAX = ADMITTED_MAX  # of one payload: nobody else may announce
 PAYLOADS_MAX = 16 * ADMITTED_MAX  # on offer or certified and not yet applied
 
 
 class Want(Struct):
-    payload_bytes: int
-    author: bytes
+    claims: dict[bytes, int]  # by author: how many bytes it says there are, as it said last
     sources: dict[bytes, None]  # who may have it
     is_old: bool = False  # it was agreed on: its author may be gone, and every member has it
     asked: int = 0  # sources that have not answered
     tries: int = 0
     next_at: float = 0.0
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether some author lies about the length: then who does not have it so has done nothing wrong."""
+        return len(set(self.claims.values())) > 1
 
 
 class Payloads:
@@ -59,13 +67,18 @@ class Payloads:
         if want is None:
             if len(self.wanted) >= PAYLOADS_MAX:
                 return
-            want = self.wanted[payload] = Want(payload_bytes, author, {})
+            want = self.wanted[payload] = Want({}, {})
+        is_new = want.claims.get(author) != payload_bytes and (author in want.claims or len(want.claims) < CLAIMS_MAX)
+        if is_new:
+            want.claims[author] = payload_bytes
         want.is_old = want.is_old or is_old
         for source in sources:
             if len(want.sources) < 4 * SOURCES_MAX and source != self.context.me:
                 want.sources.setdefault(source)
         if want.asked == 0 and want.next_at <= self.context.now:
             self._fetch(payload, want)
+        elif is_new:  # beside what is under way, which may be a liar's claim, and without putting off the next try
+            want.asked += self._fetch_claim(payload, want, author)
 
     def add_source(self, payload: bytes, source: bytes) -> None:
         """This peer says that it holds a payload that we lack."""
@@ -74,17 +87,22 @@ class Payloads:
             want.sources.setdefault(source)
 
     def _fetch(self, payload: bytes, want: Want) -> None:
+        want.asked = sum(self._fetch_claim(payload, want, author) for author in want.claims)
+        want.tries += 1
+        want.next_at = self.context.now + ANSWER_SECONDS
+        self._reschedule()
+
+    def _fetch_claim(self, payload: bytes, want: Want, author: bytes) -> int:
+        """Fetch what one author has claimed; how many are asked."""
         context = self.context
-        others = context.reputation.preferred([peer for peer in want.sources if peer != want.author], context.now)
+        others = context.reputation.preferred([peer for peer in want.sources if peer != author], context.now)
         if want.tries:
             start = want.tries * (SOURCES_MAX - 1) % max(1, len(others))
             others = others[start:] + others[:start]
-        authors = [want.author] if want.author != context.me else []
+        authors = [author] if author != context.me else []
         sources = tuple((others[: SOURCES_MAX - 1] + authors) if want.is_old else (authors + others)[:SOURCES_MAX])
-        want.asked, want.tries = len(sources), want.tries + 1
-        want.next_at = context.now + ANSWER_SECONDS
-        context.emit(Fetch(payload, want.payload_bytes, sources))
-        self._reschedule()
+        context.emit(Fetch(payload, want.claims[author], sources))
+        return len(sources)
 
     def arrived(self, payload: bytes, good: bool) -> bool:
         """It is here; False if it had not been wanted."""
@@ -102,7 +120,8 @@ class Payloads:
         want = self.wanted.get(payload)
         if want is None:
             return
-        self.context.reputation.note(peer, Reason.UNFETCHABLE, self.context.now)
+        if not want.is_contested:
+            self.context.reputation.note(peer, Reason.UNFETCHABLE, self.context.now)
         want.asked = max(0, want.asked - 1)
         if want.asked == 0:
             wait = min(RETRY_SECONDS * 2.0 ** min(want.tries - 1, 16), RETRY_SECONDS_MAX)
@@ -135,4 +154,5 @@ class Payloads:
                 max((len(want.sources) for want in self.wanted.values()), default=0),
                 4 * SOURCES_MAX,
             ),
+            "claims to a payload": (max((len(want.claims) for want in self.wanted.values()), default=0), CLAIMS_MAX),
         }

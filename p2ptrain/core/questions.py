@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Ask
@@ -15,6 +16,7 @@ from p2ptrain.core.events import Ask
 ASK_SECONDS = 1.0  # until an unanswered question goes to somebody else; doubles
 DOUBLINGS_MAX = 5
 QUESTIONS_MAX = 4_096  # of a round: every availability and offer of it, twice
+UNNEEDED_MAX = QUESTIONS_MAX // 2  # of those for what no proposal needs: anyone may name what does not exist
 NAMES_MAX = 256  # of one question
 SOURCES_MAX = 8  # peers that a question goes to in turn
 
@@ -25,6 +27,7 @@ class Question:
 
     sources: list[bytes]
     next_at: float
+    is_needed: bool
     tries: int = 0
 
 
@@ -34,24 +37,41 @@ class Questions:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.open: dict[bytes, Question] = {}
+        self.unneeded = 0
 
-    def ask(self, names: Iterable[bytes], sources: list[bytes]) -> None:
-        """Ask for these, unless that has just been done."""
+    def ask(self, names: Iterable[bytes], sources: list[bytes], is_needed: bool = False) -> None:
+        """Ask for these, unless that has just been done. `is_needed`: a proposal, ours or another's, waits for them.
+
+        What is needed finds room and is asked for anew, whoever has named it before: else a few liars, who name what
+        does not exist, or are asked for what they keep to themselves, would hold up every proposal.
+        """
         others = [source for source in sources if source != self.context.me][:SOURCES_MAX]
         fresh = []
-        for name in names:
+        for name in islice(names, QUESTIONS_MAX):  # else one call would push out, and ask again, its own
             question = self.open.get(name)
-            if question is not None:
-                new = [source for source in others if source not in question.sources]
-                question.sources += new[: SOURCES_MAX - len(question.sources)]
-            elif len(self.open) < QUESTIONS_MAX:
-                self.open[name] = Question(others, self.context.now + ASK_SECONDS)
-                fresh.append(name)
+            before = question.sources if question is not None else []
+            new = [source for source in others if source not in before]
+            if question is not None and (question.is_needed or not is_needed):
+                question.sources += new[: SOURCES_MAX - len(before)]
+            elif is_needed or (self.unneeded < UNNEEDED_MAX and len(self.open) < QUESTIONS_MAX):
+                self._close(name)
+                if len(self.open) >= QUESTIONS_MAX:
+                    self._close(next(iter(self.open)))  # the oldest: if its proposal still counts, it is asked anew
+                sources_of = [*others, *(source for source in before if source not in others)][:SOURCES_MAX]
+                self.open[name] = Question(sources_of, self.context.now + ASK_SECONDS, is_needed)
+                self.unneeded += not is_needed
+                if others[:1] != before[:1]:
+                    fresh.append(name)
         if fresh and others:
             self._emit(others[0], fresh)
 
     def answered(self, name: bytes) -> None:
-        self.open.pop(name, None)
+        self._close(name)
+
+    def _close(self, name: bytes) -> None:
+        question = self.open.pop(name, None)
+        if question is not None:
+            self.unneeded -= not question.is_needed
 
     def tick(self, is_known: Callable[[bytes], bool]) -> None:
         """Ask again what is still unknown."""
@@ -59,7 +79,7 @@ class Questions:
         by_peer: dict[bytes, list[bytes]] = {}
         for name, question in list(self.open.items()):
             if is_known(name):
-                del self.open[name]
+                self._close(name)
                 continue
             if question.next_at > now:
                 continue
@@ -81,4 +101,7 @@ class Questions:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""
-        return {"questions": (len(self.open), QUESTIONS_MAX)}
+        return {
+            "questions": (len(self.open), QUESTIONS_MAX),
+            "questions for what no proposal needs": (self.unneeded, UNNEEDED_MAX),
+        }

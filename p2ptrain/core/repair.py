@@ -2,11 +2,13 @@
 
 Now and then, and whenever it waits for votes, a node tells a few neighbours where it stands (`Hello`): branch, round,
 view, and of which members it holds what. A neighbour at the same place hands over what is missing, on a stream; one
-that is further on says where it stands itself, so that the other asks for history. Answers are limited per peer, so
-that nobody can make us send without end.
+that is further on says where it stands itself, so that the other asks for history. Answers are limited per peer, in
+number and in bytes, so that nobody can make us send without end.
 """
 
 from __future__ import annotations
+
+from msgspec import Struct
 
 from p2ptrain.core.context import Context
 from p2ptrain.core.messages import PROTOCOL_VERSION, Ballot, Hello, Proposal, Received, read
@@ -20,6 +22,19 @@ ANSWER_SECONDS = 0.4  # at most one answer a peer in that time
 ANSWERS_MAX = 2_048  # peers whose last answer is remembered
 HANDED_MAX = 512  # messages of an answer
 HANDED_BYTES_MAX = 2**20
+QUESTION_BYTES = 1_024  # what any question costs, as looking for what is not here is work, too
+BURST_BYTES = 2**23  # all availabilities of 256 members with 1,024 contributions, twice
+REFILL_BYTES_A_SECOND = 2**20  # a home's upload, for one peer; a guess
+HISTORIES_BURST = 32.0  # for who catches up: 2,048 rounds at once
+HISTORIES_A_SECOND = 4.0  # 256 rounds; nobody applies as many
+
+
+class Budget(Struct):
+    """What one peer may still have us send."""
+
+    at: float  # when it was this much
+    size: float = BURST_BYTES
+    histories: float = HISTORIES_BURST
 
 
 class Repair:
@@ -29,6 +44,7 @@ class Repair:
         self.context = context
         self.next_at: float | None = None  # of the hellos while waiting
         self.answered: dict[bytes, float] = {}
+        self.budgets: dict[bytes, Budget] = {}  # the one used last at the end
 
     def hello(self, here: Round) -> Received:
         """Where we stand."""
@@ -138,17 +154,51 @@ class Repair:
             found += [votes[key] for seat, key in enumerate(members) if key in votes and seat not in known]
         return found
 
+    def _budget(self, peer: bytes) -> Budget:
+        """A peer's budget, filled up to now. Who comes back after so many others starts anew: it is long ago then."""
+        now = self.context.now
+        budget = self.budgets.pop(peer, None) or Budget(now)
+        elapsed, budget.at = max(0.0, now - budget.at), now
+        budget.size = min(BURST_BYTES, budget.size + elapsed * REFILL_BYTES_A_SECOND)
+        budget.histories = min(HISTORIES_BURST, budget.histories + elapsed * HISTORIES_A_SECOND)
+        self.budgets[peer] = budget
+        if len(self.budgets) > ANSWERS_MAX:
+            del self.budgets[next(iter(self.budgets))]
+        return budget
+
+    def may_send(self, peer: bytes, size_bytes: int) -> bool:
+        """Whether a peer that asks may have so much of us now; counts as sent."""
+        budget = self._budget(peer)
+        if budget.size < size_bytes:
+            self.context.counters["answers refused"] += 1
+            return False
+        budget.size -= size_bytes
+        return True
+
+    def may_tell_history(self, peer: bytes) -> bool:
+        """Whether a peer that asks for history gets it now; counts as told."""
+        if self.context.reputation.is_greylisted(peer, self.context.now):
+            return False
+        budget = self._budget(peer)
+        if budget.histories < 1.0:
+            self.context.counters["histories refused"] += 1
+            return False
+        budget.histories -= 1.0
+        return True
+
     def answer(self, here: Round, peer: bytes, names: tuple[bytes, ...]) -> None:
-        """Send a peer the messages that it asks for by name."""
+        """Send a peer the messages that it asks for by name, each once, as far as its budget goes."""
+        if peer not in self.context.peers or not self.may_send(peer, QUESTION_BYTES):
+            return
         known = {received.name: received for received in here.availabilities.values()}
         found: list[Received] = []
         size = 0
-        for name in names[:HANDED_MAX]:
+        for name in dict.fromkeys(names[:HANDED_MAX]):
             offer = here.parts.offers.by_name.get(name)
             received = offer.received if offer else known.get(name) or here.parts.requests.received(name)
             if received is not None:
                 size += len(received.envelope)
-                if size > HANDED_BYTES_MAX:
+                if size > HANDED_BYTES_MAX or not self.may_send(peer, len(received.envelope)):
                     break
                 found.append(received)
         if found:
@@ -156,4 +206,7 @@ class Repair:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""
-        return {"peers answered": (len(self.answered), ANSWERS_MAX)}
+        return {
+            "peers answered": (len(self.answered), ANSWERS_MAX),
+            "peers with a budget": (len(self.budgets), ANSWERS_MAX),
+        }

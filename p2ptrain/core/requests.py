@@ -1,7 +1,8 @@
 """Requests: joins, leaves and evidence that this node has verified, and that wait for a manifest to carry them.
 
 Of one author at most two wait, and joins may fill only part of the pool, so that a crowd at the door keeps neither
-evidence nor leaves out. When its part is full, newcomers ask again later.
+evidence nor leaves out. When its part is full, newcomers ask again later. Evidence is counted apart: else a liar who
+has asked to leave, twice, could not be convicted, and a crowd that leaves would keep out all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
 JOINS_MAX = REQUESTS_MAX // 2
+EVIDENCE_MAX = REQUESTS_MAX // 2  # beside joins and leaves; three times as many as liars are tolerated
 OF_AUTHOR_MAX = 2
 
 
@@ -43,13 +45,20 @@ class Requests:
         message = received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
         joins = sum(waiting.request.join is not None for waiting in self.by_name.values())
-        is_full = len(self.by_name) >= REQUESTS_MAX or (isinstance(message, JoinRequest) and joins >= JOINS_MAX)
+        proofs = sum(bool(waiting.request.guilty) for waiting in self.by_name.values())
+        is_proof = isinstance(message, Evidence)
+        if is_proof:
+            is_full = proofs >= EVIDENCE_MAX
+        else:
+            is_full = len(self.by_name) - proofs >= REQUESTS_MAX
+            is_full = is_full or (isinstance(message, JoinRequest) and joins >= JOINS_MAX)
         if (is_full and not asked_for) or len(self.by_name) >= 2 * REQUESTS_MAX:
             self.context.counters["requests without room"] += 1
             return False
         request = check_request(message, state, self.context.run, self.context.signer)
         about = request.guilty or request.leave or (request.join.key if request.join else b"")
-        if not asked_for and sum(waiting.about == about for waiting in self.by_name.values()) >= OF_AUTHOR_MAX:
+        same = [each for each in self.by_name.values() if each.about == about and bool(each.request.guilty) == is_proof]
+        if not asked_for and len(same) >= OF_AUTHOR_MAX:
             return False
         self.by_name[name] = Waiting(received, request, about)
         return True
@@ -63,8 +72,9 @@ class Requests:
         return waiting.received if waiting else None
 
     def names(self) -> tuple[bytes, ...]:
-        """For an availability, rising."""
-        return tuple(sorted(self.by_name))[:REQUESTS_MAX]
+        """For an availability, rising; of too many the evidence first."""
+        chosen = sorted(self.by_name, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
+        return tuple(sorted(chosen))
 
     def prune(self, state: AgreedState) -> None:
         """Forget what has been granted or has lost its meaning."""

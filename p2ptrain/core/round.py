@@ -30,13 +30,15 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.core.offers import Offers
 from p2ptrain.core.payloads import Payloads
-from p2ptrain.core.questions import NAMES_MAX, QUESTIONS_MAX, Questions
+from p2ptrain.core.questions import NAMES_MAX, Questions
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.requests import Requests
 from p2ptrain.core.roster import bitmap, proposers
 from p2ptrain.core.state import AgreedState
 
 JUDGED_MAX = 128  # proposals of a round that are worked out and kept so: one a view
+MANIFESTS_MAX = 2 * JUDGED_MAX  # of a round: theirs, and our drafts, which change with each availability
+OF_MEMBER_MAX = 16  # availabilities of a member: two, one after each restart, and those that proposals name
 EARLY_SPREAD = 3.0  # a proposer waits for the rest for as many times as the first q took; a guess
 
 
@@ -69,6 +71,7 @@ class Round:
         self.branch, self.number, self.roster = state.branch, state.round + 1, state.roster
         self.is_member = context.me in self.roster.seat
         self.began = context.now
+        context.enter(self.branch, self.number)
         self.heard_since, parts.last_began = parts.last_began, context.now
         self.closed_at: float | None = None  # when collecting ended
         self.mine: Received | None = None  # my availability
@@ -150,7 +153,8 @@ class Round:
         if self.has_any and self.collect_at is not None and context.now >= self.collect_at:
             for author in sorted(self.waiting):
                 parts.arrivals.missed(author)
-                context.reputation.note(author, Reason.LATE, context.now)
+                is_silent = author in self.roster.seat and not context.has_heard(author, self.began)
+                context.reputation.note(author, Reason.SILENT if is_silent else Reason.LATE, context.now)
         if self.is_member and self.mine is None and context.may_speak(self.branch, self.number):
             held, refused = parts.offers.attestable(self.state)
             message = Availability(
@@ -169,13 +173,8 @@ class Round:
         self.advance()
 
     def _heard_seats(self) -> list[int]:
-        heard = self.context.heard_at
-        me = self.context.me
-        return [
-            seat
-            for seat, key in enumerate(self.roster.members)
-            if key == me or heard.get(key, -1.0) >= self.heard_since
-        ]
+        has_heard = self.context.has_heard
+        return [seat for seat, key in enumerate(self.roster.members) if has_heard(key, self.heard_since)]
 
     # -----------------------------------------------------------------------------------------------
     # Availabilities
@@ -188,7 +187,7 @@ class Round:
             return False
         asked_for = received.name in self.questions.open
         mine = self.available.setdefault(author, [])
-        if len(mine) >= 2 and not asked_for:
+        if len(mine) >= 2 and not (asked_for and self._has_room(mine)):
             return False
         if asked_for:
             self.questions.answered(received.name)
@@ -200,6 +199,22 @@ class Round:
         if asked_for:
             self.advance()
         return True
+
+    def _has_room(self, mine: list[Received]) -> bool:
+        """Whether another one of a member, which a proposal names, may be kept: the oldest that none names makes way.
+
+        Named by a proposal that may still be voted on, that is; our lock and what others precommit rest on those.
+        """
+        if len(mine) < OF_MEMBER_MAX:
+            return True
+        at = self.agreement
+        kept = [view.proposal for number, view in at.views.items() if number >= at.view or number == at.valid_view]
+        named = {name for each in kept if each is not None for name in read(each, Proposal).availabilities}
+        old = next((each for each in mine[2:] if each.digest not in named), None)
+        if old is not None:
+            mine.remove(old)
+            del self.availabilities[old.digest]
+        return old is not None
 
     def _count_availabilities(self) -> None:
         now, count = self.context.now, len(self.available)
@@ -253,8 +268,8 @@ class Round:
         """Whether nobody is missing from whom we heard lately."""
         if len(self.available) == self.roster.size:
             return True
-        heard = self.context.heard_at
-        return all(key in self.available or heard.get(key, -1.0) < self.began for key in self.roster.members)
+        has_heard = self.context.has_heard
+        return all(key in self.available or not has_heard(key, self.began) for key in self.roster.members)
 
     def _make_draft(self) -> bool:
         """Choose the q availabilities that attest most of what we hold; True if their manifest is here in full."""
@@ -289,25 +304,19 @@ class Round:
             self.state, context.run, context.run_id, named, parts.offers.announcement, parts.requests.request
         )
         if isinstance(found, Missing):
-            self.questions.ask(found.names, [each.author for each in named])
+            self.questions.ask(found.names, [each.author for each in named], is_needed=True)
             return None
+        if len(self.manifests) >= MANIFESTS_MAX:  # only what a proposal or our draft stands for is asked about again
+            kept = [judged.manifest for judged in self.judged.values()] + [self.draft[1] if self.draft else None]
+            self.manifests = {each.digest: each for each in kept if each is not None}
         return self.manifests.setdefault(found.digest, found)
 
     def _payloads_are_here(self, manifest: Manifest) -> bool:
-        payloads = self.parts.payloads
+        payloads, holders = self.parts.payloads, self.parts.offers.holders
         missing = [taken for taken in manifest.taken if not payloads.is_good(taken.payload)]
         for taken in missing:
-            payloads.want(taken.payload, taken.payload_bytes, taken.author, self._holders(taken.payload))
+            payloads.want(taken.payload, taken.payload_bytes, taken.author, holders(taken.payload, self.available))
         return not missing
-
-    def _holders(self, payload: bytes) -> list[bytes]:
-        """Members that say that they hold a payload."""
-        names = [offer.name for offer in self.parts.offers.by_payload.get(payload, ())]
-        return [
-            author
-            for author, received in self.available.items()
-            if any(name in read(received[0], Availability).held for name in names)
-        ]
 
     def _judge(self, received: Received) -> Judgement:
         judged = self.judged.get(received.digest)
@@ -335,7 +344,7 @@ class Round:
         if missing:
             voters = self.agreement.voted(proposal.view, Ballot.PREVOTE, proposal.manifest)
             sources = [proposal.author, *(read(vote, Vote).author for vote in voters)]
-            self.questions.ask([name[:SHORT_BYTES] for name in missing], sources)
+            self.questions.ask([name[:SHORT_BYTES] for name in missing], sources, is_needed=True)
             return
         authors = {read(self.availabilities[name], Availability).author for name in proposal.availabilities}
         manifest = self._manifest(proposal.availabilities) if len(authors) == self.roster.quorum else None
@@ -472,11 +481,14 @@ class Round:
         return name in self.parts.offers.by_name or name in self.parts.requests.by_name
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds. What is asked for may exceed two availabilities of a member, once a view."""
+        """Sizes and their bounds. What backed our lock, when we were here before, is of no member's list."""
         size = self.roster.size
         return {
-            "availabilities": (len(self.availabilities), 2 * size + QUESTIONS_MAX),
+            "availabilities": (len(self.availabilities), (OF_MEMBER_MAX + 1) * size),
+            "availabilities of a member": (max(map(len, self.available.values()), default=0), OF_MEMBER_MAX),
+            "manifests": (len(self.manifests), MANIFESTS_MAX),
             **self.questions.limits(),
+            **self.context.limits(),
             "judged proposals": (len(self.judged), JUDGED_MAX),
             **self.agreement.limits(),
         }

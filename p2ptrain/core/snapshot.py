@@ -34,11 +34,14 @@ class Snapshot(Struct, frozen=True):
     waiting_for: int  # contributions that collecting still waits for
     health: tuple[str, ...]  # what is not as it should be; empty: nothing
     counters: dict[str, int]
+    observed: dict[str, int]  # how often each reason (reputation.py) was noted, over all peers
+    scores: tuple[tuple[bytes, float], ...]  # points against connected peers, the worst first
 
 
 def snapshot_of(node: Node) -> Snapshot:
     """What `Node.snapshot` returns."""
     context, state, here, work = node.context, node.line.state, node.here, node.work
+    scores = [(peer, context.reputation.score(peer, context.now)) for peer in context.peers]
     return Snapshot(
         run_id=context.run_id,
         me=context.me,
@@ -61,6 +64,8 @@ def snapshot_of(node: Node) -> Snapshot:
         waiting_for=len(here.waiting) if here.closed_at is None else 0,
         health=tuple(health_of(node)),
         counters=dict(sorted(context.counters.items())),
+        observed=dict(sorted(context.reputation.counters().items())),
+        scores=tuple(sorted(scores, key=lambda pair: (-pair[1], pair[0]))),
     )
 
 
