@@ -219,11 +219,13 @@ def simulate(
         raise typer.BadParameter("belongs to --swarm; a scenario says itself how long it takes", param_hint="--seconds")
     if (trace_node is None) != (events is None):
         raise typer.BadParameter("--trace-node and --events need one another", param_hint="--events")
+    from p2ptrain.sim.report import check_plot, summary
     from p2ptrain.sim.report import plot as draw
-    from p2ptrain.sim.report import summary
     from p2ptrain.sim.scenario import load_scenario
 
     scenario = load_scenario(file, nodes)
+    if plot is not None:
+        check_plot(plot)
     outcome = _simulate_file(scenario, seed, trace_node, events)
     typer.echo(summary(outcome, seed))
     if plot is not None:

@@ -14,11 +14,14 @@ from sim_known import Script, begin_faults, do, of_kind, said, scenario, scripte
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Call, Vote, encode, signed_bytes
-from p2ptrain.sim.checkers import Violation
+from p2ptrain.core.node import Node
+from p2ptrain.sim.checkers import OneHistory, Violation, standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.keys import FakeSigner, node_key
+from p2ptrain.sim.ledger import Ledger
 from p2ptrain.sim.network import FANOUT, Network, bits
 from p2ptrain.sim.outcome import simulate
+from p2ptrain.sim.report import summary
 from p2ptrain.sim.scenario import Links
 
 ROOT = Path(__file__).parents[1]
@@ -304,7 +307,7 @@ def test_messages_are_logged_as_they_were_said() -> None:
     outcome = simulate(scenario(4, rounds=4), 1, (), lambda cluster: cluster.log_messages())
     cluster = outcome.cluster
     assert outcome.failures == []
-    assert len(cluster.log) >= sum(cluster.kinds[kind] for kind in ("announcement", "prevote", "precommit"))
+    assert len(cluster.log) >= sum(cluster.metrics.kinds[kind] for kind in ("announcement", "prevote", "precommit"))
     times = [at for at, _, _ in cluster.log]
     assert times == sorted(times)
     assert all(cluster.decode(envelope) is not None for _, _, envelope in cluster.log)
@@ -315,6 +318,41 @@ def test_a_goal_that_is_not_reached_is_a_failure() -> None:
     outcome = simulate(scenario(4, rounds=50, seconds=80.0, fault=[cut], agreement={"on_quorum_loss": "halt"}), 1)
     assert len(outcome.failures) == 1
     assert outcome.failures[0].startswith("round 50 was not reached by everyone within 80 s: node ")
+
+
+@pytest.mark.parametrize("kind", ["crash", "leave"])
+def test_a_swarm_in_which_nobody_is_left_is_a_failure(kind: str) -> None:
+    outcome = simulate(scenario(4, fault=[{"kind": kind, "at": 2.0, "nodes": "all"}]), 1)
+    assert not outcome.cluster.is_done
+    assert outcome.failures == ["round 5 was not reached by everyone within 100 s: nobody honest is left"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, RecursionError, ZeroDivisionError, OverflowError, KeyError])
+def test_a_core_that_stumbles_is_a_failure_of_the_simulation(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Node.handle
+
+    def fatal(self: Node, event: ev.Event, now: float) -> list[ev.Effect]:
+        if isinstance(event, ev.TrainingFinished):
+            raise error("too much")
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Node, "handle", fatal)
+    outcome = simulate(scenario(1), 1)
+    assert len(outcome.failures) == 1
+    assert f", {error.__name__}: " in outcome.failures[0]
+
+
+def test_while_quorums_share_a_member_without_fault_one_history_is_still_looked_for() -> None:
+    lie = {"kind": "liar", "at": 0.0, "nodes": [4], "how": "silent announce"}
+    forgets = {"kind": "crash", "at": 5.0, "until": 6.0, "nodes": [3], "forgetful": True}
+    outcome = simulate(scenario(5, rounds=12, fault=[lie, forgets]), 1, standard())
+    cluster = outcome.cluster
+    assert (cluster.is_beyond, cluster.is_done, outcome.failures) == (True, True, [])
+    assert cluster.rounds >= 12
+    assert [type(checker) for checker in cluster.checkers] == [Ledger, OneHistory]
+    assert "\nbeyond      more than f of a roster were faulty" in summary(outcome, 1)
 
 
 def test_a_roster_in_which_more_than_f_lie_ends_the_run_without_a_verdict() -> None:
@@ -328,7 +366,7 @@ def test_nodes_that_call_themselves_are_no_message_kind_of_their_own() -> None:
     cluster, scripts = scripted()
     do(cluster, 0, ev.Publish(said(cluster, 0, Call(cluster.run_id, cluster.run_id, 0, cluster.nodes[0].key))))
     cluster.run()
-    assert cluster.kinds == {"call": 1}
+    assert cluster.metrics.kinds == {"call": 1}
     assert len(scripts[1].heard) == 1
 
 

@@ -27,8 +27,8 @@ def test_every_part_runs_and_is_written_down(
     agreement: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, png = tmp_path / "out.json", tmp_path / "out.png"
-    parts = ["speed", "growth"]
-    monkeypatch.setattr(sys, "argv", ["agreement.py", *parts, "--quick", "--json", str(out), "--plot", str(png)])
+    parts = ["speed", "growth", "loss", "straggler"]
+    monkeypatch.setattr(sys, "argv", ["agreement.py", "--quick", "--json", str(out), "--plot", str(png)])
     agreement.main()
     found = json.loads(out.read_text())
     assert list(found) == parts
@@ -36,6 +36,7 @@ def test_every_part_runs_and_is_written_down(
     assert all(row["rounds"] >= 2 and row["messages"] > 10_000 for row in found["speed"])
     assert [row["nodes"] for row in found["growth"]["rows"]] == [4, 8, 16, 32]
     assert found["growth"]["fits"]["bytes"]["error"] < 0.2
+    assert all(found[part]["seeds"] == 1 and found[part]["least"] > 0.9 for part in ("loss", "straggler"))
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "bytes = " in capsys.readouterr().out
 

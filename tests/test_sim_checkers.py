@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from test_history_checker import judged_simulation
 
-from p2ptrain.core import history, regroup, roster
+from p2ptrain.core import events, history, regroup, roster
 from p2ptrain.core.agreement import Agreement
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Applied, Apply, CaughtUp, Certified, Effect, Event, Persist, Publish, Started, Tick
@@ -24,7 +24,7 @@ from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, 
 from p2ptrain.core.node import Node
 from p2ptrain.sim import checkers as ck
 from p2ptrain.sim import faults
-from p2ptrain.sim.cluster import FAILURES, Cluster
+from p2ptrain.sim.cluster import FAILURES, SWALLOWED_BETWEEN, Cluster
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.ledger import Checker, Ledger, Trust, Violation, may_lie, quorum
 from p2ptrain.sim.machine import SimNode
@@ -173,6 +173,27 @@ def test_a_buffer_beyond_its_bound_is_seen(ran: Ran, monkeypatch: pytest.MonkeyP
     assert [found for found in seen if found] == ["node 0 keeps 5 parcels, the bound is 4"]
 
 
+def test_a_flood_that_is_only_taken_in_is_seen(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core's own limits hold; this one grows with every message and says nothing."""
+    heard: dict[int, int] = {}
+
+    def swallow(self: Node, event: Event, now: float) -> list[Effect]:
+        heard[id(self)] = heard.get(id(self), 0) + 1
+        return []
+
+    message = events.MessageReceived(
+        ran.cluster.nodes[1].key,
+        signed(ran.cluster.nodes[1], Vote(bytes(32), 1, 0, Ballot.PREVOTE, NOTHING, bytes(32))),
+    )
+    monkeypatch.setattr(Node, "handle", swallow)
+    monkeypatch.setattr(Node, "limits", lambda self: {"letters": (heard[id(self)], 100)})
+    for is_sparing in (False, True):
+        ran.cluster.is_sparing = is_sparing
+        with pytest.raises(Violation, match=r"node 0 keeps \d+ letters, the bound is 100"):
+            for _ in range(SWALLOWED_BETWEEN):
+                ran.cluster.give(ran.node, message)
+
+
 def signed(node: SimNode, message: Any) -> Received:
     return Received(
         message, bytes(32), encode(message, node.signer.sign(signed_bytes(node.signer.run_id, message))), b""
@@ -228,6 +249,14 @@ def test_an_older_contribution_of_the_same_author_goes_first(ran: Ran) -> None:
     newer = tuple(replace(each, round=99) for each in ran.manifest.taken if each.author == key)
     assert attested(ran, [2], [2], [2], [2], taken=older) == ""
     assert attested(ran, [2], [2], [2], [2], taken=newer) != ""
+
+
+def test_a_root_of_a_device_in_which_a_bit_has_flipped_may_be_had_but_not_certified(ran: Ran) -> None:
+    number, wrong, device = ran.manifest.round, b"\1" * 32, ran.node.device
+    device.is_wrong = True
+    assert ran.show(ck.EqualRoots, event=Applied(ran.manifest.branch, number, wrong)) == ""
+    claimed = ran.show(ck.EqualRoots, ran.decide(root_round=number, root=wrong))
+    assert claimed == f"round {number} certifies a root that no honest node has computed"
 
 
 def test_two_votes_in_one_place_are_seen(ran: Ran) -> None:

@@ -205,7 +205,7 @@ def test_evidence_that_a_forger_makes_up_convicts_nobody(monkeypatch: pytest.Mon
 
 
 def test_false_histories_are_told_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = swarm("false histories")
+    cluster = swarm("false histories", fault=OCCASIONS["false histories"])
     told = 0
 
     def watch(liar: Liar, effects: Sequence[Effect], said: Sequence[Said]) -> None:
@@ -213,3 +213,5 @@ def test_false_histories_are_told_and_refused(monkeypatch: pytest.MonkeyPatch) -
         told += sum(isinstance(effect, SendHistory) for effect in said)
 
     assert (watched(cluster, watch, monkeypatch).is_done, told > 0) == (True, True)
+    cores = [node.core for node in cluster.nodes if node.honest and node.core is not None]
+    assert sum(core.context.counters["histories refused"] for core in cores) > 0

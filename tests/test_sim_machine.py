@@ -244,7 +244,6 @@ def test_the_same_manifest_makes_the_same_state_of_the_same_state() -> None:
     assert (one.branch, one.round) == (cluster.run_id, 1)
     assert one.root not in (cluster.genesis.root, bytes(32))
     assert cluster.nodes[0].applied == [(cluster.run_id, 1, manifest(cluster).digest, one.root)]
-    assert cluster.nodes[0].root_of(1) == one.root
 
 
 def test_the_same_manifest_makes_another_state_of_another_state() -> None:

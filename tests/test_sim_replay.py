@@ -87,6 +87,7 @@ def test_an_event_that_a_node_did_not_survive_is_played_again(tmp_path: Path, mo
     [
         (lambda lines: lines[1:], "line 1: events before any header"),
         (lambda lines: [], "no events in it"),
+        (lambda lines: lines[:1], "no events in it"),
         (lambda lines: [lines[0], lines[1][:-9] + b"\n"], "line 2 is damaged, or of another version"),
         (lambda lines: [lines[0], b'[1.0, {"type": "Slept"}, ""]\n'], "line 2 is damaged, or of another version"),
         (lambda lines: [lines[0].replace(b'"format":1', b'"format":9')], "format 9: this release reads format 1"),

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2ptrain.core.messages import Proposal
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim import liars
 from p2ptrain.sim.checkers import standard
-from p2ptrain.sim.outcome import simulate
+from p2ptrain.sim.outcome import history, rate, simulate
 from p2ptrain.sim.report import plot, summary
 from p2ptrain.sim.scenario import Expect, Scenario, load_scenario, scenario_of, to_toml
 
 FOLDER = Path(__file__).parents[1] / "scenarios"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
-# What small simulations of the protocol fell into before it was written; each has a scenario that would fall again.
+# What small simulations of the protocol fell into before it was written. Each has a scenario. That it would fall again
+# is shown in test_sim_traps.py for those where one rule alone stands between. For three several do, and the scenario
+# shows only that all is well: a payload of the dead is neither named nor voted for (trap-dead-author), in a cut views
+# do not pass, whatever their timeouts (trap-long-cut), and nobody applies by a deadline (trap-deadline).
 TRAPS = {
     "trap-deadline", "trap-heavier-branch", "trap-dead-author", "trap-long-cut", "trap-lost-prevotes",
     "trap-lost-proposals", "trap-proposers", "trap-empty-rounds", "trap-absence", "trap-settle",
@@ -33,6 +34,12 @@ def test_the_scenario_does_what_it_says(name: str) -> None:
     assert outcome.failures == []
 
 
+@pytest.mark.parametrize("name", ["large-payloads", "slow-disk", "trap-empty-rounds"])
+@pytest.mark.parametrize("seed", [2, 8])  # the worst of ten
+def test_margins_hold_with_other_seeds(name: str, seed: int) -> None:
+    assert simulate(load_scenario(FOLDER / f"{name}.toml"), seed, standard()).failures == []
+
+
 def test_there_are_scenarios_for_everything() -> None:
     assert len(NAMES) >= 20
     assert set(NAMES) >= TRAPS
@@ -42,16 +49,6 @@ def test_there_are_scenarios_for_everything() -> None:
     assert {name for name in NAMES if name.startswith("liar-")} == {
         f"liar-{kind.replace(' ', '-')}" for kind in liars.KINDS
     }
-
-
-def test_everyone_proposes_about_as_often_as_everyone_else() -> None:
-    outcome = simulate(load_scenario(FOLDER / "trap-proposers.toml"), SEED, (), lambda cluster: cluster.log_messages())
-    cluster = outcome.cluster
-    said = [(index, received.message) for _, index, each in cluster.log if (received := cluster.decode(each))]
-    proposals = {(index, message.round) for index, message in said if isinstance(message, Proposal)}
-    proposed = Counter(index for index, _ in proposals)
-    assert sum(proposed.values()) == len(cluster.metrics.manifests)
-    assert all(10 <= proposed[index] <= 35 for index in range(8))  # 20 each in 160 rounds
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -93,7 +90,7 @@ def table(**changes: Any) -> dict[str, Any]:
         ),
         (
             {"fault": [{"kind": "leave", "at": 1, "nodes": "some"}]},
-            "nodes: 'some' names no nodes. Write numbers",
+            "fault[0].nodes: 'some' names no nodes. Write numbers",
         ),
         (
             {"fault": [{"kind": "crash", "at": 9, "until": 3, "nodes": [0]}]},
@@ -103,6 +100,19 @@ def table(**changes: Any) -> dict[str, Any]:
             {"fault": [{"kind": "liar", "at": 9, "how": "fib", "nodes": [0]}]},
             "fault[0].how: no liar does 'fib'. Choose ",
         ),
+        (
+            {"fault": [{"kind": "leave", "at": 1, "nodes": "0-9999999999"}]},
+            "fault[0].nodes: '0-9999999999' names no nodes. Write numbers",
+        ),
+        (
+            {"fault": [{"kind": "leave", "at": 1, "nodes": "0-999999999"}]},
+            "fault[0].nodes: there is no node 999999999. Name nodes from 0 to 3",
+        ),
+        ({"fault": [{"kind": "leave", "at": 1, "nodes": "3-1"}]}, "fault[0].nodes: '3-1' names no nodes. "),
+        ({"fault": [{"kind": "leave", "at": 1, "nodes": "9" * 5_000}]}, "fault[0].nodes: '99999999"),
+        ({"expect": {"taken_from": {"0-2": 3}}}, "expect.taken_from.0-2: is not one node's number. Write such as 3"),
+        ({"expect": {"taken_from": {"zero": 3}}}, "expect.taken_from.zero: is not one node's number. Write such as"),
+        ({"expect": {"taken_from": {"7": 3}}}, "expect.taken_from.7: there is no node 7. Name nodes from 0 to 3"),
         ({"expect": {"members": [7]}}, "expect.members: there is no node 7. Name nodes from 0 to 3"),
     ],
 )
@@ -174,6 +184,7 @@ def test_too_many_ticks_are_a_failure() -> None:
 def test_every_expectation_is_tried() -> None:
     tried = {key for expect, _ in UNMET for key in expect}
     in_scenarios = {"rate_share_min", "regroups_max", "views_max", "empty_rounds_max", "stalls_max", "returned_max"}
+    in_scenarios |= {"kept", "mismatches_max", "events_max"}
     assert tried | in_scenarios == set(Expect.__struct_fields__)
 
 
@@ -195,6 +206,23 @@ def test_the_summary_says_what_happened() -> None:
     assert lines["shut out"] == "banned: nobody; lost a seat: nobody; 0 disconnections"
     assert lines["members"] == "4 in the end"
     assert lines["FAILED"] == "the longest round's views beyond its first: 0, expected 3 at least"
+
+
+def test_rounds_on_branches_that_lost_are_told_apart() -> None:
+    outcome = simulate(load_scenario(FOLDER / "trap-heavier-branch.toml"), 2)
+    cluster = outcome.cluster
+    decided = history(cluster)
+    assert [manifest.round for manifest in decided] == list(range(1, cluster.rounds + 1))
+    lost = len(cluster.metrics.manifests) - len(decided)
+    assert lost > 100
+    lines = {line[:12].strip(): line[12:] for line in summary(outcome, 2).splitlines()}
+    a_minute = 60 * cluster.rounds / cluster.now
+    assert lines["rounds"].startswith(f"{len(decided)} decided, and {lost} on branches that lost, ")
+    assert rate(cluster) == pytest.approx(a_minute, rel=0.1)
+    taken = sum(len(manifest.taken) for manifest in decided)
+    assert lines["taken"].startswith(f"{taken:,} contributions, {taken / len(decided):.1f} a round")
+    fetched = sum(cluster.metrics.states_fetched.values())
+    assert lines["catching up"] == f"{fetched} states and {cluster.metrics.payloads_fetched:,} payloads fetched"
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

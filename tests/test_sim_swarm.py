@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim import swarm
+from p2ptrain.sim.ledger import TwoHistories
 from p2ptrain.sim.outcome import Outcome, simulate
 from p2ptrain.sim.scenario import Scenario, scenario_of, to_toml
 
@@ -35,7 +36,7 @@ def test_at_most_f_lie_or_are_gone_for_good() -> None:
 
 def test_every_fault_and_every_liar_comes_up() -> None:
     drawn = [fault for seed in range(1_500) for fault in swarm.draw(seed).fault]
-    assert {type(fault) for fault in drawn} == set(sc.FAULT_KINDS.values())
+    assert {type(fault) for fault in drawn} == set(sc.FAULT_KINDS.values()) - {sc.Flip}  # has a scenario of its own
     assert {fault.how for fault in drawn if isinstance(fault, sc.Lie)} == set(swarm.LIAR_KINDS)
     assert {swarm.draw(seed).nodes for seed in range(300)} == set(range(4, 17))
 
@@ -106,4 +107,14 @@ def test_a_run_beyond_what_is_promised_has_no_verdict(monkeypatch: pytest.Monkey
     monkeypatch.setattr(swarm, "simulate", beyond)
     tally = swarm.swarm(1, 5)
     assert (tally.failed, tally.beyond) == (None, 1)
-    assert str(tally).endswith("nothing found, 1 ended where more than f of a roster were faulty")
+    assert str(tally).endswith("nothing found, 1 came to where more than f of a roster were faulty")
+
+
+def test_two_histories_are_told_also_beyond_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forked(scenario: Scenario, seed: int, *_: Any) -> Outcome:
+        outcome = simulate(scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1}), seed)
+        outcome.cluster.is_beyond = True
+        return replace(outcome, failures=["two manifests"], error=TwoHistories("two manifests"))
+
+    monkeypatch.setattr(swarm, "simulate", forked)
+    assert swarm.run(swarm.draw(5), 5).failures == ["two manifests"]

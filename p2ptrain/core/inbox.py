@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 OF_A_ROUND = (Availability, Proposal, Vote)
 EARLY_OF_AUTHOR_MAX = 6  # messages for the next round: an availability, a proposal, two votes, and what is wrong
-LATE_SECONDS = 1.0  # after a round has begun: what is said in the one before was on its way, and nobody is behind
+LATE_SECONDS = 0.25  # after a round has begun: what is said in the one before was on its way, and nobody is behind
 
 
 class Inbox:
@@ -305,10 +305,10 @@ class Inbox:
             return self._useless(event.sender)
         if (message.branch, message.parent) == (state.branch, state.head):
             hear = node.regrouping.hear_call if isinstance(message, Call) else node.regrouping.hear_regroup
-            if not hear(event.received):
-                return self._useless(event.sender)
-            self.context.heard_at[message.author] = self.context.now
-            return False
+            is_new = hear(event.received)
+            if is_new:
+                self.context.heard_at[message.author] = self.context.now
+            return not is_new and self._useless(event.sender)
         if message.branch != state.branch and node.line.end_of(message.branch) is None:
             return self._on_another_branch(message.author, message.branch, 0)
         if any(certified.state.head == message.parent for certified in node.line.steps):

@@ -11,7 +11,6 @@ same run on every machine.
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import count
@@ -40,8 +39,11 @@ from p2ptrain.sim.scenario import Lie, Scenario
 
 DECODED_MAX = 20_000  # messages whose decoded form is kept: those of a few rounds
 # What the core raises when it has made a mistake.
-FAILURES = (AssertionError, P2ptrainError, LookupError, TypeError, ValueError, AttributeError)
+FAILURES = (
+    AssertionError, P2ptrainError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError,
+)  # fmt: skip
 TICKS_MAX = 200  # in a row that are due at once: more is a busy loop
+SWALLOWED_BETWEEN = 512  # messages that a node only takes in, for each that checkers see: a look costs as much as a few
 
 Observer = Callable[[SimNode, Event, Sequence[Effect | ToSome] | None, float], None]  # None: it did not survive
 
@@ -163,7 +165,6 @@ class Cluster:
         self.connections.drop(node)
         saved = node.disk.saved()
         node.life += 1
-        node.started_at = self.now
         node.device.kept.clear()
         head = next((each.head for each in node.disk.checkpoints if each.root == saved.applied_root), b"")
         node.device.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
@@ -308,8 +309,10 @@ class Cluster:
             if node.liar is not None:
                 effects = node.liar.rewrite(self, node.index, list(effects))
             self.driver.carry_out(node, effects)
-        elif type(event) is MessageReceived:
-            return  # only taken in: nothing was said, decided or applied
+        elif type(event) is MessageReceived:  # only taken in: nothing was said, decided or applied
+            node.swallowed += 1
+            if node.swallowed % SWALLOWED_BETWEEN:
+                return
         if self.checkers and node.honest and not (self.is_sparing and not _is_progress(event, effects)):
             for checker in self.checkers:
                 checker.after(self, node.index, event, effects)  # type: ignore[arg-type]
@@ -383,7 +386,7 @@ class Cluster:
 
     def look(self) -> None:
         """See whether the goal is reached; called when a round was applied, and at times."""
-        if self.now < self.next_look:
+        if self.is_done or self.now < self.next_look:
             return
         self.next_look = self.now + min(1.0, self.scenario.training.seconds / 4)
         if self.now < self.scenario.end_of_faults:
@@ -391,7 +394,8 @@ class Cluster:
         waiting = [node for node in self.nodes if node.honest and not node.is_gone]
         if self.resumed_at is None and not self._has_resumed(waiting):
             return
-        self.is_done = all(node.alive and node.device.round >= self.goal for node in waiting)
+        # With nobody left there is nobody who has reached it.
+        self.is_done = bool(waiting) and all(node.alive and node.device.round >= self.goal for node in waiting)
 
     def _has_resumed(self, waiting: list[SimNode]) -> bool:
         """Whether, since the faults ended, everyone's state has moved on, on one branch."""
@@ -406,13 +410,18 @@ class Cluster:
         return True
 
     def roster_came_into_force(self, state: AgreedState) -> None:
-        """With more than f faulty members in it nothing is promised any more, and the run ends without a verdict.
+        """With more than f faulty members in it, one history is all that is promised any more: the other checkers are
+        dismissed. Where two quorums need not share a member without fault, not even that is, and the run ends.
 
         Faulty are liars, and who has lost its memory: it is silent for as long as it may have spoken.
         """
-        members = [self.nodes[self.key_index[key]] for key in state.members]
-        if sum(not node.honest or node.has_forgotten for node in members) > state.roster.tolerated:
-            self.is_beyond = self.is_done = True
+        members, roster = [self.nodes[self.key_index[key]] for key in state.members], state.roster
+        faulty = sum(not node.honest or node.has_forgotten for node in members)
+        if faulty > roster.tolerated:
+            self.is_beyond = True
+            self.checkers = tuple(checker for checker in self.checkers if checker.holds_beyond)
+        if faulty >= 2 * roster.quorum - roster.size:
+            self.is_done = True
 
     def faults_ended(self) -> None:
         """From here on the swarm has to recover."""
@@ -438,13 +447,9 @@ class Cluster:
         """Rounds that the swarm has decided on."""
         return max((node.disk.state.round for node in self.nodes if node.honest), default=0)
 
-    @property
-    def kinds(self) -> Counter[str]:
-        return self.metrics.kinds
-
 
 def _is_progress(event: Event, effects: Sequence[Effect | ToSome]) -> bool:
-    """Whether a round was decided or applied: how often one looks at a large swarm."""
-    if type(event) is Applied:
+    """Whether a round was decided or applied: how often one looks at a large swarm, beside what is only taken in."""
+    if type(event) is Applied or (type(event) is MessageReceived and not effects):
         return True
     return any(type(effect) is Persist and type(effect.record) is Certified for effect in effects)

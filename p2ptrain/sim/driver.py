@@ -252,7 +252,6 @@ class Driver:
 
     def _fetch(self, node: SimNode, effect: ev.Fetch) -> None:
         cluster = self.cluster
-        cluster.metrics.fetches += 1
         cluster.timer(node, cluster.now + CHECK_SECONDS, self._try_source, node, effect, deque(effect.sources))
 
     def _try_source(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes]) -> None:
@@ -289,6 +288,7 @@ class Driver:
         cluster.timer(node, at, self._try_source, node, effect, sources)
 
     def _came(self, node: SimNode, payload: bytes) -> None:
+        self.cluster.metrics.payloads_fetched += 1
         node.shelf.add(payload)
         self._have(node, payload)
 
@@ -356,8 +356,8 @@ class Driver:
     def _catch_up(self, node: SimNode, effect: ev.CatchUp) -> None:
         """Find a source, and fetch the state from it piece by piece: a wrong one cannot be handed over."""
         cluster, place = self.cluster, (effect.round, effect.root)
-        cluster.metrics.states_fetched[node.index] += 1
         seconds, found = 0.0, place in node.device.kept
+        is_mine = found
         for key in effect.sources:
             if found:
                 break
@@ -374,9 +374,14 @@ class Driver:
                 seconds += at - cluster.now if at is not None else DIAL_SECONDS
             else:
                 seconds += 0.1
-        self._on_device(node, seconds, self._caught_up if found else self._not_caught_up, effect)
+        if found:
+            self._on_device(node, seconds, self._caught_up, effect, is_mine)
+        else:
+            self._on_device(node, seconds, self._not_caught_up, effect)
 
-    def _caught_up(self, node: SimNode, effect: ev.CatchUp) -> None:
+    def _caught_up(self, node: SimNode, effect: ev.CatchUp, is_mine: bool) -> None:
+        self.cluster.metrics.states_fetched[node.index] += not is_mine
+        node.device.is_wrong = False
         self._become(node, effect.round, effect.root)
         self.cluster.give(node, ev.CaughtUp(effect.round, effect.root))
         self.cluster.look()
@@ -399,5 +404,4 @@ class Driver:
         )
 
     def _stop(self, node: SimNode, effect: ev.Stop) -> None:
-        self.cluster.metrics.stops[node.index] = effect.why
         self.cluster.stop(node)

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from p2ptrain.core.events import StopRequested
+from p2ptrain.digest import digest
 from p2ptrain.sim import liars
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim.cluster import Cluster
@@ -124,6 +125,14 @@ def _stall(cluster: Cluster, number: int, fault: sc.Stall) -> None:
     cluster.at(fault.at, stall)
 
 
+def _flip(cluster: Cluster, number: int, fault: sc.Flip) -> None:
+    def flip() -> None:
+        for node in _picked(cluster, fault.nodes):
+            node.device.root, node.device.is_wrong = digest("simulated flip", node.device.root), True
+
+    cluster.at(fault.at, flip)
+
+
 def _slow_disk(cluster: Cluster, number: int, fault: sc.SlowDisk) -> None:
     def change(seconds: float | None) -> None:
         for node in _picked(cluster, fault.nodes):
@@ -224,6 +233,7 @@ _ACTIONS: dict[type, Callable[[Cluster, int, Any], None]] = {
     sc.Sleep: _sleep,
     sc.Clock: _clock,
     sc.Stall: _stall,
+    sc.Flip: _flip,
     sc.SlowDisk: _slow_disk,
     sc.Partition: _partition,
     sc.Clog: _clog,

@@ -30,8 +30,14 @@ class Violation(Exception):  # noqa: N818
     """Something happened that must never happen."""
 
 
+class TwoHistories(Violation):
+    """Honest nodes have decided differently."""
+
+
 class Checker:
     """Looks on."""
+
+    holds_beyond = False  # also once a roster has more than f faulty members
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         """An honest node has handled an event."""
@@ -73,6 +79,8 @@ class Trust(IntEnum):
 
 class Ledger(Checker):
     """Rosters and decisions of honest nodes, by the manifest or branch that led to them. The others ask it."""
+
+    holds_beyond = True
 
     def __init__(self) -> None:
         self.rosters: dict[bytes, Members] = {}

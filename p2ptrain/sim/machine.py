@@ -52,6 +52,7 @@ class Device:
     head: bytes  # the manifest that was applied last
     pace: float  # this machine's own, as a multiple of the scenario's seconds
     kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can hand to others
+    is_wrong: bool = False  # a bit has flipped, and no state was fetched since
     training: Train | None = None
     stalled_until: float = 0.0
     busy_until: float = 0.0  # with applying and fetching, one after the other
@@ -76,7 +77,6 @@ class SimNode:
         self.liar: Liar | None = None
         self.has_left = self.has_forgotten = False
         self.is_gone = False  # and will not come back
-        self.started_at = 0.0
         self.applied: list[tuple[bytes, int, bytes, bytes]] = []  # branch, round, manifest, root
         self.moved_at = 0.0  # when its state was last another one
         self.peers: set[int] = set()  # whom it is connected with
@@ -94,14 +94,11 @@ class SimNode:
         self.questions: dict[int, int] = {}  # histories asked for: by peer, which question
         self.was_stalled = False
         self.busy = 0  # ticks in a row that left another one due
+        self.swallowed = 0  # messages that were only taken in
 
     @property
     def alive(self) -> bool:
         return self.core is not None
-
-    def root_of(self, number: int) -> bytes | None:
-        """The root after a round, if this node applied it; on its present branch."""
-        return next((root for _, at, _, root in reversed(self.applied) if at == number), None)
 
     def local(self, now: float) -> float:
         return self.offset + self.rate * now

@@ -20,12 +20,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.timeline: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)  # by node: when it applied what
-        self.said_messages: Counter[int] = Counter()  # by node
-        self.said_bytes: Counter[int] = Counter()
         self.heard_messages = 0  # by all together
         self.heard_bytes = 0
         self.kinds: Counter[str] = Counter()  # what was published or sent, by kind
-        self.kind_bytes: Counter[str] = Counter()
         self.ticks: Counter[int] = Counter()
         self.views: dict[tuple[bytes, int], int] = {}  # by branch and round: the last view
         self.manifests: dict[tuple[bytes, int], Manifest] = {}
@@ -34,11 +31,10 @@ class Metrics:
         self.unseated: Counter[bytes] = Counter()
         self.branches: dict[bytes, Beginning] = {}
         self.returned: Counter[int] = Counter()
-        self.states_fetched: Counter[int] = Counter()
+        self.states_fetched: Counter[int] = Counter()  # that came, by node
         self.disconnects: Counter[int] = Counter()
         self.stalls: Counter[int] = Counter()
-        self.stops: dict[int, str] = {}
-        self.fetches = 0
+        self.payloads_fetched = 0  # that came from another node
 
     # -----------------------------------------------------------------------------------------------
     # What the driver tells
@@ -46,17 +42,11 @@ class Metrics:
     def published(self, node: SimNode, message: Message, size: int, receivers: int) -> None:
         kind = message.ballot.name.lower() if type(message) is Vote else kind_of(message)
         self.kinds[kind] += 1
-        self.kind_bytes[kind] += size
-        self.said_messages[node.index] += 1
-        self.said_bytes[node.index] += size
         self.heard_messages += receivers
         self.heard_bytes += receivers * size
 
     def sent(self, node: SimNode, kind: str, size: int) -> None:
         self.kinds[kind] += 1
-        self.kind_bytes[kind] += size
-        self.said_messages[node.index] += 1
-        self.said_bytes[node.index] += size
         self.heard_messages += 1
         self.heard_bytes += size
 
@@ -95,6 +85,3 @@ class Metrics:
 
     def rounds_between(self, index: int, since: float, until: float) -> int:
         return sum(since < at <= until for at, _ in self.timeline.get(index, ()))
-
-    def empty_rounds(self) -> int:
-        return sum(not manifest.taken for manifest in self.manifests.values())

@@ -127,7 +127,7 @@ def replay(path: Path) -> Replayed:
                     return Replayed(events, lives, f"{where}: the effects differ, now they are: {kinds}")
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix="Check the name") from error
-    if not lives:
+    if not events:
         raise DataError(f"{path}: no events in it")
     return Replayed(events, lives, "")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.sim.outcome import Outcome, final_members, rate
+from p2ptrain.sim.outcome import Outcome, final_members, history, rate
 
 NAMED_MAX = 12  # nodes that a line names one by one
 
@@ -14,28 +15,36 @@ NAMED_MAX = 12  # nodes that a line names one by one
 def summary(outcome: Outcome, seed: int) -> str:
     """What happened, line by line."""
     cluster, metrics = outcome.cluster, outcome.cluster.metrics
-    scenario, rounds = cluster.scenario, max(1, len(cluster.metrics.manifests))
+    scenario, decided = cluster.scenario, history(cluster)
+    rounds, lost = max(1, len(decided)), len(metrics.manifests) - len(decided)
+    losers = f", and {lost} on branches that lost" if lost else ""
     nodes = len(cluster.nodes)
     share = f", {rate(cluster) / outcome.clean_rate:.0%} of the clean rate" if outcome.clean_rate else ""
     views = list(metrics.views.values())
     later = sum(view > 0 for view in views)
-    taken = sum(metrics.taken.values())
+    taken = sum(len(manifest.taken) for manifest in decided)
+    empty = sum(not manifest.taken for manifest in decided)
     lines = [
         ("scenario", scenario.sentence),
         ("nodes", f"{nodes}, seed {seed}, {cluster.now:.1f} virtual seconds, {cluster.deliveries:,} messages arrived"),
-        ("rounds", f"{len(metrics.manifests)} decided, {rate(cluster):.1f} a minute{share}"),
+        ("rounds", f"{len(decided)} decided{losers}, {rate(cluster):.1f} a minute{share}"),
         ("views", f"{later} rounds took more than one, the longest {max(views, default=0) + 1}"),
-        ("taken", f"{taken:,} contributions, {taken / rounds:.1f} a round; {metrics.empty_rounds()} empty rounds"),
+        ("taken", f"{taken:,} contributions, {taken / rounds:.1f} a round; {empty} empty rounds"),
         (
             "traffic",
             f"a node and round: {metrics.heard_messages / nodes / rounds:,.1f} messages and "
             f"{metrics.heard_bytes / nodes / rounds:,.0f} bytes in, before gossip's own duplication",
         ),
         ("lost quorum", f"{sum(metrics.stalls.values())} alarms, {len(metrics.branches)} branches begun"),
-        ("catching up", f"{sum(metrics.states_fetched.values())} states and {metrics.fetches:,} payloads fetched"),
+        (
+            "catching up",
+            f"{sum(metrics.states_fetched.values())} states and {metrics.payloads_fetched:,} payloads fetched",
+        ),
         ("shut out", _shut_out(outcome)),
         ("members", f"{len(final_members(cluster))} in the end"),
     ]
+    if cluster.is_beyond:
+        lines.append(("beyond", "more than f of a roster were faulty: but for one history, nothing is promised"))
     lines += [("FAILED", failure) for failure in outcome.failures]
     return "\n".join(f"{name:12}{text}" for name, text in lines)
 
@@ -54,13 +63,29 @@ def _named(nodes: Iterable[int]) -> str:
     return (", ".join(map(str, found[:NAMED_MAX])) + more) or "nobody"
 
 
-def plot(outcome: Outcome, path: Path) -> None:
-    """Rounds over time, a line for each node, with the faults behind them."""
+def check_plot(path: Path) -> None:
+    """Whether a picture can be written there: known before a simulation that may take minutes, not after."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (an extra, and slow to import)
     except ImportError as error:
         raise ConfigError("needs matplotlib", key="--plot", fix="Run: pip install 'p2ptrain[plot]'") from error
     mpl.use("agg")
+    from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415
+
+    why = ""
+    if path.suffix.lstrip(".").lower() not in {"", *FigureCanvasBase.get_supported_filetypes()}:
+        why = f"no picture is called {path.suffix}"
+    elif path.is_dir() or not path.parent.is_dir():
+        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise ConfigError(f"cannot be written: {why}", source=str(path), fix="Choose a file such as out.png")
+
+
+def plot(outcome: Outcome, path: Path) -> None:
+    """Rounds over time, a line for each node, with the faults behind them."""
+    check_plot(path)
     from matplotlib import pyplot  # noqa: PLC0415
 
     cluster = outcome.cluster

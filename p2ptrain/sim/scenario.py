@@ -161,6 +161,12 @@ class Stall(Fault, frozen=True, tag="stall"):
     until: Seconds
 
 
+class Flip(Fault, frozen=True, tag="flip"):
+    """A bit flips in the device: its state is another one from then on, and nobody tells it."""
+
+    nodes: Nodes
+
+
 class SlowDisk(Fault, frozen=True, tag="slow disk"):
     """The disk takes long."""
 
@@ -190,7 +196,7 @@ class Lie(Fault, frozen=True, tag="liar"):
 
 
 AnyFault: TypeAlias = (
-    Crash | Storm | Partition | Clog | Lossy | Lose | Sleep | Clock | Stall | SlowDisk | Join | Leave | Lie
+    Crash | Storm | Partition | Clog | Lossy | Lose | Sleep | Clock | Stall | Flip | SlowDisk | Join | Leave | Lie
 )
 
 
@@ -229,13 +235,15 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True):
     banned: Nodes | None = None  # exactly these
     members: Nodes | None = None  # exactly these, in the end
     left: Nodes | None = None  # these are gone, and in nobody's roster
+    kept: Nodes | None = None  # all that these have applied is in the history in the end: their branch has won
     views_max: Count | None = None  # that a round took
     views_min: Count | None = None  # that some round took
     empty_rounds_max: Count | None = None  # manifests that took nothing
     stalls_max: Count | None = None
     stalls_min: Count | None = None
-    catch_ups_min: Count | None = None  # states fetched
+    catch_ups_min: Count | None = None  # states that were fetched from others
     mismatches_min: Count | None = None  # nodes that found their own root to differ
+    mismatches_max: Count | None = None
     returned_max: Count | None = None  # contributions that came too late for good
     events_max: Annotated[float, Meta(gt=0)] | None = None  # that are no messages, a node and round
 
@@ -273,21 +281,28 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """Nodes there will ever be."""
         return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Join))
 
+    def _no_node(self, node: int) -> ConfigError:
+        return ConfigError(f"there is no node {node}", key="nodes", fix=f"Name nodes from 0 to {self.size - 1}")
+
     def pick(self, nodes: Nodes) -> list[int]:
         """The nodes that a key names, rising."""
         if isinstance(nodes, list):
             return sorted(set(nodes))
         found: set[int] = set()
         for word in nodes.split():
-            first, dash, last = word.partition("-")
+            numbers = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", word)  # longer ones name nobody, and take long
             if word == "all":
                 found.update(range(self.nodes))
             elif word == "f":
                 found.update(range(self.nodes - tolerated_by(self.nodes), self.nodes))
-            elif first.isdecimal() and (last.isdecimal() or not dash):
-                found.update(range(int(first), int(last if dash else first) + 1))
+            elif numbers and int(numbers[1]) <= int(numbers[2] or numbers[1]):
+                first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+                if last >= self.size:  # before a range of a thousand million is counted out
+                    raise self._no_node(last)
+                found.update(range(first, last + 1))
             else:
-                raise ConfigError(f"{word!r} names no nodes", key="nodes", fix='Write numbers, "0-3", "all" or "f"')
+                shown = word if len(word) <= 40 else f"{word[:40]}..."
+                raise ConfigError(f"{shown!r} names no nodes", key="nodes", fix='Write numbers, "0-3", "all" or "f"')
         return sorted(found)
 
 
@@ -345,12 +360,20 @@ def _check_nodes(scenario: Scenario) -> None:
             raise ConfigError(f"no liar does {fault.how!r}", key=f"{key}.how", fix=f"Choose {', '.join(KINDS)}")
         places += [(f"{key}.nodes", nodes) for nodes in [getattr(fault, "nodes", None)] if nodes is not None]
         places += [(f"{key}.groups", nodes) for nodes in getattr(fault, "groups", [])]
-    places += [(f"expect.{name}", nodes) for name in ("banned", "members", "left") if (nodes := getattr(expect, name))]
+    places += [
+        (f"expect.{name}", nodes) for name in ("banned", "members", "left", "kept") if (nodes := getattr(expect, name))
+    ]
     places += [("expect.paused", pause.nodes) for pause in expect.paused]
     places += [("expect.progress", progress.nodes) for progress in expect.progress]
-    places += [("expect.taken_from", " ".join(expect.taken_from))]
+    for name in expect.taken_from:
+        if not re.fullmatch("[0-9]+", name):
+            raise ConfigError("is not one node's number", key=f"expect.taken_from.{name}", fix="Write such as 3 = 10")
+        places.append((f"expect.taken_from.{name}", name))
     for key, nodes in places:
-        beyond = [node for node in scenario.pick(nodes) if not 0 <= node < scenario.size]
+        try:
+            beyond = [node for node in scenario.pick(nodes) if not 0 <= node < scenario.size]
+        except ConfigError as error:
+            raise ConfigError(error.problem, key=key, fix=error.fix) from error
         if beyond:
             raise ConfigError(f"there is no node {beyond[0]}", key=key, fix=f"Name nodes from 0 to {scenario.size - 1}")
 
