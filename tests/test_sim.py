@@ -375,3 +375,15 @@ def test_who_has_lost_its_memory_counts_as_faulty() -> None:
     outcome = simulate(scenario(4, rounds=30, fault=[forgets]), 1)
     assert outcome.cluster.is_beyond
     assert not simulate(scenario(7, rounds=12, fault=[forgets]), 1).cluster.is_beyond
+
+
+def test_nothing_but_the_history_grows_with_the_rounds() -> None:
+    """Bounds are generous, and a leak that takes four thousand rounds to reach one is a leak all the same."""
+
+    def sizes(rounds: int) -> dict[str, int]:
+        core = simulate(scenario(nodes=4, rounds=rounds, seconds=1e6), 1).cluster.nodes[0].core
+        assert core is not None
+        return {name: size for name, (size, _) in core.limits().items()}
+
+    few, many = sizes(150), sizes(300)
+    assert {name for name in few if many[name] > few[name] + 8} == {"history"}
