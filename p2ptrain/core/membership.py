@@ -28,7 +28,7 @@ class Membership:
         self.leave_until: float | None = None
         self.has_stopped = False
 
-    def leave(self, state: AgreedState) -> None:
+    def leave(self) -> None:
         """The user wants to leave the run."""
         if self.leave_until is None:
             self.leave_until = self.context.now + self.context.run.admission.leave_seconds

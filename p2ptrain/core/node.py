@@ -229,7 +229,7 @@ class Node:
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
         self.work.is_stopping = True
-        self.membership.leave(self.line.state)
+        self.membership.leave()
 
     def _tick(self, event: ev.Tick) -> None:
         """Everything whose time has come is done by `_go_on`."""
@@ -255,7 +255,7 @@ class Node:
                 break
             self.here.tick()
         self.catching_up.tick()
-        self.work.go_on(self.here)
+        self.work.go_on()
         self.repair.tick(self.here, self._is_waiting)
         self.membership.tick(self.line.state, self.work.is_current and not self.catching_up.is_behind)
         times = (

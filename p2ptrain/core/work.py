@@ -109,14 +109,14 @@ class Work:
     # -----------------------------------------------------------------------------------------------
     # Applying
 
-    def go_on(self, here: Round) -> None:
+    def go_on(self) -> None:
         """Apply what can be applied, and train if it is time."""
         if self.catching is None and (self.retry_at is None or self.context.now >= self.retry_at):
             if self.is_astray or self.is_quarantined:
                 self._catch_up()
             elif self.applying is None and self.applied_round < self.line.state.round:
                 self._apply_next()
-        self._train(here)
+        self._train()
 
     def _apply_next(self) -> None:
         state = self.line.state
@@ -188,7 +188,7 @@ class Work:
     # -----------------------------------------------------------------------------------------------
     # Training
 
-    def _train(self, here: Round) -> None:
+    def _train(self) -> None:
         state, context = self.line.state, self.context
         overlap = context.run.agreement.overlap_rounds
         is_free = self.training is None and not self.is_stopping and len(self.outstanding) <= overlap
@@ -262,9 +262,6 @@ class Work:
 
     def say_again(self) -> list[Received]:
         return list(self.outstanding.values())
-
-    def names(self) -> list[bytes]:
-        return [received.name for received in self.outstanding.values()]
 
     def payloads_needed(self) -> set[bytes]:
         """Of rounds that were agreed on and are not applied yet."""
