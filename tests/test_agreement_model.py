@@ -101,7 +101,7 @@ class Swarm:
         self.now = max(self.now, min((time for time in deadlines if time is not None), default=self.now))
         for seat in self.honest:
             self._go_on(seat)
-            if rng.random() < 0.05 or self.is_calm:  # a hello, and what a neighbour hands over
+            if rng.random() < 0.05 or self.is_calm:  # a hello, and what a peer hands over
                 self._say_again(seat)
 
     def _deliver(self, seat: int, received: Received) -> None:

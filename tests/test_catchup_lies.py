@@ -190,14 +190,20 @@ def test_a_newcomer_that_lags_first_looks_at_what_a_stranger_may_prove() -> None
 # Taking over
 
 
+def parted(rounds: int) -> tuple[Bench, Line]:
+    """A node after its first round, and a line that went on from there, of which only four rounds are kept."""
+    bench = Bench(4, me=1)
+    bench.decide()
+    line = shared(bench)
+    line.kept = 4
+    extend(bench, line, rounds)
+    return bench, line
+
+
 def test_a_liar_does_not_take_over_a_swarm_that_is_well_by_a_jump() -> None:
     """What a jump leaves out may hide a branch that binds nobody: of the liar alone, from our head or from later."""
     for rounds in (0, 2):
-        bench = Bench(4, me=1)
-        bench.decide()
-        line = shared(bench)
-        line.kept = 4
-        extend(bench, line, rounds)
+        bench, line = parted(rounds)
         regroup(line, (LIAR,))
         extend(bench, line, 20)
         history = line.answer(RUN, 1)
@@ -227,11 +233,7 @@ def test_changes_without_a_jump_decide_nothing() -> None:
 
 def test_a_branch_of_a_quorum_is_followed_over_a_jump() -> None:
     for rounds in (0, 2):
-        bench = Bench(4, me=1)
-        bench.decide()
-        line = shared(bench)
-        line.kept = 4
-        extend(bench, line, rounds)
+        bench, line = parted(rounds)
         members = (KEYS[0], KEYS[2], KEYS[3])
         beginning = begun(members, members, line.state)
         assert regroup(line, members) == beginning

@@ -16,7 +16,7 @@ from core_known import (
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import History, Stage
-from p2ptrain.core.messages import NOTHING, Ballot, Vote, payload_digest
+from p2ptrain.core.messages import NOTHING, Ballot, Call, Vote, payload_digest
 from p2ptrain.core.reputation import BURST
 from p2ptrain.digest import digest
 
@@ -164,12 +164,14 @@ def test_whoever_may_not_speak_does_not_call_in_a_loop() -> None:
     bench.collect()
     while bench.node.regrouping.attempt < 0:
         bench.tick()
+    bench.hear(Call(RUN, bench.state.head, 0, KEYS[3]))  # and never signs
     bench.node.context.keep_silent(RUN, 5)
     began, ticks = bench.now, 0
     while bench.now < began + 3_600.0:
         bench.tick()
         ticks += 1
         assert ticks < 10_000
+    assert bench.state.branch == RUN
 
 
 def test_lies_about_where_the_swarm_is_do_not_silence_one_that_has_lost_its_memory_for_ever() -> None:

@@ -31,7 +31,7 @@ from p2ptrain.core.repair import (
     HEARTBEAT_SECONDS,
     HISTORIES_A_SECOND,
     HISTORIES_BURST,
-    NEIGHBOURS,
+    PEERS_TOLD,
     QUESTION_BYTES,
     REFILL_BYTES_A_SECOND,
 )
@@ -76,7 +76,7 @@ def test_a_hello_says_what_is_held() -> None:
     assert effects == [ev.Send(KEYS[2], envelopes(hello))]
 
 
-def test_who_waits_for_votes_tells_a_few_neighbours_every_second() -> None:
+def test_who_waits_for_votes_tells_a_few_peers_every_second() -> None:
     bench = Bench(10, me=1)
     bench.now = 10.0
     offers = bench.collect()
@@ -85,7 +85,7 @@ def test_who_waits_for_votes_tells_a_few_neighbours_every_second() -> None:
         effects = bench.tick()
         if greeted := {peer for peer, _ in sent(effects)}:
             times.append(bench.now)
-            assert len(greeted) == NEIGHBOURS
+            assert len(greeted) == PEERS_TOLD
     assert len(offers) == 10
     assert times == [21.0, 22.0, 23.0, 24.0, 25.0]
 
@@ -109,7 +109,7 @@ def test_a_hello_that_somebody_else_hands_on_is_worth_nothing() -> None:
 # Handing over
 
 
-def test_a_neighbour_gets_all_that_it_lacks() -> None:
+def test_a_peer_gets_all_that_it_lacks() -> None:
     bench, messages = voting()
     handed = sent(bench.hear(bench.hello(KEYS[3])))
     assert {peer for peer, _ in handed} == {KEYS[3]}
@@ -117,7 +117,7 @@ def test_a_neighbour_gets_all_that_it_lacks() -> None:
     assert sorted(map(message_digest, got)) == sorted(map(message_digest, messages))
 
 
-def test_a_neighbour_that_has_it_all_gets_nothing() -> None:
+def test_a_peer_that_has_it_all_gets_nothing() -> None:
     bench, _ = voting()
     hello = bench.hello(KEYS[3], announced=ALL, available=ALL, prevoted=bitmap((0, 1, 3)))
     assert bench.hear(hello) == []
@@ -133,7 +133,7 @@ def test_two_halves_that_hold_as_much_but_not_the_same_hand_it_over() -> None:
     assert sorted(kinds(effects)[KEYS[3]]) == ["Announcement", "Announcement"]
 
 
-def test_a_neighbour_is_answered_at_most_so_often() -> None:
+def test_a_peer_is_answered_at_most_so_often() -> None:
     bench, _ = voting()
     start = bench.now
     assert KEYS[3] in kinds(bench.hear(bench.hello(KEYS[3])))
@@ -144,7 +144,7 @@ def test_a_neighbour_is_answered_at_most_so_often() -> None:
     assert KEYS[3] in kinds(bench.hear(bench.hello(KEYS[3])))
 
 
-def test_a_neighbour_in_an_earlier_view_gets_the_votes_of_ours() -> None:
+def test_a_peer_in_an_earlier_view_gets_the_votes_of_ours() -> None:
     bench, _ = voting()
     votes = [voted(key, PRECOMMIT, NOTHING, view=1) for key in (KEYS[0], KEYS[2])]
     bench.hear_all(*votes)
@@ -153,12 +153,12 @@ def test_a_neighbour_in_an_earlier_view_gets_the_votes_of_ours() -> None:
     assert [message for message in got if message in votes] == votes
 
 
-def test_a_neighbour_in_a_later_view_is_told_where_we_stand() -> None:
+def test_a_peer_in_a_later_view_is_told_where_we_stand() -> None:
     bench, _ = voting()
     assert kinds(bench.hear(bench.hello(KEYS[3], view=2))) == {KEYS[3]: ["Hello"]}
 
 
-def test_a_neighbour_in_an_earlier_round_is_told_where_we_stand() -> None:
+def test_a_peer_in_an_earlier_round_is_told_where_we_stand() -> None:
     bench = Bench(4, me=1)
     bench.decide()
     bench.now += 1.0

@@ -53,8 +53,8 @@ class Inbox:
             JoinRequest: self._request,
             Leave: self._request,
             Evidence: self._request,
-            Call: self._call,
-            Regroup: self._regroup,
+            Call: self._of_regroup,
+            Regroup: self._of_regroup,
             Certificate: self._certificate,
         }
 
@@ -216,8 +216,7 @@ class Inbox:
         if verdict is Verdict.CONFLICT:
             self._accuse(node.parts.offers.conflicting(received), received)
         if payload_good is not None:
-            payloads.wanted.pop(message.payload, None)
-            payloads.held[message.payload] = payload_good
+            payloads.came_along(message.payload, payload_good)
         known = payloads.held.get(message.payload)
         if known is None:
             payloads.want(message.payload, message.payload_bytes, message.author)
@@ -288,18 +287,9 @@ class Inbox:
             node.here.advance()
         return not is_new and self._useless(event.sender)
 
-    def _call(self, event: MessageReceived) -> bool:
-        call = event.received.message
-        assert isinstance(call, Call)
-        return self._of_regroup(event, call)
-
-    def _regroup(self, event: MessageReceived) -> bool:
-        regroup = event.received.message
-        assert isinstance(regroup, Regroup)
-        return self._of_regroup(event, regroup)
-
-    def _of_regroup(self, event: MessageReceived, message: Call | Regroup) -> bool:
-        node = self.node
+    def _of_regroup(self, event: MessageReceived) -> bool:
+        node, message = self.node, event.received.message
+        assert isinstance(message, Call | Regroup)
         state = node.line.state
         if message.author not in state.place:
             return self._useless(event.sender)

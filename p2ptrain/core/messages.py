@@ -136,7 +136,7 @@ class Certificate(Struct, frozen=True, array_like=True, tag="certificate"):
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """Where the author stands, so that a neighbour can hand over what it lacks."""
+    """Where the author stands, so that a peer can hand over what it lacks."""
 
     protocols: Annotated[tuple[Annotated[int, Meta(ge=1, lt=2**16)], ...], Meta(min_length=1, max_length=PROTOCOLS_MAX)]
     branch: Digest

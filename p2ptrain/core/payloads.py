@@ -112,6 +112,11 @@ class Payloads:
         self._reschedule()
         return True
 
+    def came_along(self, payload: bytes, good: bool) -> None:
+        """It rode along with its announcement."""
+        self.wanted.pop(payload, None)
+        self.held[payload] = good
+
     def mine(self, payload: bytes) -> None:
         self.held[payload] = True
 

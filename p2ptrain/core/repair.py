@@ -1,7 +1,7 @@
-"""Repair: what gossip has lost, neighbours hand over.
+"""Repair: what gossip has lost, peers hand over.
 
-Now and then, and whenever it waits for votes, a node tells a few neighbours where it stands (`Hello`): branch, round,
-view, and of which members it holds what. A neighbour at the same place hands over what is missing, on a stream; one
+Now and then, and whenever it waits for votes, a node tells a few peers where it stands (`Hello`): branch, round,
+view, and of which members it holds what. A peer at the same place hands over what is missing, on a stream; one
 that is further on says where it stands itself, so that the other asks for history. Answers are limited per peer, in
 number and in bytes, so that nobody can make us send without end.
 """
@@ -15,7 +15,7 @@ from p2ptrain.core.messages import PROTOCOL_VERSION, Ballot, Hello, Proposal, Re
 from p2ptrain.core.roster import bitmap, seats_in
 from p2ptrain.core.round import Round
 
-NEIGHBOURS = 3  # told at a time: of those, somebody has what a node lacks, and the swarm's load stays linear
+PEERS_TOLD = 3  # told at a time: of those, somebody has what a node lacks, and the swarm's load stays linear
 WAITING_SECONDS = 1.0  # between hellos while waiting for messages; a fast round is over by then
 HEARTBEAT_SECONDS = 20.0  # without a message of ours, so that nobody takes a long training for an absence
 ANSWER_SECONDS = 0.4  # at most one answer a peer in that time
@@ -79,7 +79,7 @@ class Repair:
         elif self.next_at is None:
             self.next_at = context.now + WAITING_SECONDS  # mostly it is all on its way
         elif context.now >= self.next_at:
-            self.greet(here, *context.some_peers(NEIGHBOURS))
+            self.greet(here, *context.some_peers(PEERS_TOLD))
             self.next_at = context.now + WAITING_SECONDS
         if context.now >= context.published_at + HEARTBEAT_SECONDS:
             context.publish(self.hello(here))
@@ -101,7 +101,7 @@ class Repair:
         return True
 
     def hand_over(self, here: Round, hello: Hello) -> None:
-        """Send a neighbour at the same round what it lacks and we hold."""
+        """Send a peer at the same round what it lacks and we hold."""
         lacking = [] if self._is_level(here, hello) else self._lacking(here, hello)
         chosen, size = [], 0
         for received in lacking[:HANDED_MAX]:
@@ -113,7 +113,7 @@ class Repair:
             self.context.send(hello.author, *chosen)
 
     def _is_level(self, here: Round, hello: Hello) -> bool:
-        """Whether a neighbour plainly lacks nothing: then nothing is looked through."""
+        """Whether a peer plainly lacks nothing: then nothing is looked through."""
         mine = here.agreement.views[here.agreement.view]
         counts = len(here.available), len(mine.prevotes), len(mine.precommits), len(here.parts.offers.by_author)
         bitmaps = hello.available, hello.prevoted, hello.precommitted, hello.announced
@@ -125,7 +125,7 @@ class Repair:
     def _lacking(self, here: Round, hello: Hello) -> list[Received]:
         agreement, members = here.agreement, here.roster.members
         lacking: list[Received] = []
-        if hello.view in agreement.views:  # perhaps just what keeps the neighbour from leaving that view
+        if hello.view in agreement.views:  # perhaps just what keeps the peer from leaving that view
             lacking += self._of_view(here, hello.view, hello)
         if hello.view < agreement.view:
             lacking += self._of_view(here, agreement.view, None)
@@ -138,7 +138,7 @@ class Repair:
         return lacking
 
     def _of_view(self, here: Round, number: int, hello: Hello | None) -> list[Received]:
-        """What a neighbour lacks of a view; everything, unless it has said what it holds."""
+        """What a peer lacks of a view; everything, unless it has said what it holds."""
         agreement, members = here.agreement, here.roster.members
         view = agreement.views[number]
         prevoted = set(seats_in(hello.prevoted)) if hello else set()
