@@ -231,7 +231,7 @@ def test_who_lags_by_more_than_is_kept_jumps_and_fetches_the_state() -> None:
     first = next(record for record in records if isinstance(record, ev.Certified))
     assert first.trunk == ev.Trunk((Stage(RUN, 0),), (), (), line.base)
     found = [effect for effect in effects if isinstance(effect, ev.CatchUp)]
-    assert [(effect.round, effect.root) for effect in found] == [(19, root_of(19))]
+    assert [effect.roots[0] for effect in found] == [(19, root_of(19))]
 
 
 def test_a_jump_whose_base_nothing_certifies_is_refused() -> None:
@@ -309,7 +309,7 @@ def test_what_was_applied_on_a_branch_that_lost_is_fetched_anew() -> None:
     extend(bench, line, 3)
     effects = meet(bench, line)
     found = [effect for effect in effects if isinstance(effect, ev.CatchUp)]
-    assert [(effect.round, effect.root) for effect in found] == [(3, root_of(3))]
+    assert [effect.roots[0] for effect in found] == [(3, root_of(3))]
     assert "catching up" in bench.node.snapshot().health
     effects = bench.do(ev.CaughtUp(3, root_of(3)))
     last = line.steps[-1].step

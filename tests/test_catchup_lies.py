@@ -6,10 +6,17 @@ from itertools import pairwise
 
 import msgspec
 from core_known import KEYS, RUN, Bench, begun, line_of, published, signed_set
-from test_catchup import extend, followed, meet, other_line, regroup, shared, steps
+from test_catchup import extend, followed, meet, on_own_branch, other_line, regroup, shared, steps
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.catchup import AHEAD_MAX, PATIENCE_SECONDS, RETRIES_MAX, RETRY_SECONDS, RETRY_SECONDS_MAX
+from p2ptrain.core.catchup import (
+    AHEAD_MAX,
+    PATIENCE_SECONDS,
+    RETRIES_MAX,
+    RETRY_SECONDS,
+    RETRY_SECONDS_MAX,
+    SPLIT_SECONDS,
+)
 from p2ptrain.core.history import Beginning, History, Stage
 from p2ptrain.core.line import Line
 from p2ptrain.core.messages import NUMBER_MAX, JoinRequest
@@ -184,6 +191,160 @@ def test_a_newcomer_that_lags_first_looks_at_what_a_stranger_may_prove() -> None
     effects = bench.hear(bench.hello(stranger, round=9), sender=stranger) + bench.do(ev.PeerSeen(stranger))
     effects += bench.hear(bench.hello(stranger, round=9)) + bench.wait(0.4)
     assert bench.node.catching_up.is_behind
+
+
+def test_a_member_that_is_ahead_is_asked_instead_of_a_stranger_that_keeps_us_waiting() -> None:
+    bench = Bench(4, me=1)
+    (stranger,) = strangers(1)
+    bench.do(ev.PeerSeen(stranger))
+    assert claim(bench, stranger) == [stranger]
+    bench.hear(bench.hello(HONEST, round=9))
+    assert bench.node.catching_up.deadline == bench.now + PATIENCE_SECONDS
+    assert asked(bench.wait(0.6)) == [HONEST]
+    assert (stranger in bench.node.catching_up.ahead, bench.node.context.reputation.records) == (True, {})
+
+
+def test_members_do_not_keep_a_stranger_from_answering_for_ever() -> None:
+    bench = Bench(4, me=1)
+    (stranger,) = strangers(1)
+    line = other_line(bench, 3)
+    bench.do(ev.PeerSeen(stranger))
+    assert claim(bench, stranger) == [stranger]
+    assert claim(bench, LIAR) == [LIAR]
+    assert asked(bench.do(ev.HistoryFailed(LIAR, "gone"))) == [stranger]
+    assert claim(bench, HONEST) == []
+    assert followed(bench.do(ev.HistoryArrived(stranger, line.answer(RUN, 0)))) == steps(line)
+
+
+def test_a_member_that_is_asked_is_not_replaced_by_another() -> None:
+    bench = Bench(4, me=1)
+    assert claim(bench, LIAR) == [LIAR]
+    assert claim(bench, HONEST) == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# What has lost, and what is split
+
+
+def answer(bench: Bench, history: History) -> list[ev.Effect]:
+    """Whoever is asked answers so, as often as it is asked."""
+    effects: list[ev.Effect] = []
+    while (question := bench.node.catching_up.asked) is not None:
+        effects += bench.do(ev.HistoryArrived(question.peer, history))
+    return effects
+
+
+def test_a_lineage_that_nobody_has_verified_does_not_make_a_branch_one_that_lost() -> None:
+    for start, number in ((0, 1), (0, 9), (1, 9), (3, 9)):
+        bench = on_own_branch(rounds=5)
+        line = shared(bench)
+        regroup(line, (KEYS[0], HONEST, KEYS[3]))
+        invented = History((Stage(RUN, 0), Stage(line.state.branch, start)), number, (), None, ())
+        bench.hear(bench.hello(LIAR, branch=line.state.branch, round=2))
+        assert asked(bench.wait(0.6)) == [LIAR]
+        answer(bench, invented)
+        assert not bench.node.catching_up.has_lost(line.state.branch)
+        assert followed(meet(bench, line, HONEST)) == steps(line, 1)
+
+
+def test_a_branch_that_we_left_is_not_one_that_lost_because_somebody_is_not_on_it_after_all() -> None:
+    bench = on_own_branch(rounds=5)
+    bench.hear(bench.hello(LIAR, branch=RUN, round=50))
+    assert asked(bench.wait(0.6)) == [LIAR]
+    answer(bench, History((Stage(RUN, 0),), 1, (), None, ()))
+    assert not bench.node.catching_up.has_lost(RUN)
+
+
+def after_us(bench: Bench, *founders: bytes) -> Line:
+    """The line of some who regrouped before our second round, which they never saw."""
+    bench.decide()
+    line = shared(bench)
+    bench.decide()
+    regroup(line, founders)
+    extend(bench, line, 3)
+    return line
+
+
+def test_a_branch_that_shows_that_it_began_before_our_quorum_went_on_has_lost() -> None:
+    bench = Bench(4, me=1)
+    line = after_us(bench, KEYS[0], HONEST)
+    assert followed(meet(bench, line)) == []
+    assert bench.node.catching_up.has_lost(line.state.branch)
+    assert (bench.state.branch, bench.node.context.reputation.records) == (RUN, {})
+
+
+def test_a_branch_that_began_from_one_that_lost_has_lost_too_and_another_has_not() -> None:
+    for is_one_of_them in (True, False):
+        bench = Bench(4, me=1)
+        line = after_us(bench, KEYS[0], HONEST)
+        first = line.state.branch
+        regroup(line, (KEYS[0],))
+        claimed = line.state.branch if is_one_of_them else digest("core test", b"another")
+        line.lineage[-1] = Stage(claimed, line.lineage[-1].start)
+        bench.hear(bench.hello(LIAR, branch=claimed, round=9))
+        bench.wait(0.6)
+        while (question := bench.node.catching_up.asked) is not None:
+            bench.do(ev.HistoryArrived(question.peer, line.answer(question.branch, question.round)))
+        assert bench.node.catching_up.has_lost(first)
+        assert bench.node.catching_up.has_lost(claimed) == is_one_of_them
+
+
+def test_a_beginning_that_nobody_signed_makes_no_branch_one_that_lost() -> None:
+    bench = Bench(4, me=1)
+    line = after_us(bench, KEYS[0], HONEST)
+    history = line.answer(RUN, 1)
+    first = history.steps[0]
+    assert isinstance(first, Beginning)
+    forged = msgspec.structs.replace(first, signatures=first.signatures[::-1])
+    bench.hear(bench.hello(LIAR, branch=line.state.branch, round=9))
+    bench.wait(0.6)
+    answer(bench, msgspec.structs.replace(history, steps=(forged,)))
+    assert not bench.node.catching_up.has_lost(line.state.branch)
+    assert bench.node.context.reputation.records[LIAR].counters == {Reason.MALFORMED: 1}
+
+
+def split_from(bench: Bench) -> Line:
+    """A line that parted from ours so long ago that nothing can settle it; of its beginning we have the state."""
+    line = Line(next(iter(bench.node.line.forks.values())), RUN, 64)
+    regroup(line, (HONEST,))
+    extend(bench, line, 12)
+    return line
+
+
+def test_a_split_is_over_when_nobody_is_found_on_the_other_side_any_more() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    line = split_from(bench)
+    for _ in range(8):
+        meet(bench, line, HONEST)
+        assert bench.node.catching_up.is_split
+        bench.wait(30.0)
+        assert bench.node.catching_up.is_split
+    bench.wait(SPLIT_SECONDS)
+    assert not bench.node.catching_up.is_split
+    assert not [why for why in bench.node.snapshot().health if why.startswith("split")]
+
+
+def test_a_split_is_over_when_we_follow_another_line() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    fork = next(iter(bench.node.line.forks.values()))
+    meet(bench, split_from(bench), HONEST)
+    assert bench.node.catching_up.is_split
+    line = Line(fork, RUN, 64)
+    regroup(line, (KEYS[0], HONEST, KEYS[3]))
+    extend(bench, line, 2)
+    meet(bench, line)
+    assert (bench.state, bench.node.catching_up.is_split) == (line.state, False)
+
+
+def test_a_stranger_cannot_invent_a_split() -> None:
+    (stranger,) = strangers(1)
+    for peer, is_split in ((stranger, False), (HONEST, True)):
+        bench = on_own_branch(rounds=9, history_rounds=4)
+        line = split_from(bench)
+        bench.node.line.forks.clear()
+        bench.do(ev.PeerSeen(peer))
+        meet(bench, line, peer)
+        assert bench.node.catching_up.is_split == is_split
 
 
 # ---------------------------------------------------------------------------------------------------

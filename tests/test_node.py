@@ -16,6 +16,7 @@ from core_known import (
     payload,
     published,
     root_of,
+    sent,
     signed,
     voted,
 )
@@ -29,6 +30,7 @@ from p2ptrain.core.messages import (
     Ballot,
     Leave,
     Proposal,
+    Vote,
     message_digest,
 )
 from p2ptrain.core.roster import bitmap
@@ -401,10 +403,26 @@ def test_a_quorum_of_prevotes_is_precommitted_with_all_that_it_takes_to_propose_
         *envelopes(votes[0], votes[1], votes[3]),
     )
     precommit = signed(voted(ME, PRECOMMIT, manifest.digest))
-    assert bench.hear(votes[3]) == [
-        ev.Persist(ev.Said(precommit.envelope, backing)),
-        ev.Publish(precommit.envelope),
-    ]
+    effects = bench.hear(votes[3])
+    assert effects[:2] == [ev.Persist(ev.Said(precommit.envelope, backing)), ev.Publish(precommit.envelope)]
+    assert [type(effect) for effect in effects[2:]] == [ev.Send]
+
+
+def test_whoever_precommits_shows_one_peer_how_another_member_has_prevoted() -> None:
+    shown = set()
+    for seed in range(30):
+        bench = Bench(7, me=1, seed=seed)
+        offers = bench.collect()
+        named = [bench.available(key, offers) for key in bench.founders]
+        proposal, manifest = bench.proposed(named[:5], offers)
+        bench.hear_all(*(each for each in named if each.author != ME), proposal)
+        others = [key for key in bench.others if key != KEYS[6]]
+        effects = bench.hear_all(*(voted(key, PREVOTE, manifest.digest) for key in others[:-1]))
+        (place,) = [(peer, vote) for peer, vote in sent(effects) if isinstance(vote, Vote)]
+        assert place[0] in bench.others
+        assert place[1].author in set(others[:-1]) - {place[0]}
+        shown.add((place[0], place[1].author))
+    assert len(shown) > 10, "any of them"
 
 
 def test_without_a_proposal_nothing_is_prevoted_when_the_view_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from core_known import (
     KEYS,
     RUN,
@@ -9,15 +10,17 @@ from core_known import (
     Store,
     announced,
     line_of,
+    name_of,
     payload,
+    published,
     signed,
     voted,
 )
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import History, Stage
-from p2ptrain.core.messages import NOTHING, Ballot, Call, Vote, payload_digest
-from p2ptrain.core.reputation import BURST
+from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Call, Vote, payload_digest
+from p2ptrain.core.reputation import BURST, Reason
 from p2ptrain.digest import digest
 
 ME, STRANGER = KEYS[1], KEYS[12]
@@ -202,3 +205,61 @@ def test_whoever_asks_for_histories_without_end_gets_a_few() -> None:
     assert 2 <= len(told) <= 64
     bench.now += 10.0
     assert any(isinstance(effect, ev.SendHistory) for effect in bench.do(ev.HistoryAsked(KEYS[0], RUN, 0)))
+
+
+# ---------------------------------------------------------------------------------------------------
+# False lengths
+
+
+def with_false_length(author: bytes, of: Announcement) -> Announcement:
+    return msgspec.structs.replace(of, author=author, payload_bytes=of.payload_bytes + 1)
+
+
+def refused_by(effects: list[ev.Effect]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    (said,) = [message for message in published(effects) if isinstance(message, Availability)]
+    return said.held, said.refused
+
+
+def test_an_announcement_of_another_s_payload_with_a_false_length_is_not_held_and_refused() -> None:
+    """However it came: fetched before or after it was announced so, along with the true one, or it is our own."""
+    for way in ("fetched", "fetched before", "came along", "ours"):
+        bench = Bench(4, me=1)
+        bench.now = 10.0
+        true = announced(ME if way == "ours" else KEYS[2], 1, inline=way == "came along")
+        lie = with_false_length(KEYS[0], true)
+        match way:
+            case "fetched":
+                bench.hear_all(true, lie)
+                bench.do(ev.PayloadArrived(true.payload, True, true.payload_bytes))
+            case "fetched before":
+                bench.hear(true)
+                bench.do(ev.PayloadArrived(true.payload, True, true.payload_bytes))
+                bench.hear(lie)
+            case "came along":
+                bench.hear(lie)
+                bench.hear_offer(true)
+            case _:
+                bench.train()
+                bench.hear(lie)
+        if way != "ours":
+            bench.train()
+        held, refused = refused_by(bench.wait(60.0))
+        assert name_of(true) in held
+        assert refused == (name_of(lie),)
+        assert bench.node.context.reputation.records[KEYS[0]].counters[Reason.MALFORMED] == 1
+
+
+def test_a_false_length_that_others_attest_all_the_same_stops_nobody() -> None:
+    """They may not know the length; what the manifest needs is here."""
+    bench = Bench(4, me=1)
+    bench.now = 10.0
+    true = announced(KEYS[2])
+    lie = with_false_length(KEYS[0], true)
+    bench.hear_all(true, lie)
+    bench.do(ev.PayloadArrived(true.payload, True, true.payload_bytes))
+    named = [bench.available(key, (lie,)) for key in bench.others]
+    bench.hear_all(*named)
+    proposal, manifest = bench.proposed(named, (lie,))
+    said = [message for message in published(bench.hear(proposal)) if isinstance(message, Vote)]
+    assert [each.manifest for each in said] == [manifest.digest]
+    assert [each.author for each in manifest.taken] == [KEYS[0]]

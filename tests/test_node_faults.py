@@ -428,12 +428,11 @@ def astray() -> tuple[Bench, list[ev.Effect]]:
 def test_a_node_whose_root_is_not_the_certified_one_catches_up_and_says_so() -> None:
     bench, effects = astray()
     found = [effect for effect in effects if isinstance(effect, ev.CatchUp)]
-    assert [(effect.round, effect.root, sorted(effect.sources)) for effect in found] == [
-        (1, root_of(1), sorted(bench.others))
-    ]
+    roots = ((1, root_of(1)), (0, ROOT0))
+    assert [(effect.roots, sorted(effect.sources)) for effect in found] == [(roots, sorted(bench.others))]
     assert ev.Train not in {type(effect) for effect in effects}
     assert bench.node.context.counters["root mismatches"] == 1
-    assert bench.node.snapshot().health == ("quarantined: own state is not the certified one", "catching up")
+    assert bench.node.snapshot().health == ("quarantined: own state is not the certified one",)
 
 
 def test_in_quarantine_nothing_is_contributed() -> None:
@@ -464,7 +463,7 @@ def test_after_catching_up_the_certified_rounds_are_applied_and_training_goes_on
 def test_a_state_that_cannot_be_fetched_is_asked_for_again() -> None:
     bench, _ = astray()
     start = bench.now
-    bench.do(ev.CatchUpFailed(1, "nobody answers"))
+    bench.do(ev.CatchUpFailed("nobody answers"))
     while not any(isinstance(effect, ev.CatchUp) for effect in bench.tick()):
         pass
     assert bench.now == start + 1.0

@@ -6,6 +6,7 @@ nor spin, nor ever say two things where it may say one.
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from core_known import KEYS, RUN, Bench, FakeSigner, Store, announced, begun, li
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_node_rest import Restless
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Beginning, Entry, History, Stage, Step
@@ -72,7 +74,7 @@ class Anyone(RuleBasedStateMachine):
         self.heard: list[tuple[Message, bytes, bool | None]] = []  # to be said again
         self.trains: list[int] = []
         self.applies: list[tuple[bytes, int]] = []
-        self.states: list[tuple[int, bytes]] = []  # to catch up with
+        self.states: list[tuple[int, bytes, int]] = []  # to catch up with
         self.fetches: list[tuple[bytes, tuple[bytes, ...]]] = []
         self.asked: list[tuple[bytes, bytes, int]] = []
         self.do(ev.Started(self.disk.saved()))
@@ -85,6 +87,9 @@ class Anyone(RuleBasedStateMachine):
     def do(self, event: ev.Event, at: float | None = None) -> None:
         before, ours, last = self.bench.node.deadline, self.bench.node.context.now, self.last
         effects = self.bench.do(event, at)
+        if isinstance(event, ev.Started):
+            self.twin = Restless(self.bench.run, RUN, self.bench.me, FakeSigner(self.bench.me), Random(self.bench.seed))
+        assert (self.twin.handle(event, self.bench.now), self.twin.deadline) == (effects, self.bench.node.deadline)
         assert self.bench.node.context.now >= ours, "its own time never goes back"
         for effect in effects:
             self.disk.keep([effect])
@@ -107,8 +112,8 @@ class Anyone(RuleBasedStateMachine):
                 self.trains.append(number)
             case ev.Apply(manifest=manifest):
                 self.applies.append((manifest.branch, manifest.round))
-            case ev.CatchUp(round=number, root=root):
-                self.states.append((number, root))
+            case ev.CatchUp(roots=roots, attempt=attempt):
+                self.states.append((*roots[0], attempt))
             case ev.Fetch(payload=wanted, sources=sources):
                 self.fetches.append((wanted, sources))
             case ev.AskHistory(peer=peer, branch=branch, round=number):
@@ -325,8 +330,8 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(is_asked=st.booleans(), well=st.booleans(), which=st.integers(0, 9))
     def a_state_is_fetched(self, is_asked: bool, well: bool, which: int) -> None:
-        number, root = self.states.pop(0) if is_asked and self.states else (which, NOWHERE)
-        self.do(ev.CaughtUp(number, root) if well else ev.CatchUpFailed(number, "no"))
+        number, root, attempt = self.states.pop(0) if is_asked and self.states else (which, NOWHERE, which)
+        self.do(ev.CaughtUp(number, root, attempt) if well else ev.CatchUpFailed("no", attempt))
 
     @rule(is_asked=st.booleans(), good=st.sampled_from((True, True, False)), which=picks)
     def a_payload_arrives(self, is_asked: bool, good: bool, which: int) -> None:

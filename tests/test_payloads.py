@@ -73,6 +73,24 @@ def test_good_and_bad_are_remembered_and_only_of_what_was_wanted() -> None:
     assert emitted(made) == []
 
 
+def test_of_two_lengths_only_the_true_one_is_of_what_is_here() -> None:
+    made = wanted()
+    assert made.arrived(NAME, True, BYTES)
+    assert [made.checked(NAME, size) for size in (BYTES, BYTES + 1, 0)] == [True, False, True]
+    assert [made.is_good(NAME, size) for size in (BYTES, BYTES + 1, 0)] == [True, False, True]
+    made.keep([])
+    assert (made.sizes, made.checked(NAME, BYTES)) == ({}, None)
+
+
+def test_what_is_bad_is_bad_and_what_has_no_known_length_counts_as_announced() -> None:
+    made = wanted()
+    made.arrived(NAME, False, BYTES)
+    assert [made.checked(NAME, size) for size in (BYTES, BYTES + 1)] == [False, False]
+    made = wanted()
+    made.arrived(NAME, True)
+    assert [made.checked(NAME, size) for size in (BYTES, BYTES + 1)] == [True, True]
+
+
 def test_when_all_sources_have_failed_all_are_asked_again_after_a_while() -> None:
     made = wanted(KEYS[2])
     made.failed(NAME, AUTHOR)
@@ -194,6 +212,7 @@ def test_however_much_is_wanted_it_stays_within_its_bounds(monkeypatch: pytest.M
         made.add_source(bytes(32), digest("core test", bytes([number])))
     assert made.limits() == {
         "payloads held": (0, 100),
+        "payloads whose length is known": (0, 100),
         "payloads wanted": (100, 100),
         "sources of a payload": (4 * SOURCES_MAX, 4 * SOURCES_MAX),
         "claims to a payload": (1, CLAIMS_MAX),

@@ -279,9 +279,13 @@ def test_f_signers_bind_nobody_and_f_and_one_do() -> None:
     assert each.may_follow(begun(KEYS[2:5], KEYS[2:5], each.state))
 
 
-def test_who_has_no_vote_follows() -> None:
+def test_who_has_no_vote_follows_a_few_only_when_nothing_was_decided_for_long() -> None:
     each = regrouping(me=9)
-    assert each.may_follow(begun(KEYS[2:3], KEYS[2:3], each.state))
+    assert each.may_follow(begun(KEYS[2:5], KEYS[2:5], each.state))
+    few = begun(KEYS[2:3], KEYS[2:3], each.state)
+    assert not each.may_follow(few)
+    each.context.now += each.context.run.agreement.stall_seconds
+    assert each.may_follow(few)
 
 
 def test_who_has_lost_the_quorum_follows_more_than_answer_its_own_call() -> None:

@@ -23,7 +23,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core import repair as module
 from p2ptrain.core.context import Context
 from p2ptrain.core.messages import NOTHING, SHORT_BYTES, Availability, Ballot, Hello, Message, message_digest
-from p2ptrain.core.questions import ASK_SECONDS, NAMES_MAX, QUESTIONS_MAX, UNNEEDED_MAX, Questions
+from p2ptrain.core.questions import ASK_SECONDS, NAMES_MAX, QUESTIONS_MAX, SOURCES_MAX, UNNEEDED_MAX, Questions
 from p2ptrain.core.repair import (
     ANSWER_SECONDS,
     ANSWERS_MAX,
@@ -219,6 +219,19 @@ def test_a_thousand_questions_at_once_are_answered_as_far_as_the_budget_goes() -
     assert bench.node.limits()["peers with a budget"] == (2, ANSWERS_MAX)
 
 
+def test_what_is_handed_over_comes_out_of_the_same_budget() -> None:
+    bench, _ = voting()
+    hello = bench.hello(KEYS[3])
+    bench.do(ev.Tick(), bench.now + 1.0)
+    (handed,) = [effect for effect in bench.hear(hello) if isinstance(effect, ev.Send)]
+    assert bench.node.repair.budgets[KEYS[3]].size == BURST_BYTES - sum(map(len, handed.envelopes))
+    bench.node.repair.budgets[KEYS[3]].size = -REFILL_BYTES_A_SECOND * 1.0
+    bench.do(ev.Tick(), bench.now + 0.5)
+    assert handed not in bench.hear(hello)
+    bench.do(ev.Tick(), bench.now + 4.0)
+    assert handed in bench.hear(hello)
+
+
 def test_budgets_are_remembered_of_so_many_peers() -> None:
     bench, _ = voting()
     repair = bench.node.repair
@@ -275,6 +288,52 @@ def test_what_was_not_answered_is_asked_of_the_next_after_twice_the_time() -> No
     peers = (KEYS[3], KEYS[2], KEYS[3], KEYS[2])
     times = (1.0, 3.0, 7.0, 15.0)
     assert asked == [(time * ASK_SECONDS, ev.Ask(peer, NAMES[:1])) for time, peer in zip(times, peers, strict=True)]
+
+
+def peers_asked(made: Questions, tries: int, sources: list[bytes] = []) -> list[bytes]:  # noqa: B006
+    """Who is asked when nobody answers, and these are named again in between."""
+    found = []
+    for _ in range(tries):
+        assert made.deadline is not None
+        made.context.now = made.deadline
+        made.tick(lambda name: False)
+        found += [effect.peer for effect in emitted(made) if isinstance(effect, ev.Ask)]
+        made.ask(NAMES[:1], sources, is_needed=True)
+    return found
+
+
+PEERS = [digest("core test", b"peer", bytes([number])) for number in range(31)]
+LIARS = PEERS[:10]
+
+
+def test_liars_that_come_first_do_not_keep_a_question_from_all_others() -> None:
+    for seed in range(50):
+        made = questions()
+        made.context.rng.seed(seed)
+        made.ask(NAMES[:1], PEERS, is_needed=True)
+        assert emitted(made) == [ev.Ask(PEERS[0], NAMES[:1])]
+        assert set(peers_asked(made, SOURCES_MAX)) - set(LIARS)
+
+
+def test_who_has_the_best_record_is_asked_after_the_first() -> None:
+    made = questions()
+    for peer in PEERS[1:-1]:
+        made.context.reputation.note(peer, Reason.SILENT, 0.0)
+    made.ask(NAMES[:1], PEERS, is_needed=True)
+    emitted(made)
+    assert peers_asked(made, 1) == [PEERS[-1]]
+
+
+def test_whoever_was_asked_in_vain_makes_way_for_others() -> None:
+    made = questions()
+    made.ask(NAMES[:1], LIARS, is_needed=True)
+    emitted(made)
+    made.ask(NAMES[:1], PEERS, is_needed=True)
+    assert set(made.open[NAMES[0]].sources) < set(LIARS), "nobody was asked in vain yet"
+    found = peers_asked(made, 2 * SOURCES_MAX, PEERS)
+    assert set(found[:7]) < set(LIARS)
+    assert len(set(found) - set(LIARS)) >= 3
+    assert len(made.open[NAMES[0]].sources) == SOURCES_MAX
 
 
 def test_what_has_come_by_itself_is_asked_no_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def test_a_plot_and_the_events_of_a_node_are_written(
     assert (status, err) == (0, "")
     assert out.endswith(" events of 1 starts: the same effects\n")
     lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join([*lines[:5], lines[5][:-67] + b"0" * 64 + b'"]\n']))
+    entry = json.loads(lines[5])
+    entry[2] = "0" * 64
+    log.write_bytes(b"".join([*lines[:5], json.dumps(entry).encode() + b"\n"]))
     status, out, err = p2ptrain(capsys, "replay", log)
     assert (status, err) == (1, "")
     assert "5 events of 1 starts: line 6, " in out
@@ -99,7 +102,7 @@ def test_a_swarm_that_is_interrupted_says_what_it_has_done(
         return run(scenario, seed)
 
     monkeypatch.setattr(swarm, "run", interrupted)
-    monkeypatch.setattr(cli, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr("p2ptrain.cli.simulation.TELL_SECONDS", 0.0)
     status, out, err = p2ptrain(capsys, "simulate", "--swarm", 1000, "--seed", 4)
     assert status == 130
     assert " rounds of 1 swarms" in err, "a line of progress"

@@ -14,9 +14,10 @@ from p2ptrain.core.messages import Evidence, Message, Proposal, Received, Vote
 from p2ptrain.sim import checkers as ck
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.collusion import MOOD_SECONDS, Schedule
 from p2ptrain.sim.keys import FakeSigner, node_key
-from p2ptrain.sim.liar import Liar, Said, ToSome
-from p2ptrain.sim.liars import KINDS, MOOD_SECONDS, Schedule, make
+from p2ptrain.sim.liars import KINDS, make
+from p2ptrain.sim.rewriting import Liar, Said, ToSome
 from p2ptrain.sim.scenario import scenario_of
 
 Watch = Callable[[Liar, Sequence[Effect], Sequence[Said]], None]
@@ -66,6 +67,17 @@ OCCASIONS: dict[str, list[dict[str, Any]]] = {  # what it takes to make them lie
         {"kind": "liar", "nodes": "f", "how": "false histories", "at": 0.0},
         {"kind": "join", "at": 4.0, "count": 8},
     ],
+    "keep the dead": [
+        {"kind": "liar", "nodes": "f", "how": "keep the dead", "at": 0.0},
+        {"kind": "crash", "nodes": [0], "at": 4.0},
+    ],
+    **{
+        how: [
+            {"kind": "liar", "nodes": "f", "how": how, "at": 0.0},
+            {"kind": "crash", "nodes": [0], "at": 4.0, "until": 9.0},
+        ]
+        for how in ("claim to be ahead", "endless histories", "false jumps")
+    },
     "votes for all": [
         {"kind": "liar", "nodes": [5], "how": "votes for all", "at": 0.0},
         {"kind": "liar", "nodes": [6], "how": "false manifests", "at": 0.0},
@@ -140,7 +152,6 @@ def messages_of(cluster: Cluster, said: Sequence[Said]) -> list[Message]:
 
 
 def test_forkers_propose_two_manifests_and_vote_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = swarm("fork", links={"loss": 0.1}, fault=[{"kind": "liar", "nodes": "f", "how": "fork", "at": 0.0}])
     proposals: dict[tuple[Any, ...], set[bytes]] = {}
     votes: dict[tuple[Any, ...], set[bytes]] = {}
 
@@ -154,7 +165,11 @@ def test_forkers_propose_two_manifests_and_vote_for_both(monkeypatch: pytest.Mon
                 case _:
                     pass
 
-    watched(cluster, watch, monkeypatch)
+    fault = [{"kind": "liar", "nodes": "f", "how": "fork", "at": 0.0}]
+    for seed in range(1, 9):  # two votes convict them, mostly before it is their turn to propose
+        cluster = swarm("fork", seed, links={"loss": 0.1}, fault=fault)
+        with monkeypatch.context() as patched:
+            watched(cluster, watch, patched)
     forked = {place: manifests for place, manifests in proposals.items() if len(manifests) == 2}
     assert forked, "some proposal was doubled"
     both = [place for place, choices in votes.items() if choices == forked.get(place[:3])]

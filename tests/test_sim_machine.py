@@ -153,7 +153,7 @@ def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
         (keys[2], "does not have it"),
     ]
     assert failed[0][0] >= DIAL_SECONDS
-    assert [event for _, event in of_kind(scripts[0], ev.PayloadArrived)] == [ev.PayloadArrived(name, True)]
+    assert [event for _, event in of_kind(scripts[0], ev.PayloadArrived)] == [ev.PayloadArrived(name, True, 40)]
     assert name in cluster.nodes[0].shelf
 
 
@@ -163,7 +163,7 @@ def test_a_bad_payload_arrives_as_bad() -> None:
     cluster.nodes[1].shelf.add(name)
     do(cluster, 0, ev.Fetch(name, 40, (cluster.nodes[1].key,)))
     cluster.run()
-    assert scripts[0].heard[-1][1] == ev.PayloadArrived(name, False)
+    assert scripts[0].heard[-1][1] == ev.PayloadArrived(name, False, 40)
 
 
 def test_a_large_payload_takes_its_time() -> None:
@@ -217,11 +217,14 @@ def test_a_state_is_fetched_from_a_source_that_has_it() -> None:
     root = b"r" * 32
     cluster.nodes[2].device.kept[7, root] = None
     sources = tuple(node.key for node in cluster.nodes[1:])
-    do(cluster, 0, ev.CatchUp(7, root, sources), ev.CatchUp(8, root, sources))
+    first, second = ev.CatchUp(((9, root),), sources), ev.CatchUp(((8, root), (7, root)), sources, 1)
+    do(cluster, 0, first, second)  # which ends the first
+    cluster.run()
+    do(cluster, 0, ev.CatchUp(((8, root),), sources, 2))
     cluster.run()
     assert [event for _, event in scripts[0].heard] == [
-        ev.CaughtUp(7, root),
-        ev.CatchUpFailed(8, "nobody has it"),
+        ev.CaughtUp(7, root, 1),
+        ev.CatchUpFailed("nobody has it", 2),
     ]
     assert (cluster.nodes[0].device.round, cluster.nodes[0].device.root) == (7, root)
 

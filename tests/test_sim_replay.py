@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.replay import EventLog, Replayed
+from p2ptrain.replay import replay as replay_any
 from p2ptrain.sim.outcome import simulate
-from p2ptrain.sim.replay import EventLog, Replayed, replay, watch
+from p2ptrain.sim.replay import SIMULATED, signer_of, watch
 from p2ptrain.sim.scenario import load_scenario, scenario_of
+
+
+def replay(path: Path) -> Replayed:
+    return replay_any(path, {SIMULATED: signer_of})
+
 
 FOLDER = Path(__file__).parents[1] / "scenarios"
 
@@ -91,7 +98,7 @@ def test_an_event_that_a_node_did_not_survive_is_played_again(tmp_path: Path, mo
         (lambda lines: [lines[0], lines[1][:-9] + b"\n"], "line 2 is damaged, or of another version"),
         (lambda lines: [lines[0], b'[1.0, {"type": "Slept"}, ""]\n'], "line 2 is damaged, or of another version"),
         (lambda lines: [lines[0].replace(b'"format":1', b'"format":9')], "format 9: this release reads format 1"),
-        (lambda lines: [lines[0].replace(b'simulated"}', b'ed25519"}')], "signatures of kind 'ed25519'"),
+        (lambda lines: [lines[0].replace(b'simulated"}', b'dsa"}')], "signatures of kind 'dsa'"),
         (lambda lines: [lines[0].replace(b"protocol", b"protokol")], "an event log of another version"),
     ],
 )

@@ -17,10 +17,8 @@ from p2ptrain.sim.scenario import Expect, Scenario, load_scenario, scenario_of, 
 
 FOLDER = Path(__file__).parents[1] / "scenarios"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
-# What small simulations of the protocol fell into before it was written. Each has a scenario. That it would fall again
-# is shown in test_sim_traps.py for those where one rule alone stands between. For three several do, and the scenario
-# shows only that all is well: a payload of the dead is neither named nor voted for (trap-dead-author), in a cut views
-# do not pass, whatever their timeouts (trap-long-cut), and nobody applies by a deadline (trap-deadline).
+# What small simulations of the protocol fell into before it was written. Each has a scenario; that it would fall again
+# without the rule that was made for it is shown in test_sim_traps.py.
 TRAPS = {
     "trap-deadline", "trap-heavier-branch", "trap-dead-author", "trap-long-cut", "trap-lost-prevotes",
     "trap-lost-proposals", "trap-proposers", "trap-empty-rounds", "trap-absence", "trap-settle",

@@ -16,9 +16,13 @@ from msgspec.structs import replace
 
 from p2ptrain.core import catchup, manifest, regroup, roster
 from p2ptrain.core import round as core_round
+from p2ptrain.core.agreement import Act, Agreement, View
+from p2ptrain.core.events import Apply
 from p2ptrain.core.line import common_branch
 from p2ptrain.core.messages import Proposal
+from p2ptrain.core.offers import Offers
 from p2ptrain.core.repair import Repair
+from p2ptrain.core.work import Work
 from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.outcome import simulate
@@ -47,7 +51,7 @@ def heavier_branch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         if (asked.branch, asked.round) != (common.branch, point):
             self._ask_again(asked, common.branch, point)
             return None
-        return self._verify(common.branch, point, history)
+        return self._verify(asked, common.branch, point, history)
 
     monkeypatch.setattr(catchup.CatchingUp, "_weigh", weigh)
     monkeypatch.setattr(catchup.CatchingUp, "_may_follow", lambda self, *_: True)
@@ -105,8 +109,68 @@ def rounds_close_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_round.Round, "deadline", property(sooner))
 
 
+def what_is_announced_counts_as_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members attest and vote for contributions of which they know no more than that they exist."""
+
+    def attestable(self: Offers, state: Any) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        offers = [offer for each in self.by_author.values() for offer in each]
+        return tuple(sorted(offer.name for offer in offers if state.may_take(offer.announcement, self.staleness))), ()
+
+    monkeypatch.setattr(Offers, "attestable", attestable)
+    monkeypatch.setattr(core_round.Round, "_payloads_are_here", lambda self, manifest: True)
+
+
+def views_pass_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a cut, from the end of collecting on, each twice as long as the one before it, without an end; who has
+    no proposal soon votes for nothing, and waits for the next view."""
+    close, enter = core_round.Round._close, Agreement._enter
+
+    def closing(self: core_round.Round) -> None:
+        self.agreement.start(self.context.now)
+        close(self)
+
+    def ending(self: Agreement, view: View, now: float) -> Act | None:
+        if self.view_timer is None:
+            self.view_timer = now + self.seconds(self.view)
+        return self._enter(self.view + 1, now) if now >= self.view_timer else None
+
+    def entering(self: Agreement, number: int, now: float) -> Act:
+        act = enter(self, number, now)
+        self.timer = now + self.shortest
+        return act
+
+    monkeypatch.setattr(core_round.Round, "_close", closing)
+    monkeypatch.setattr(Agreement, "_enter", entering)
+    monkeypatch.setattr(Agreement, "_end_of_view", ending)
+    monkeypatch.setattr(Agreement, "seconds", lambda self, view: self.shortest * 2.0**view)
+
+
+def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each applies the contributions of a round that it held itself when it stopped collecting."""
+    close = core_round.Round._close
+    held: dict[tuple[bytes, int], set[bytes]] = {}
+
+    def closing(self: core_round.Round) -> None:
+        held[self.context.me, self.number] = {name for name, good in self.parts.payloads.held.items() if good}
+        close(self)
+
+    def apply_next(self: Work) -> None:
+        entry = self.line.entry(self.applied_round + 1)
+        assert entry is not None, "nobody lags in this scenario"
+        mine = held[self.context.me, entry.manifest.round]
+        taken = tuple(each for each in entry.manifest.taken if each.payload in mine)
+        self.applying = replace(entry.manifest, taken=taken)
+        self.context.emit(Apply(self.applying))
+
+    monkeypatch.setattr(core_round.Round, "_close", closing)
+    monkeypatch.setattr(Work, "_apply_next", apply_next)
+
+
 MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "heavier-branch": (heavier_branch_wins, "rounds that node 0 applied, from "),
+    "dead-author": (what_is_announced_counts_as_held, "have not applied round 15"),
+    "long-cut": (views_pass_by_the_clock, "of the faults' end"),
+    "deadline": (what_came_in_time_is_applied, "have different manifests for round"),
     "absence": (absent_is_who_is_not_named, "members in the end are "),
     "settle": (nobody_settles, "branches begun: "),
     "lost-prevotes": (nothing_is_repaired, "have not applied round 40"),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, IntEnum
+from random import Random
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -182,6 +183,16 @@ class Agreement:
             self.is_due = True
             if ballot is Ballot.PRECOMMIT and vote.manifest != NOTHING and count == quorum and self.decided is None:
                 self.decided = Decided(vote.view, vote.manifest)
+
+    def some_prevote(self, number: int, but: bytes, rng: Random) -> Received | None:
+        """A member's prevote, drawn for showing it to a peer: if that one has heard another, there is proof of a lie.
+
+        Who votes one way before one half, and another way before the other, would else be found out by accident only,
+        as nobody asks for what it holds.
+        """
+        prevotes = self.views[number].prevotes
+        others = [key for key in self.roster.members if key in prevotes and key not in (but, self.me)]
+        return prevotes[rng.choice(others)] if others else None
 
     def _is_proposed(self, manifest: bytes) -> bool:
         """Whether a proposal that is here names this manifest; there is one a view at most."""

@@ -6,8 +6,11 @@ followed step by step, each proved by the roster before it; whether a branch is 
 line.py. Nothing that was not verified changes anything here.
 
 Only one question is open at a time, and anyone who is connected can claim to be ahead. So admitted keys are asked
-first, and strangers, whose keys cost nothing, only when none of those claims it; a question leads to one more at most;
-and who was asked in vain is not asked again for a while, a longer one each time.
+first, and strangers, whose keys cost nothing, only when none of those claims it, and once at most only until one does;
+a question leads to one more at most; and who was asked in vain is not asked again for a while, a longer one each time.
+
+That a branch has lost to ours is remembered, so that we do not look at it again and again. Nobody's word makes that so,
+only its beginning: its id covers from where it began, and by whom, and all that came before.
 """
 
 from __future__ import annotations
@@ -18,7 +21,17 @@ from typing import TypeVar
 
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import AskHistory
-from p2ptrain.core.history import Beginning, Entry, History, Step, check_certificate, follow, jump
+from p2ptrain.core.history import (
+    Beginning,
+    Entry,
+    History,
+    Stage,
+    Step,
+    check_beginning,
+    check_certificate,
+    follow,
+    jump,
+)
 from p2ptrain.core.line import Line, are_level, common_branch, wins
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import Roster, roster_of
@@ -30,6 +43,8 @@ ANSWER_SECONDS = 10.0  # for a history; then somebody else is asked
 AHEAD_MAX = 64  # peers known to be ahead or elsewhere; of more, the newest are remembered, and strangers go first
 LOST_SECONDS = 60.0  # until a branch that lost is looked at again: signatures under its beginning may have come up
 LOST_MAX = 64
+SPLIT_SECONDS = 3.0 * LOST_SECONDS  # without finding a split again: who is on the other side is looked at more often
+SPLITS_MAX = 64  # branches of our line after which others went another way
 RETRY_SECONDS = 2.0  # until a peer that was asked in vain is asked again; doubles each time
 RETRY_SECONDS_MAX = 30.0  # short, because in a small swarm it may be the only one that has what we lack
 RETRIES_MAX = 1_024  # peers that were asked in vain: as many as can be admitted; strangers are forgotten first
@@ -45,6 +60,7 @@ class Question:
     until: float
     is_second: bool  # the first answer told from where on we have to ask
     mine: AgreedState  # where our own line was
+    cut_at: float | None = None  # a member is ahead, too, and is asked instead then
 
 
 @dataclass(slots=True)
@@ -60,16 +76,20 @@ class Verified:
 class CatchingUp:
     """Of one node."""
 
-    def __init__(self, context: Context, line: Line, may_follow: Callable[[Beginning], bool]) -> None:
+    def __init__(
+        self, context: Context, line: Line, may_follow: Callable[[Beginning], bool], has_waited: Callable[[], bool]
+    ) -> None:
         self.context, self.line = context, line
         self.may_follow = may_follow  # a branch from our head
+        self.has_waited = has_waited  # without a vote, for a sign that the old roster goes on
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # branch and round in which a peer was seen
         self.asked: Question | None = None
         self.ask_at: float | None = None
         self.retries: dict[bytes, tuple[int, float]] = {}  # how often a peer was asked in vain, and until when it waits
         self.was_in_vain = False  # the last question: nobody has proved since that there is anything to follow
         self.lost: dict[bytes, float] = {}  # branches that lost to ours, and when we found that out
-        self.is_split = False  # another branch went its own way too long ago
+        self.cut_short: bytes | None = None  # whose question was; the next one to it is not
+        self.splits: dict[bytes, tuple[bytes, float]] = {}  # by common branch: ours after it, and when it was found
         self.proof_of_lies: tuple[Entry, Entry] | None = None  # two certificates for one round
 
     @property
@@ -80,6 +100,11 @@ class CatchingUp:
             return bool(self.ahead)
         place = self.line.state.place
         return any(peer in place for peer in self.ahead)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether another branch went its own way too long ago, and somebody was on it lately."""
+        return any(self.context.now - at < SPLIT_SECONDS for _, at in self.splits.values())
 
     def has_lost(self, branch: bytes) -> bool:
         """Whether we have looked at this branch lately, and stayed with ours."""
@@ -93,6 +118,9 @@ class CatchingUp:
         self._keep(self.ahead, peer, (branch, number), AHEAD_MAX)
         if self.ask_at is None:
             self.ask_at = self.context.now + PATIENCE_SECONDS
+        asked, place = self.asked, self.line.state.place
+        if asked is not None and asked.cut_at is None and peer in place and asked.peer not in (*place, self.cut_short):
+            asked.cut_at = self.context.now + PATIENCE_SECONDS
 
     def _keep(self, kept: dict[bytes, Value], peer: bytes, value: Value, most: int) -> None:
         """Remember something of a peer. Of too many, the oldest stranger goes: new keys must not push out members."""
@@ -112,23 +140,36 @@ class CatchingUp:
         }
         if not self.ahead:
             self.ask_at = None
+        for branch, (mine, _) in list(self.splits.items()):
+            after = self.line.successor_of(branch)
+            if after is None or after.branch != mine:  # our line goes another way there now
+                del self.splits[branch]
 
     @property
     def deadline(self) -> float | None:
         if self.asked is not None:
-            return self.asked.until
+            return self.asked.until if self.asked.cut_at is None else min(self.asked.until, self.asked.cut_at)
         return self.ask_at if self.ahead else None
 
     def tick(self) -> None:
         now = self.context.now
         if self.asked is not None and now >= self.asked.until:
             self.failed(self.asked.peer)
+        if self.asked is not None and self.asked.cut_at is not None and now >= self.asked.cut_at:
+            self._cut_short(self.asked)
         if self.asked is None and self.ahead and self.ask_at is not None and now >= self.ask_at:
             place = self.line.state.place
             ordered = sorted(peer for peer in self.ahead if peer in place) or sorted(self.ahead)
             self.context.rng.shuffle(ordered)
             peer = self.context.reputation.preferred(ordered[:8], now)[0]
             self._ask(peer, self.line.state.branch, self.line.state.round)
+
+    def _cut_short(self, asked: Question) -> None:
+        """A stranger, who may keep us waiting for what it does not have, makes way for members. Once, or they could see
+        to it in turn that no stranger ever answers."""
+        asked.cut_at = None
+        if any(peer in self.line.state.place for peer in self.ahead):
+            self.asked, self.cut_short = None, asked.peer
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
         until = self.context.now + ANSWER_SECONDS
@@ -138,8 +179,13 @@ class CatchingUp:
     def failed(self, peer: bytes) -> None:
         """No answer."""
         if self.asked is not None and self.asked.peer == peer:
-            self.asked = None
+            self._close()
             self._in_vain(peer, Reason.SILENT)
+
+    def _close(self) -> None:
+        if self.asked is not None and self.asked.peer == self.cut_short:
+            self.cut_short = None
+        self.asked = None
 
     def _in_vain(self, peer: bytes, reason: Reason | None) -> None:
         """A question has come to nothing: others are asked now, and this peer not for a while."""
@@ -158,7 +204,7 @@ class CatchingUp:
         asked = self.asked
         if asked is None or asked.peer != peer:
             return None
-        self.asked = None
+        self._close()
         try:
             verified = self._weigh(asked, history)
         except RemoteProtocolError:
@@ -175,19 +221,37 @@ class CatchingUp:
 
     def _proved_nothing(self, peer: bytes) -> None:
         """A true answer with nothing to follow: we have caught up, our branch wins, or the peer is not ahead at all."""
-        mine = self.line.state.branch
-        branch, _ = self.ahead.get(peer, (mine, 0))
-        if branch == mine and peer in self.ahead:  # and we have not caught up; but others may have been quoted wrongly
+        claim = self.ahead.get(peer)
+        if claim is not None and not self.has_lost(claim[0]):  # it may be true, but others may have to show it
             self._in_vain(peer, None)
             return
         self.ahead.pop(peer, None)
         self.was_in_vain = True
         self.ask_at = self.context.now if self.ahead else None
-        if branch != mine:
-            self.lost.pop(branch, None)
-            self.lost[branch] = self.context.now
-            while len(self.lost) > LOST_MAX:
-                del self.lost[next(iter(self.lost))]
+
+    def _stay(self, asked: Question, history: History, beginning: Beginning) -> None:
+        """A branch, whose beginning was verified, is not to be followed; nor is the one that the peer is on, if it has
+        begun from that one. Others may as well be of the peer's making."""
+        begun = {beginning.branch}
+        for step in (*history.changes, *history.steps):
+            if isinstance(step, Beginning) and step.parent_branch in begun:
+                begun.add(step.branch)
+        claimed = self.ahead.get(asked.peer, (beginning.branch, 0))[0]
+        for branch in (beginning.branch, claimed):
+            if branch in begun:
+                self.lost.pop(branch, None)
+                self.lost[branch] = self.context.now
+        while len(self.lost) > LOST_MAX:
+            del self.lost[next(iter(self.lost))]
+
+    def _part(self, common: bytes) -> None:
+        """Others went another way after this branch of our line, and nothing can settle it any more."""
+        mine = self.line.successor_of(common)
+        assert mine is not None, "only who has left a branch is split from those who went on"
+        self.splits.pop(common, None)
+        self.splits[common] = (mine.branch, self.context.now)
+        if len(self.splits) > SPLITS_MAX:
+            del self.splits[next(iter(self.splits))]
 
     # -----------------------------------------------------------------------------------------------
     # Whose line goes on
@@ -203,24 +267,35 @@ class CatchingUp:
         my_next = line.successor_of(branch)
         their_end = their_next.start if their_next else history.round
         my_end = my_next.start if my_next else line.state.round
-        if my_next is None:
-            if their_end < my_end or (their_end == my_end and their_next is None):
-                return None  # we are further on, on the same branch
-            point = my_end
-        elif their_end > my_end or (their_next is not None and their_end == my_end):
-            point = my_end
-        else:
-            return None  # the old roster's quorum went on with us
-        if (asked.branch, asked.round) != (branch, point):
-            self._ask_again(asked, branch, point)
+        if their_next is None and their_end <= my_end:
+            return None  # we are where they are, or further on
+        if their_next is not None and their_end < my_end:
+            self._weigh_shorter(asked, history, branch, their_next)
             return None
-        verified = self._verify(branch, point, history)
+        if (asked.branch, asked.round) != (branch, my_end):
+            self._ask_again(asked, branch, my_end)
+            return None
+        verified = self._verify(asked, branch, my_end, history)
         if verified is None or my_next is None:
             return verified
         first = (*verified.changes, *(step for step, _ in verified.steps))[0]  # what they did where we parted
-        if isinstance(first, Entry):
-            return verified  # the old roster's quorum went on with them
-        return verified if self._beats_mine(my_next.branch, first, verified.point) else None
+        if isinstance(first, Entry) or self._beats_mine(branch, my_next.branch, first, verified.point):
+            return verified  # the old roster's quorum went on with them, or more of it
+        self._stay(asked, history, first)
+        return None
+
+    def _weigh_shorter(self, asked: Question, history: History, branch: bytes, their_next: Stage) -> None:
+        """The old roster's quorum went on with us: so they have lost, if they did begin their branch where they say."""
+        state = self.line.state_at(branch, their_next.start)
+        if state is None:
+            return
+        if (asked.branch, asked.round) != (branch, their_next.start):
+            self._ask_again(asked, branch, their_next.start)
+            return
+        first = (*history.changes, *history.steps)[:1]
+        if first and isinstance(first[0], Beginning) and first[0].branch == their_next.branch:
+            check_beginning(first[0], state, self.context.signer)
+            self._stay(asked, history, first[0])
 
     def _ask_again(self, asked: Question, branch: bytes, point: int) -> None:
         """From another place. Once: with a third question, a liar could hold the only one that is open for ever."""
@@ -231,24 +306,29 @@ class CatchingUp:
             self._in_vain(asked.peer, Reason.UNFETCHABLE)
         self.ahead.pop(asked.peer, None)
 
-    def _verify(self, branch: bytes, point: int, history: History) -> Verified | None:
+    def _verify(self, asked: Question, branch: bytes, point: int, history: History) -> Verified | None:
         state = self.line.state_at(branch, point)
         if state is None:
-            self.is_split = True
+            if asked.peer in self.line.state.place:  # we have nothing to hold it against; a stranger's word is cheap
+                self._part(branch)
             return None
         start, settled = state, state if state is not self.line.state else None  # the rule settles what begins there
         self._look_for_lies(state, history)
         if history.base is not None:
             jump(state, history.changes, history.base, self.context.signer)
-            if not self._may_jump(state, history.changes, settled):
-                self.is_split = self.is_split or settled is not None  # we parted, and that line can bind nobody here
-                return None
-            state = history.base
             if not history.steps or not isinstance(history.steps[0], Entry):
                 raise RemoteProtocolError("a jump that nothing certifies")
+            if not self._may_jump(state, history.changes, settled):
+                if settled is not None:  # we parted, and that line can bind nobody here
+                    self._part(branch)
+                self._stay(asked, history, next(step for step in history.changes if isinstance(step, Beginning)))
+                return None
+            state = history.base
         steps: list[tuple[Step, AgreedState]] = []
         for step in history.steps:
             if isinstance(step, Beginning) and state is not settled and not self._may_follow(step, state.roster, state):
+                check_beginning(step, state, self.context.signer)
+                self._stay(asked, history, step)
                 break  # what comes before it is true all the same
             state = follow(state, step, self.context.run, self.context.signer)
             steps.append((step, state))
@@ -274,8 +354,9 @@ class CatchingUp:
         """The same question as `Regrouping.may_follow`, wherever the branch begins."""
         if state is self.line.state:
             return self.may_follow(beginning)
-        is_bound = len(set(beginning.signers)) > roster.tolerated
-        return is_bound or self.context.me not in roster.seat or beginning.branch in self.line.beginnings
+        if len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.line.beginnings:
+            return True
+        return self.context.me not in roster.seat and self.has_waited()
 
     def _look_for_lies(self, state: AgreedState, history: History) -> None:
         """A round that our own roster certified, after another round than ours: more than f members have lied."""
@@ -289,11 +370,11 @@ class CatchingUp:
             check_certificate(theirs, state.roster, self.context.signer)
             self.proof_of_lies = mine, theirs
 
-    def _beats_mine(self, mine: bytes, other: Beginning, point: AgreedState) -> bool:
+    def _beats_mine(self, common: bytes, mine: bytes, other: Beginning, point: AgreedState) -> bool:
         my_beginning = self.line.beginnings.get(mine)
         is_long_ago = self.line.state.round - point.round > self.line.kept
         if my_beginning is None or (is_long_ago and are_level(other, my_beginning)):
-            self.is_split = True
+            self._part(common)
             return False
         return wins(other, my_beginning)
 
@@ -303,4 +384,5 @@ class CatchingUp:
             "peers ahead": (len(self.ahead), AHEAD_MAX),
             "peers asked in vain": (len(self.retries), RETRIES_MAX),
             "branches that lost": (len(self.lost), LOST_MAX),
+            "splits": (len(self.splits), SPLITS_MAX),
         }

@@ -86,7 +86,7 @@ class Saved(Struct, frozen=True):
     history: tuple[Certified, ...]  # the last of them
     said: tuple[Said, ...]  # for rounds after that
     applied_round: int  # what the trainer's state is
-    applied_root: bytes
+    applied_root: bytes  # empty: there is none, it has to be fetched
     trunk: Trunk | None = None
     silences: tuple[Silence, ...] = ()
     scores: bytes = b""
@@ -141,11 +141,19 @@ class TrainingFinished(Struct, frozen=True, tag=True):
     attachment: bytes = b""
 
 
+class TrainingFailed(Struct, frozen=True, tag=True):
+    """There will be no contribution for the round of a `Train`: a loss that is not finite, data that cannot be had."""
+
+    round: int
+    why: str = ""
+
+
 class PayloadArrived(Struct, frozen=True, tag=True):
     """It is here, its digest is right, and the strict decoder has found it good or bad."""
 
     payload: bytes
     good: bool
+    payload_bytes: int = 0  # its length, which its digest covers; 0: unknown, whatever was announced counts
 
 
 class FetchFailed(Struct, frozen=True, tag=True):
@@ -167,11 +175,12 @@ class CaughtUp(Struct, frozen=True, tag=True):
 
     round: int
     root: bytes
+    attempt: int = 0  # of the `CatchUp`
 
 
 class CatchUpFailed(Struct, frozen=True, tag=True):
-    round: int
     why: str = ""
+    attempt: int = 0
 
 
 class Asked(Struct, frozen=True, tag=True):
@@ -214,6 +223,7 @@ Event: TypeAlias = (
     | PeerSeen
     | PeerLost
     | TrainingFinished
+    | TrainingFailed
     | PayloadArrived
     | FetchFailed
     | Applied
@@ -285,11 +295,11 @@ class Persist(Struct, frozen=True, tag=True):
 
 
 class CatchUp(Struct, frozen=True, tag=True):
-    """Make the trainer's state that of this certified root, from any of these peers."""
+    """Make the trainer's state one of these certified roots, from any of these peers: the newest that can be had."""
 
-    round: int
-    root: bytes
+    roots: tuple[tuple[int, bytes], ...]  # (round, root), the newest first; rounds that are kept lead on from each
     sources: tuple[bytes, ...]
+    attempt: int = 0  # one ends what is left of those before it
 
 
 class AskHistory(Struct, frozen=True, tag=True):

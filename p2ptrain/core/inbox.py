@@ -58,12 +58,13 @@ class Inbox:
             Certificate: self._certificate,
         }
 
-    def take(self, event: MessageReceived) -> bool:
-        """Take in a message; True if it was only counted."""
+    def take(self, event: MessageReceived) -> None:
+        """Take in a message."""
         message = event.received.message
         if isinstance(message, OF_A_ROUND):
-            return self._of_round(event, message)
-        return self._kinds[type(message)](event)
+            self._of_round(event, message)
+        else:
+            self._kinds[type(message)](event)
 
     def begin_round(self) -> None:
         """A round begins: what came early is on time."""
@@ -76,51 +77,37 @@ class Inbox:
     # -----------------------------------------------------------------------------------------------
     # Availabilities, proposals, votes
 
-    def _of_round(self, event: MessageReceived, message: Availability | Proposal | Vote) -> bool:
-        here = self.node.here
+    def _of_round(self, event: MessageReceived, message: Availability | Proposal | Vote) -> None:
+        here, author = self.node.here, message.author
         if message.round != here.number or message.branch != here.branch:
-            return self._elsewhere(event, message)
-        author = message.author
-        if author not in here.roster.seat:
-            return self._useless(event.sender)
-        if type(message) is Vote:
-            return self._vote(event.sender, event.received, message)
-        if type(message) is Availability:
-            return self._availability(event, author)
-        heard = here.hear_proposal(event.received)
+            self._elsewhere(event, message)
+        elif author not in here.roster.seat:
+            self._useless(event.sender)
+        elif type(message) is Vote:
+            self._vote(event.sender, event.received, message)
+        elif type(message) is Availability:
+            if event.received.digest not in here.availabilities:
+                self.context.heard_at[author] = self.context.now
+            if not here.hear_availability(event.received):
+                self._useless(event.sender)
+        else:
+            self._heard(here.hear_proposal(event.received), author, event.sender, event.received)
+
+    def _vote(self, sender: bytes, received: Received, vote: Vote) -> None:
+        here = self.node.here
+        heard = here.agreement.hear_vote(received)
+        self._heard(heard, vote.author, sender, received)
+        if heard is Heard.NEW and not here.agreement.is_due and vote.manifest not in here.manifests:
+            self._chase(vote)
+
+    def _heard(self, heard: Heard, author: bytes, sender: bytes, received: Received) -> None:
+        """What is left to do after a proposal or a vote was taken in."""
         if heard is Heard.NEW:
             self.context.heard_at[author] = self.context.now
-        return self._unless_useless(heard, event.sender, event.received)
+        elif heard is not Heard.CONFLICT or not self._accuse(self.node.here.agreement.earlier(received), received):
+            self._useless(sender)
 
-    def _vote(self, sender: bytes, received: Received, vote: Vote) -> bool:
-        here = self.node.here
-        agreement = here.agreement
-        heard = agreement.hear_vote(received)
-        if heard is not Heard.NEW:
-            return self._unless_useless(heard, sender, received)
-        self.context.heard_at[vote.author] = self.context.now
-        if agreement.is_due:
-            here.advance()
-            return False
-        return vote.manifest in here.manifests or self._chase(vote)
-
-    def _availability(self, event: MessageReceived, author: bytes) -> bool:
-        here, agreement = self.node.here, self.node.here.agreement
-        before = here.closed_at, agreement.stage, agreement.view
-        if event.received.digest not in here.availabilities:
-            self.context.heard_at[author] = self.context.now
-        if not here.hear_availability(event.received):
-            return self._useless(event.sender)
-        is_quiet = (here.closed_at, agreement.stage, agreement.view) == before and not self.context.effects
-        return is_quiet and agreement.decided is None and len(here.available) != here.roster.quorum
-
-    def _unless_useless(self, heard: Heard, sender: bytes, received: Received) -> bool:
-        """What is left to do after a proposal or a vote was taken in."""
-        if heard is Heard.CONFLICT and self._accuse(self.node.here.agreement.earlier(received), received):
-            return False
-        return heard is not Heard.NEW and self._useless(sender)
-
-    def _chase(self, vote: Vote) -> bool:
+    def _chase(self, vote: Vote) -> None:
         """Members prevote a proposal that we have not seen: one of them hands it over."""
         here = self.node.here
         view = here.agreement.views.get(vote.view)
@@ -128,61 +115,60 @@ class Inbox:
         count = here.agreement.count(vote.view, vote.ballot, vote.manifest)
         if is_unknown and any(vote.manifest) and count == here.roster.attesting:
             self.node.repair.greet(here, vote.author)
-            return False
-        return True
 
-    def _elsewhere(self, event: MessageReceived, message: Availability | Proposal | Vote) -> bool:
+    def _elsewhere(self, event: MessageReceived, message: Availability | Proposal | Vote) -> None:
         """Of another round, or another branch."""
         node = self.node
         branch, number, author = message.branch, message.round, message.author
         if author not in node.line.state.place:
-            return self._useless(event.sender)
-        if branch != node.here.branch:
-            return self._on_another_branch(author, branch, number)
-        if number < node.here.number:
+            self._useless(event.sender)
+        elif branch != node.here.branch:
+            self._on_another_branch(author, branch, number)
+        elif number < node.here.number:
             is_late = number == node.here.number - 1 and self.context.now < node.here.began + LATE_SECONDS
-            return is_late or self._behind(author)
-        if number == node.here.number + 1:
-            early = self.early.setdefault(author, [])
-            is_new = all(each.received.digest != event.received.digest for each in early)
-            if is_new and len(early) < EARLY_OF_AUTHOR_MAX:
-                early.append(event)
-                self.context.heard_at[author] = self.context.now
-        return self._ahead(author, branch, number)
+            if not is_late:
+                self._behind(author)
+        else:
+            if number == node.here.number + 1:
+                self._keep_early(event, author)
+            self._ahead(author, branch, number)
 
-    def _on_another_branch(self, author: bytes, branch: bytes, number: int) -> bool:
+    def _keep_early(self, event: MessageReceived, author: bytes) -> None:
+        early = self.early.setdefault(author, [])
+        is_new = all(each.received.digest != event.received.digest for each in early)
+        if is_new and len(early) < EARLY_OF_AUTHOR_MAX:
+            early.append(event)
+            self.context.heard_at[author] = self.context.now
+
+    def _on_another_branch(self, author: bytes, branch: bytes, number: int) -> None:
         """A peer is in a round of another branch: one that lost to ours, one we went on from, or one to look at."""
         node = self.node
         end = node.line.end_of(branch)
         if node.catching_up.has_lost(branch) or (end is not None and number <= end + 1):
-            return self._behind(author)
-        return self._ahead(author, branch, number)
+            self._behind(author)
+        else:
+            self._ahead(author, branch, number)
 
-    def _ahead(self, author: bytes, branch: bytes, number: int) -> bool:
+    def _ahead(self, author: bytes, branch: bytes, number: int) -> None:
         catching_up = self.node.catching_up
-        if catching_up.ahead.get(author) == (branch, number):
-            return True
-        is_quiet = bool(catching_up.ahead) and catching_up.ask_at is not None  # the question is on its way already
-        catching_up.notice(author, branch, number)
-        return is_quiet
+        if catching_up.ahead.get(author) != (branch, number):
+            catching_up.notice(author, branch, number)
 
-    def _behind(self, peer: bytes) -> bool:
+    def _behind(self, peer: bytes) -> None:
         """Tell a peer that lags where we are; it asks for the rest."""
         if peer in self.context.peers and self.node.repair.may_answer(peer):
             self.node.repair.greet(self.node.here, peer)
-            return False
-        return True
 
     # -----------------------------------------------------------------------------------------------
     # Announcements
 
-    def _announcement(self, event: MessageReceived) -> bool:
+    def _announcement(self, event: MessageReceived) -> None:
         asked_for = event.received.name in self.node.here.questions.open
-        return self.announcement(event.sender, event.received, asked_for, event.payload_good)
+        self.announcement(event.sender, event.received, asked_for, event.payload_good)
 
     def announcement(
         self, sender: bytes, received: Received, asked_for: bool = False, payload_good: bool | None = None
-    ) -> bool:
+    ) -> None:
         """An announcement, of a contribution that may still be taken or soon will be."""
         node = self.node
         message = received.message
@@ -190,42 +176,48 @@ class Inbox:
         author, state = message.author, node.here.state
         overlap = self.context.run.agreement.overlap_rounds
         if author not in state.place:
-            return self._useless(sender)
+            self._useless(sender)
+            return
         if message.branch != state.branch:
-            return self._on_another_branch(author, message.branch, message.round - overlap)
+            self._on_another_branch(author, message.branch, message.round - overlap)
+            return
         if message.round > state.round + 1:
             if message.round > state.round + 1 + overlap:
                 self._ahead(author, message.branch, message.round - overlap)
             if message.round > state.round + 2 + overlap:
-                return False
+                return
         elif not state.may_take(message, node.parts.offers.staleness):
             if (author, message.round) not in state.taken:
                 node.parts.arrivals.note(author, message.round, self.context.now)
-            return True
-        return self._offer(sender, received, asked_for, payload_good)
+            return
+        self._offer(sender, received, asked_for, payload_good)
 
-    def _offer(self, sender: bytes, received: Received, asked_for: bool, payload_good: bool | None) -> bool:
+    def _offer(self, sender: bytes, received: Received, asked_for: bool, payload_good: bool | None) -> None:
         node, message = self.node, received.message
         assert isinstance(message, Announcement)
         payloads = node.parts.payloads
         verdict = node.parts.offers.add(received, asked_for)
         if verdict in (Verdict.USELESS, Verdict.FULL):
-            return self._useless(sender)
+            self._useless(sender)
+            return
         if message.author in node.here.roster.seat:
             self.context.heard_at[message.author] = self.context.now
         if verdict is Verdict.CONFLICT:
             self._accuse(node.parts.offers.conflicting(received), received)
-        if payload_good is not None:
-            payloads.came_along(message.payload, payload_good)
-        known = payloads.held.get(message.payload)
+        if payload_good is not None and payloads.came_along(message.payload, payload_good, message.payload_bytes):
+            self.payload_came(message.payload, received.name)
+        known = payloads.checked(message.payload, message.payload_bytes)
         if known is None:
             payloads.want(message.payload, message.payload_bytes, message.author)
-            return False
-        was_quiet = node.here.has_any and node.here.closed_at is None and not asked_for
-        collect_at = node.here.collect_at
-        self.payload_checked(message, known, message.round <= node.here.number)
-        is_quiet = node.here.closed_at is None and node.here.collect_at == collect_at and not self.context.effects
-        return was_quiet and is_quiet and verdict is Verdict.NEW
+        else:
+            self.payload_checked(message, known, message.round <= node.here.number)
+
+    def payload_came(self, payload: bytes, but: bytes = b"") -> None:
+        """It is here, and whoever has announced it, but for one announcement, has told the truth about it or not."""
+        parts = self.node.parts
+        for offer in list(parts.offers.by_payload.get(payload, ())):
+            if offer.name != but:
+                self.payload_checked(offer.announcement, parts.offers.is_good(offer.announcement))
 
     def payload_checked(self, message: Announcement, good: bool, is_ripe: bool = False) -> None:
         """The payload of an announcement is here, and good or bad. `is_ripe`: this round may take it."""
@@ -241,75 +233,80 @@ class Inbox:
     # -----------------------------------------------------------------------------------------------
     # The rest
 
-    def _hello(self, event: MessageReceived) -> bool:
+    def _hello(self, event: MessageReceived) -> None:
         node, hello = self.node, event.received.message
         assert isinstance(hello, Hello)
         author, here = hello.author, node.here
         if event.sender != author or author == self.context.me:
-            return self._useless(event.sender)
+            self._useless(event.sender)
+            return
         if author in here.roster.seat:
             if hello.branch == here.branch and hello.round >= here.number - 1:
                 self.context.heard_at[author] = self.context.now
             if node.recalled is not None:
                 node.recall(author, hello.round)
         elif author not in self.context.peers and author not in node.line.state.place:
-            return self._useless(event.sender)
+            self._useless(event.sender)
+            return
         if (hello.branch, hello.round) != (here.branch, here.number):
-            return self._standing_elsewhere(hello)
-        if not node.repair.may_answer(author) or self.context.reputation.is_greylisted(author, self.context.now):
-            return True
-        if hello.view > here.agreement.view:
-            node.repair.greet(here, author)
-        else:
-            node.repair.hand_over(here, hello)
-        return False
+            self._standing_elsewhere(hello)
+        elif node.repair.may_answer(author) and not self.context.reputation.is_greylisted(author, self.context.now):
+            if hello.view > here.agreement.view:
+                node.repair.greet(here, author)
+            else:
+                node.repair.hand_over(here, hello)
 
-    def _standing_elsewhere(self, hello: Hello) -> bool:
+    def _standing_elsewhere(self, hello: Hello) -> None:
         here = self.node.here
         if hello.branch != here.branch:
-            return self._on_another_branch(hello.author, hello.branch, hello.round)
-        if hello.round < here.number:
-            return self._behind(hello.author)
-        return self._ahead(hello.author, hello.branch, hello.round)
+            self._on_another_branch(hello.author, hello.branch, hello.round)
+        elif hello.round < here.number:
+            self._behind(hello.author)
+        else:
+            self._ahead(hello.author, hello.branch, hello.round)
 
-    def _request(self, event: MessageReceived) -> bool:
+    def _request(self, event: MessageReceived) -> None:
         node = self.node
         asked_for = event.received.name in node.here.questions.open
         message = event.received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
         if not isinstance(message, Evidence) and message.branch != node.here.branch:
-            return self._useless(event.sender)
+            self._useless(event.sender)
+            return
         try:
             is_new = node.parts.requests.add(event.received, node.line.state, asked_for)
         except RemoteProtocolError:
-            return self._useless(event.sender)
-        if is_new and asked_for:
+            is_new = False
+        if not is_new:
+            self._useless(event.sender)
+        elif asked_for:
             node.here.advance()
-        return not is_new and self._useless(event.sender)
 
-    def _of_regroup(self, event: MessageReceived) -> bool:
+    def _of_regroup(self, event: MessageReceived) -> None:
         node, message = self.node, event.received.message
         assert isinstance(message, Call | Regroup)
         state = node.line.state
         if message.author not in state.place:
-            return self._useless(event.sender)
-        if (message.branch, message.parent) == (state.branch, state.head):
+            self._useless(event.sender)
+        elif (message.branch, message.parent) == (state.branch, state.head):
             hear = node.regrouping.hear_call if isinstance(message, Call) else node.regrouping.hear_regroup
-            is_new = hear(event.received)
-            if is_new:
+            if hear(event.received):
                 self.context.heard_at[message.author] = self.context.now
-            return not is_new and self._useless(event.sender)
-        if message.branch != state.branch and node.line.end_of(message.branch) is None:
-            return self._on_another_branch(message.author, message.branch, 0)
-        if any(certified.state.head == message.parent for certified in node.line.steps):
-            return self._behind(message.author)
-        if message.branch == state.branch:  # since a certificate that we have not seen
-            return self._ahead(message.author, state.branch, state.round + 2)
-        return self._behind(message.author)
+            else:
+                self._useless(event.sender)
+        elif message.branch != state.branch and node.line.end_of(message.branch) is None:
+            self._on_another_branch(message.author, message.branch, 0)
+        elif message.branch == state.branch and not self._is_passed(message.parent):
+            self._ahead(message.author, state.branch, state.round + 2)  # since a certificate that we have not seen
+        else:
+            self._behind(message.author)
 
-    def _certificate(self, event: MessageReceived) -> bool:
+    def _is_passed(self, head: bytes) -> bool:
+        return any(certified.state.head == head for certified in self.node.line.steps)
+
+    def _certificate(self, event: MessageReceived) -> None:
         """Certificates are never gossiped: they come with history."""
-        return self._useless(event.sender)
+        self._useless(event.sender)
 
     def _accuse(self, first: Received, second: Received) -> bool:
         """Two messages for one place: keep the proof, and tell everyone; False if there is nothing to tell."""
@@ -326,22 +323,19 @@ class Inbox:
         context.publish(received)
         return True
 
-    def _useless(self, sender: bytes) -> bool:
+    def _useless(self, sender: bytes) -> None:
         """Count a message that was of no use."""
         context = self.context
         context.counters["useless messages"] += 1
-        if sender == context.me or context.reputation.allow(sender, context.now):
-            return True
-        return not self.shun(sender)
+        if sender != context.me and not context.reputation.allow(sender, context.now):
+            self.shun(sender)
 
-    def shun(self, sender: bytes) -> bool:
-        """Disconnect a peer whose record is too bad; True if that was done now."""
+    def shun(self, sender: bytes) -> None:
+        """Disconnect a peer whose record is too bad."""
         context = self.context
-        if sender not in context.peers or not context.reputation.is_greylisted(sender, context.now):
-            return False
-        context.counters["disconnected"] += 1
-        context.emit(Disconnect(sender, "its messages are of no use"))
-        return True
+        if sender in context.peers and context.reputation.is_greylisted(sender, context.now):
+            context.counters["disconnected"] += 1
+            context.emit(Disconnect(sender, "its messages are of no use"))
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds."""

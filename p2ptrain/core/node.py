@@ -5,6 +5,10 @@ decided leads to the next, a certified round is applied, training begins. The pa
 outlives it (offers, payloads, requests, arrivals), my line of history and the way back to it (line.py, catchup.py),
 my own work (work.py), and what happens when messages or members are lost (repair.py, regroup.py).
 
+Most messages only add to what is counted, and the node goes on when a count is full. `_may_rest` and
+`_counted` are the one place that knows what `_go_on` looks at: while none of that has changed, and the deadline has
+not come, going on would do nothing.
+
 One deadline stands for all timers. Only time in which the node ran counts: a clock that goes back is taken as having
 stood still, and so is one that goes far beyond the deadline, because the machine slept or somebody set it.
 """
@@ -18,6 +22,7 @@ from typing import Any
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.agreement import Stage
 from p2ptrain.core.catchup import CatchingUp, Verified
 from p2ptrain.core.context import Context, Signer
 from p2ptrain.core.history import Beginning, Step, follow
@@ -71,12 +76,15 @@ class Node:
         self._saved_scores_at = 0.0
         self._last = 0.0
         self._shift = 0.0  # from the driver's clock to ours, which neither sleeps nor goes back
-        self._handlers: dict[type, Callable[[Any], bool | None]] = {
+        self._due = 0.0  # the deadline in our own time
+        self._rested: tuple[object, ...] | None = None  # what `_counted` was when we had gone on; None: stay awake
+        self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Started: self._started,
             ev.MalformedReceived: self._malformed_received,
             ev.PeerSeen: self._peer_seen,
             ev.PeerLost: self._peer_lost,
             ev.TrainingFinished: self._training_finished,
+            ev.TrainingFailed: self._training_failed,
             ev.PayloadArrived: self._payload_arrived,
             ev.FetchFailed: self._fetch_failed,
             ev.Applied: self._applied,
@@ -99,16 +107,64 @@ class Node:
         slept = self.deadline is not None and now > self.deadline + GAP_SECONDS
         if self.deadline is not None and slept:
             self._shift -= now - self.deadline
-        if now + self._shift < context.now:  # rounded, or woken up after the deadline by what left it standing
+        if now + self._shift < context.now:  # rounded
             self._shift = context.now - now
         context.now = max(context.now, now + self._shift)
         if slept:
             self._woke_up()
-        if self._handlers[type(event)](event) and not context.effects and self._shift == before:
+        self._handlers[type(event)](event)
+        is_quiet = type(event) is ev.MessageReceived and not context.effects and self._shift == before
+        if is_quiet and context.now < self._due and self._rested is not None and self._counted() == self._rested:
             return []  # only counted: nothing to do, and the deadline is what it was
         self._go_on()
+        self._rested = self._counted() if self._may_rest() else None
         effects, context.effects = context.effects, []
         return effects
+
+    def _may_rest(self) -> bool:
+        """Whether only what `_counted` shows, the deadline, or another event than a message can let us go on."""
+        regrouping, work, now = self.regrouping, self.work, self.context.now
+        is_working = work.is_current or work.applying is not None or work.catching is not None
+        is_called = regrouping.attempt >= 0 or bool(regrouping.calls or regrouping.signed)
+        stall = self.context.run.agreement.stall_seconds
+        is_late = regrouping.since is not None and now >= regrouping.since + stall  # it counts who was heard when
+        is_waiting = is_working and not (is_called or is_late) and self.context.me in self.here.state.place
+        return is_waiting and not self._is_agreeing()
+
+    def _is_agreeing(self) -> bool:
+        """Whether any message may bring this round on, and not only one that fills a count."""
+        here, agreement = self.here, self.here.agreement
+        if agreement.is_due or agreement.decided is not None or here.questions.open:
+            return True
+        proposal = agreement.views[agreement.view].proposal
+        if proposal is not None:
+            judged = here.judged.get(proposal.digest)
+            return judged is None or not (judged.is_held or judged.is_bad)
+        may_propose = agreement.stage is Stage.PROPOSE and agreement.proposed < agreement.view
+        return may_propose and agreement.proposer(agreement.view) == self.context.me
+
+    def _counted(self) -> tuple[object, ...]:
+        """All that `_go_on` looks at and a message may change without an effect. It is asked for each of them."""
+        here, catching_up, regrouping = self.here, self.catching_up, self.regrouping
+        agreement = here.agreement
+        return (
+            here.closed_at,
+            here.collect_at,
+            here.has_any,
+            here.propose_at,
+            len(here.questions.open),
+            agreement.is_due,
+            agreement.decided,
+            agreement.stage,
+            agreement.timer,
+            agreement.views[agreement.view].proposal,
+            len(self.parts.requests.by_name),
+            self.parts.payloads.deadline,
+            catching_up.deadline,
+            catching_up.is_behind,
+            len(regrouping.calls),
+            len(regrouping.signed),
+        )
 
     # -----------------------------------------------------------------------------------------------
     # The beginning
@@ -134,7 +190,7 @@ class Node:
             self.recalled, context.silent_everywhere = {}, NUMBER_MAX
         self.work = Work(context, self.parts, self.line, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
-        self.catching_up = CatchingUp(context, self.line, self._may_follow)
+        self.catching_up = CatchingUp(context, self.line, self._may_follow, lambda: self.regrouping.has_waited)
         if saved.halted is not None:
             context.is_halted, self.catching_up.proof_of_lies = True, (saved.halted.first, saved.halted.second)
         self.membership = Membership(context, self.parts.requests, event.ticket)
@@ -189,10 +245,12 @@ class Node:
     def _training_finished(self, event: ev.TrainingFinished) -> None:
         self.work.finished(event, self.here)
 
+    def _training_failed(self, event: ev.TrainingFailed) -> None:
+        self.work.failed(event.round)
+
     def _payload_arrived(self, event: ev.PayloadArrived) -> None:
-        if self.parts.payloads.arrived(event.payload, event.good):
-            for offer in list(self.parts.offers.by_payload.get(event.payload, ())):
-                self.inbox.payload_checked(offer.announcement, event.good)
+        if self.parts.payloads.arrived(event.payload, event.good, event.payload_bytes):
+            self.inbox.payload_came(event.payload)
 
     def _fetch_failed(self, event: ev.FetchFailed) -> None:
         self.parts.payloads.failed(event.payload, event.peer)
@@ -202,11 +260,11 @@ class Node:
         self._keep_payloads()
 
     def _caught_up(self, event: ev.CaughtUp) -> None:
-        self.work.caught_up(event.round, event.root)
+        self.work.caught_up(event.round, event.root, event.attempt)
         self._keep_payloads()
 
     def _catch_up_failed(self, event: ev.CatchUpFailed) -> None:
-        self.work.catch_up_failed(event.round)
+        self.work.catch_up_failed(event.attempt)
 
     def _asked(self, event: ev.Asked) -> None:
         if not self.context.reputation.is_greylisted(event.peer, self.context.now):
@@ -267,7 +325,7 @@ class Node:
             self.membership.deadline(self.line.state),
             self.repair.deadline,
         )
-        due = max(context.now, min(time for time in times if time is not None))
+        due = self._due = max(context.now, min(time for time in times if time is not None))
         self.deadline = due - self._shift
         while self.deadline + self._shift < due:  # rounded down, a tick would come just before what it is for
             self.deadline = nextafter(self.deadline, inf)

@@ -3,7 +3,7 @@
 An announcement is named by the first 16 bytes of its digest. Of each admitted author the pool keeps what may still
 be taken: its oldest round, which is the one a manifest takes, and the newest ones up to a bound, with at most two
 announcements a round, so that a lie stays visible and nothing more of it is kept. Payloads themselves are the
-driver's; here it is only noted whether they are held, and whether the strict decoder found them good.
+driver's; here it is only noted whether they are held, as long as announced, and found good by the strict decoder.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Offers:
             mine.append(offer)
         self.by_name[name] = offer
         self.by_payload.setdefault(announcement.payload, []).append(offer)
+        if announcement.author == self.payloads.context.me:  # so it is with what we have made ourselves
+            self.payloads.sizes[announcement.payload] = announcement.payload_bytes
         return verdict
 
     def _verdict(self, mine: list[Offer], number: int, asked_for: bool) -> Verdict:
@@ -88,10 +90,14 @@ class Offers:
         offer = self.by_name.get(name)
         return offer.announcement if offer else None
 
+    def is_good(self, announcement: Announcement) -> bool:
+        """Whether its payload is here, and is what was announced."""
+        return self.payloads.is_good(announcement.payload, announcement.payload_bytes)
+
     def has_from(self, author: bytes, state: AgreedState) -> bool:
         """Whether a good contribution of this author, which the next round may take, is held."""
         return any(
-            self.payloads.is_good(offer.announcement.payload) and state.may_take(offer.announcement, self.staleness)
+            self.is_good(offer.announcement) and state.may_take(offer.announcement, self.staleness)
             for offer in self.by_author.get(author, ())
         )
 
@@ -99,21 +105,22 @@ class Offers:
         """What an availability for the next round names as held and as refused: of each author the oldest round."""
         held: list[bytes] = []
         refused: list[bytes] = []
-        checked = self.payloads.held
+        here, checked = self.payloads.held, self.payloads.checked
         for author, offers in self.by_author.items():
             if author not in state.place:
                 continue
             known = [
                 offer
                 for offer in offers
-                if offer.announcement.payload in checked and state.may_take(offer.announcement, self.staleness)
+                if offer.announcement.payload in here and state.may_take(offer.announcement, self.staleness)
             ]
             if not known:
                 continue
             oldest = min(offer.announcement.round for offer in known) if len(known) > 1 else known[0].announcement.round
             for offer in known:
-                if offer.announcement.round == oldest:
-                    (held if checked[offer.announcement.payload] else refused).append(offer.name)
+                said = offer.announcement
+                if said.round == oldest:
+                    (held if checked(said.payload, said.payload_bytes) else refused).append(offer.name)
         return tuple(sorted(held)), tuple(sorted(refused))
 
     def holders(self, payload: bytes, available: dict[bytes, list[Received]]) -> list[bytes]:

@@ -4,7 +4,8 @@ The driver holds the bytes, fetches one payload from the first source that has i
 does not. Here it is decided what is wanted and who is asked, and how long to wait before all are asked again.
 
 How long a payload is, and whose, is what an announcement claims, and a liar may announce another's payload with a
-false length. So each author's claim is fetched by itself, and none stands in the way of the right one.
+false length. So each author's claim is fetched by itself, and none stands in the way of the right one. The digest
+covers the length: of what is here it is known, and an announcement with another one has been found to be bad.
 """
 
 from __future__ import annotations
@@ -46,11 +47,20 @@ class Payloads:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.held: dict[bytes, bool] = {}  # good or bad
+        self.sizes: dict[bytes, int] = {}  # of those, in bytes, where it is known, and of ours
         self.wanted: dict[bytes, Want] = {}
         self.deadline: float | None = None
 
-    def is_good(self, payload: bytes) -> bool:
-        return self.held.get(payload, False)
+    def is_good(self, payload: bytes, payload_bytes: int = 0) -> bool:
+        """Whether it is here, and of this length if one is given."""
+        return self.checked(payload, payload_bytes) is True
+
+    def checked(self, payload: bytes, payload_bytes: int) -> bool | None:
+        """Whether what was announced with this length is good; None: it is not here."""
+        good = self.held.get(payload)
+        size = self.sizes.get(payload, 0)
+        is_false = good is True and 0 not in (size, payload_bytes) and size != payload_bytes
+        return False if is_false else good
 
     def want(
         self,
@@ -104,21 +114,27 @@ class Payloads:
         context.emit(Fetch(payload, want.claims[author], sources))
         return len(sources)
 
-    def arrived(self, payload: bytes, good: bool) -> bool:
+    def arrived(self, payload: bytes, good: bool, payload_bytes: int = 0) -> bool:
         """It is here; False if it had not been wanted."""
         if self.wanted.pop(payload, None) is None:
             return False
-        self.held[payload] = good
+        self._hold(payload, good, payload_bytes)
         self._reschedule()
         return True
 
-    def came_along(self, payload: bytes, good: bool) -> None:
-        """It rode along with its announcement."""
-        self.wanted.pop(payload, None)
-        self.held[payload] = good
+    def came_along(self, payload: bytes, good: bool, payload_bytes: int = 0) -> bool:
+        """It rode along with its announcement; False if it had not been wanted."""
+        want = self.wanted.pop(payload, None)
+        self._hold(payload, good, payload_bytes)
+        return want is not None
 
     def mine(self, payload: bytes) -> None:
         self.held[payload] = True
+
+    def _hold(self, payload: bytes, good: bool, payload_bytes: int) -> None:
+        self.held[payload] = good
+        if payload_bytes:
+            self.sizes[payload] = payload_bytes
 
     def failed(self, payload: bytes, peer: bytes) -> None:
         """A source does not have it, or cannot be reached."""
@@ -147,6 +163,7 @@ class Payloads:
     def keep(self, payloads: Collection[bytes]) -> None:
         """Forget all others."""
         self.held = {payload: good for payload, good in self.held.items() if payload in payloads}
+        self.sizes = {payload: size for payload, size in self.sizes.items() if payload in payloads}
         self.wanted = {payload: want for payload, want in self.wanted.items() if payload in payloads}
         self._reschedule()
 
@@ -154,6 +171,7 @@ class Payloads:
         """Sizes and their bounds."""
         return {
             "payloads held": (len(self.held), PAYLOADS_MAX),
+            "payloads whose length is known": (len(self.sizes), PAYLOADS_MAX),
             "payloads wanted": (len(self.wanted), PAYLOADS_MAX),
             "sources of a payload": (
                 max((len(want.sources) for want in self.wanted.values()), default=0),

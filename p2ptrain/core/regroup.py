@@ -195,14 +195,21 @@ class Regrouping:
     def may_follow(self, beginning: Beginning) -> bool:
         """Whether a branch from our head binds us, and is not a few liars taking over a swarm that is well.
 
-        It does if we signed it, or have no vote; if f + 1 members signed, of whom one is honest and has lost the
-        quorum; or if we have lost it ourselves, and more members signed than answer our own call.
+        It does if we signed it; if f + 1 members signed, of whom one is honest and has lost the quorum; or if we have
+        lost it ourselves, and more members signed than answer our own call. Who has no vote has no call, and waits.
         """
         signers = beginning.signers
-        if not self.is_member or self.context.me in signers or len(signers) > self.state.roster.tolerated:
+        if self.context.me in signers or len(signers) > self.state.roster.tolerated:
             return True
+        if not self.is_member:
+            return self.has_waited
         has_lost = self.attempt >= 0 or self._is_lost(SHARE_CALLED) or self._is_deserted()
         return has_lost and len(signers) > len(self.calls.get(self.attempt, ()))
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether we have no vote, and nothing was decided for so long that members would have lost the quorum."""
+        return not self.is_member and self.context.now - self.began >= self.context.run.agreement.stall_seconds
 
     def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:
         by_author = sorted((read(received, Regroup).author, signature_of(received)) for received in signed)

@@ -106,7 +106,7 @@ class Repair:
         chosen, size = [], 0
         for received in lacking[:HANDED_MAX]:
             size += len(received.envelope)
-            if size > HANDED_BYTES_MAX:
+            if size > HANDED_BYTES_MAX or not self.may_send(hello.author, len(received.envelope)):
                 break
             chosen.append(received)
         if chosen:

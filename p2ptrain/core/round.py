@@ -274,14 +274,13 @@ class Round:
     def _make_draft(self) -> bool:
         """Choose the q availabilities that attest most of what we hold; True if their manifest is here in full."""
         by_name, requests = self.parts.offers.by_name, self.parts.requests.by_name
-        payloads = self.parts.payloads
         lacking: dict[tuple[bytes, ...], int] = {}
 
         def rank(received: Received) -> tuple[int, int, bytes]:
             message = read(received, Availability)
             if message.held not in lacking:
                 lacking[message.held] = sum(
-                    (offer := by_name.get(name)) is None or not payloads.is_good(offer.announcement.payload)
+                    (offer := by_name.get(name)) is None or not self.parts.offers.is_good(offer.announcement)
                     for name in message.held
                 )
             lacks = lacking[message.held] + sum(name not in requests for name in message.requests)
@@ -387,6 +386,9 @@ class Round:
                 payloads = tuple(taken.payload for taken in self.manifests[manifest].taken)
         self.context.publish_once(vote, backing, payloads)
         self.agreement.hear_vote(vote)
+        for peer in self.context.some_peers(1) if ballot is Ballot.PRECOMMIT else ():
+            if shown := self.agreement.some_prevote(view, peer, self.context.rng):
+                self.context.send(peer, shown)
 
     def _backing(self, view: int, manifest: bytes) -> tuple[bytes, ...]:
         """What we need after a restart to propose again what we are locked on."""

@@ -86,7 +86,7 @@ def health_of(node: Node) -> list[str]:
         "banned": context.me in state.banned,
         "quarantined: own state is not the certified one": work.is_quarantined,
         "stalled: the quorum is lost": node.regrouping.is_stalled,
-        "catching up": work.is_astray or node.catching_up.is_behind or work.applied_round < state.round,
+        "catching up": work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
         "silent: what this identity has said before is not known": not context.may_speak(state.branch, state.round + 1),
         "not admitted": context.me not in state.place,
         "no peers": not context.peers and state.members != (context.me,),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Apply, CatchUp, Return, Train, TrainingFinished
+from p2ptrain.core.history import Entry
 from p2ptrain.core.line import Line
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
@@ -23,6 +24,7 @@ FETCH_TRIES_MAX = 5  # of a payload that was certified; then the state itself is
 ROOTS_MAX = 128  # rounds whose own root is remembered: a manifest certifies one of the last few
 RETRY_SECONDS = 1.0
 RETRY_SECONDS_MAX = 30.0
+CERTIFIED_MAX = 256  # roots that may be fetched: more than any peer keeps states
 SOURCES_MAX = 8  # peers that a state is fetched from at once
 
 
@@ -42,15 +44,17 @@ class Work:
     def __init__(self, context: Context, parts: Parts, line: Line, applied_round: int, applied_root: bytes) -> None:
         self.context, self.parts, self.line = context, parts, line
         self.applied_round = applied_round
-        self.roots = {applied_round: applied_root}  # mine, by round
+        self.roots = {applied_round: applied_root} if applied_root else {}  # mine, by round
         self.applying: Manifest | None = None
         self.training: Training | None = None
         self.outstanding: dict[int, Received] = {}  # my announcements that may still be taken
         self.announced: dict[bytes, int] = {}  # by branch: the last round that I have announced for
-        self.is_astray = False  # the applied state is not on my line
+        self.is_astray = not applied_root  # the applied state is not on my line, or there is none
         self.is_quarantined = False  # my root is not the certified one
         self.is_stopping = False
-        self.catching: tuple[int, bytes] | None = None  # the root that is being fetched
+        self.catching: dict[int, bytes] | None = None  # the roots of which one is being fetched
+        self.attempt = -1  # to fetch a state: the line may have changed before the last one comes back
+        self.fetched_round = -1  # of the state that was fetched last
         self.retry_at: float | None = None
         self.tries = 0
         self._carry_root()
@@ -122,7 +126,8 @@ class Work:
         state = self.line.state
         entry = self.line.entry(self.applied_round + 1)
         can_jump = state.root_round > self.applied_round
-        if entry is None or (can_jump and state.round - self.applied_round > REPLAY_ROUNDS_MAX):
+        is_far = state.round - self.applied_round > REPLAY_ROUNDS_MAX and self.applied_round != self.fetched_round
+        if entry is None or (can_jump and is_far):
             self._catch_up()
             return
         payloads, tries = self.parts.payloads, 0
@@ -166,20 +171,32 @@ class Work:
         others = [peer for peer in context.peers if peer in state.place] or list(context.peers)
         context.rng.shuffle(others)
         sources = context.reputation.preferred(others[: 2 * SOURCES_MAX], context.now)[:SOURCES_MAX]
-        self.catching = (state.root_round, state.root)
+        roots = self._certified_roots()
+        self.catching = dict(roots)
         context.counters["states fetched"] += 1
-        context.emit(CatchUp(state.root_round, state.root, tuple(sources)))
+        self.attempt += 1
+        context.emit(CatchUp(tuple(roots), tuple(sources), self.attempt))
 
-    def caught_up(self, number: int, root: bytes) -> None:
-        if self.catching != (number, root):
+    def _certified_roots(self) -> list[tuple[int, bytes]]:
+        """The newest first, as far back as kept rounds lead on from them to the present."""
+        line, found = self.line, {self.line.state.root_round: self.line.state.root}
+        first = next((step.step.manifest.round for step in line.steps if isinstance(step.step, Entry)), None)
+        for state in (*(certified.state for certified in reversed(line.steps)), line.base):
+            if first is None or state.root_round < first - 1 or len(found) >= CERTIFIED_MAX:
+                break
+            found.setdefault(state.root_round, state.root)
+        return sorted(found.items(), reverse=True)
+
+    def caught_up(self, number: int, root: bytes, attempt: int) -> None:
+        if self.catching is None or attempt != self.attempt or self.catching.get(number) != root:
             return
         self.catching, self.retry_at, self.tries = None, None, 0
-        self.applied_round, self.roots = number, {number: root}
+        self.applied_round, self.fetched_round, self.roots = number, number, {number: root}
         self.is_astray = self.is_quarantined = False
         self._carry_root()
 
-    def catch_up_failed(self, number: int) -> None:
-        if self.catching is None or self.catching[0] != number:
+    def catch_up_failed(self, attempt: int) -> None:
+        if self.catching is None or attempt != self.attempt:
             return
         self.catching = None
         self.retry_at = self.context.now + min(RETRY_SECONDS * 2.0 ** min(self.tries, 16), RETRY_SECONDS_MAX)
@@ -242,6 +259,15 @@ class Work:
         self.parts.arrivals.note(context.me, event.round, context.now)
         context.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
+
+    def failed(self, number: int) -> None:
+        """No contribution for this round; the next round is another try."""
+        if self.training is None or self.training.round != number:
+            return
+        self.training = None
+        branch = self.line.state.branch
+        self.announced[branch] = max(number, self.announced.get(branch, 0))
+        self.context.counters["trainings failed"] += 1
 
     def restore(self, announcements: list[Received]) -> None:
         """After a restart: what was announced stays announced."""

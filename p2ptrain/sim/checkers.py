@@ -26,9 +26,20 @@ from p2ptrain.core.events import (
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Availability, Message, Proposal, Regroup, Vote
-from p2ptrain.sim.ledger import Checker, Ledger, Trust, TwoHistories, Violation, certified, quorum, signature_under
+from p2ptrain.sim.ledger import (
+    Checker,
+    Ledger,
+    Trust,
+    TwoHistories,
+    Violation,
+    are_liars,
+    certified,
+    quorum,
+    signature_under,
+)
 
 if TYPE_CHECKING:
+    from p2ptrain.core.state import AgreedState
     from p2ptrain.sim.cluster import Cluster
 
 __all__ = ["Checker", "Violation", "safety", "standard"]
@@ -382,11 +393,15 @@ class Recovered(Checker):
         self._one_line(cluster)
 
     def _is_promised(self, cluster: Cluster) -> bool:
-        heads = [node.disk.state.head for node in cluster.nodes if node.honest and node.alive]
-        return all(self.ledger.promises(head) is Trust.EVERYTHING for head in heads)
+        return all(self.ledger.promises(head.head) is Trust.EVERYTHING for head in self._heads(cluster).values())
+
+    def _heads(self, cluster: Cluster) -> dict[int, AgreedState]:
+        """Of honest nodes, but for those that just now believe in a branch of liars alone."""
+        heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
+        return {index: head for index, head in heads.items() if not are_liars(cluster, head.members)}
 
     def _one_line(self, cluster: Cluster) -> None:
-        heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
+        heads = self._heads(cluster)
         if not heads:
             return
         first = max(heads, key=lambda index: (heads[index].round, heads[index].head))

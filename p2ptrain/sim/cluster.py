@@ -25,23 +25,21 @@ from p2ptrain.core.messages import Received, decode
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Admitted, AgreedState, genesis
 from p2ptrain.digest import digest
-from p2ptrain.errors import P2ptrainError, RemoteProtocolError
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.replay import FAILURES
 from p2ptrain.sim.checkers import Checker, Violation
 from p2ptrain.sim.connections import Connections
 from p2ptrain.sim.disk import Checkpoint, Disk
 from p2ptrain.sim.driver import Driver
 from p2ptrain.sim.keys import FakeSigner, node_key
-from p2ptrain.sim.liars import ToSome
+from p2ptrain.sim.ledger import are_liars
 from p2ptrain.sim.machine import INBOX_MAX, NEVER, Device, Shelf, SimNode
 from p2ptrain.sim.metrics import Metrics
 from p2ptrain.sim.network import Network
+from p2ptrain.sim.rewriting import ToSome
 from p2ptrain.sim.scenario import Lie, Scenario
 
 DECODED_MAX = 20_000  # messages whose decoded form is kept: those of a few rounds
-# What the core raises when it has made a mistake.
-FAILURES = (
-    AssertionError, P2ptrainError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError,
-)  # fmt: skip
 TICKS_MAX = 200  # in a row that are due at once: more is a busy loop
 SWALLOWED_BETWEEN = 512  # messages that a node only takes in, for each that checkers see: a look costs as much as a few
 
@@ -81,7 +79,7 @@ class Cluster:
         checkers: Sequence[Checker] = (),
         check_every: CheckEvery = "event",
     ) -> None:
-        self.seed, self.scenario, self.run_config = seed, scenario, scenario.run
+        self.seed, self.scenario, self.run_config = seed, scenario, scenario.run(seed)
         self.checkers = tuple(checkers)
         self.is_sparing = check_every == "round" or not checkers  # look only when a round was decided or applied
         self.run_id = digest("simulated run", str(seed).encode())
@@ -171,7 +169,7 @@ class Cluster:
         node.core = Node(
             self.run_config, self.run_id, node.key, node.signer, Random(self.rng_name(node.index, node.life))
         )
-        self.give(node, Started(saved, forgetful))
+        self.give(node, Started(saved, forgetful, node.ticket))
         self.connections.refresh(node)
 
     def rng_name(self, index: int, life: int) -> str:
@@ -413,8 +411,11 @@ class Cluster:
         """With more than f faulty members in it, one history is all that is promised any more: the other checkers are
         dismissed. Where two quorums need not share a member without fault, not even that is, and the run ends.
 
-        Faulty are liars, and who has lost its memory: it is silent for as long as it may have spoken.
+        Faulty are liars, and who has lost its memory: it is silent for as long as it may have spoken. A roster of liars
+        alone never comes into force: whoever without a seat believes in one is to be brought back.
         """
+        if are_liars(self, state.members):
+            return
         members, roster = [self.nodes[self.key_index[key]] for key in state.members], state.roster
         faulty = sum(not node.honest or node.has_forgotten for node in members)
         if faulty > roster.tolerated:

@@ -14,7 +14,7 @@ from p2ptrain.sim.machine import SimNode
 if TYPE_CHECKING:
     from p2ptrain.sim.cluster import Cluster
 
-NEIGHBOURS_MAX = 32  # connections of a node that the core hears of; gossip reaches everyone
+PEERS_MAX = 32  # connections of a node that the core hears of; gossip reaches everyone
 ALL_CONNECTED_MAX = 33  # nodes: up to here everyone is connected with everyone
 NOTICE_SECONDS = (1.0, 4.0)  # until a lost or a new connection is noticed
 
@@ -25,29 +25,29 @@ class Connections:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         size = len(cluster.nodes)
-        self.neighbours: list[set[int]] = [set() for _ in range(size)]  # with whom a node connects when both are there
+        self.possible: list[set[int]] = [set() for _ in range(size)]  # peers of a node when both are there
         for index in range(size):
             others = [other for other in range(size) if other != index]
             if size > ALL_CONNECTED_MAX:
-                others = cluster.rng.sample(others, NEIGHBOURS_MAX // 2)
+                others = cluster.rng.sample(others, PEERS_MAX // 2)
             for other in others:
-                self.neighbours[index].add(other)
-                self.neighbours[other].add(index)
+                self.possible[index].add(other)
+                self.possible[other].add(index)
 
     def introduce(self, node: SimNode) -> None:
-        """A newcomer finds neighbours."""
+        """A newcomer finds peers."""
         cluster = self.cluster
         others = [other for other in range(node.index) if not cluster.nodes[other].is_gone]
-        found = cluster.rng.sample(others, min(len(others), NEIGHBOURS_MAX))
-        self.neighbours.append(set(found))
+        found = cluster.rng.sample(others, min(len(others), PEERS_MAX))
+        self.possible.append(set(found))
         for other in found:
-            self.neighbours[other].add(node.index)
+            self.possible[other].add(node.index)
 
     def refresh(self, *nodes: SimNode) -> None:
-        """Something has changed for these nodes: after a while they and their neighbours notice."""
+        """Something has changed for these nodes: after a while they and their peers notice."""
         cluster = self.cluster
         for node in nodes:
-            for other in sorted(self.neighbours[node.index]):
+            for other in sorted(self.possible[node.index]):
                 if self._is_possible(node, cluster.nodes[other]) != (other in node.peers):
                     low, high = NOTICE_SECONDS if cluster.now > 0 else (0.0, 0.2)
                     cluster.after(low, high, self._notice, node, cluster.nodes[other])

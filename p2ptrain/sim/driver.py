@@ -268,13 +268,19 @@ class Driver:
 
     def _serve(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes], source: SimNode) -> None:
         """The request has come to the source."""
-        cluster = self.cluster
+        cluster, payload = self.cluster, self.payloads.get(effect.payload)
         withholds = source.liar is not None and not source.liar.serves(cluster, source.index, effect.payload, node.key)
-        at = cluster.network.stream(source.index, node.index, cluster.now, effect.payload_bytes)
-        if not source.alive or at is None:
+        why = ""
+        if payload is None or effect.payload not in source.shelf or withholds:
+            why = "does not have it"
+        elif payload.payload_bytes != effect.payload_bytes:
+            why = "has another length"
+        size = REQUEST_BYTES if why else effect.payload_bytes
+        at = cluster.network.stream(source.index, node.index, cluster.now, size) if source.alive else None
+        if at is None:
             self._failed(node, effect, sources, source.key, "lost", DIAL_SECONDS)
-        elif effect.payload not in source.shelf or effect.payload not in self.payloads or withholds:
-            self._failed(node, effect, sources, source.key, "does not have it", 0.0)
+        elif why:
+            self._failed(node, effect, sources, source.key, why, 0.0)
         else:
             cluster.metrics.sent(source, "payload", effect.payload_bytes)
             cluster.timer(node, at + CHECK_SECONDS, self._came, node, effect.payload)
@@ -293,7 +299,8 @@ class Driver:
         self._have(node, payload)
 
     def _have(self, node: SimNode, payload: bytes) -> None:
-        self.cluster.give(node, ev.PayloadArrived(payload, self.payloads[payload].good))
+        held = self.payloads[payload]
+        self.cluster.give(node, ev.PayloadArrived(payload, held.good, held.payload_bytes))
 
     # -----------------------------------------------------------------------------------------------
     # The device
@@ -354,40 +361,49 @@ class Driver:
             node.disk.save_checkpoint(Checkpoint(number, root, head))
 
     def _catch_up(self, node: SimNode, effect: ev.CatchUp) -> None:
-        """Find a source, and fetch the state from it piece by piece: a wrong one cannot be handed over."""
-        cluster, place = self.cluster, (effect.round, effect.root)
-        seconds, found = 0.0, place in node.device.kept
-        is_mine = found
+        """The newest that can be had; pieces are checked as they arrive, so that a wrong one cannot be handed over."""
+        cluster, seconds = self.cluster, 0.0
+        node.device.catching = effect
+        saved = {checkpoint.root for checkpoint in node.disk.checkpoints}
+        found = next((place for place in effect.roots if place[1] in saved), None)
+        is_mine = found is not None
         for key in effect.sources:
-            if found:
-                break
             source = cluster.nodes[cluster.key_index[key]]
+            served = next((place for place in effect.roots if self._serves_state(source, place, node)), None)
             reached = self._stream_to(node, key, REQUEST_BYTES)
-            is_served = source.liar is None or source.liar.serves(cluster, source.index, effect.root, node.key)
             if reached is None:
                 seconds += DIAL_SECONDS
-            elif place in source.device.kept and is_served:
-                at = cluster.network.stream(
-                    source.index, node.index, cluster.now, cluster.scenario.training.state_bytes
-                )
-                found = at is not None
-                seconds += at - cluster.now if at is not None else DIAL_SECONDS
-            else:
+            elif served is None or (found is not None and served[0] <= found[0]):
                 seconds += 0.1
+            else:
+                size = cluster.scenario.training.state_bytes
+                at = cluster.network.stream(source.index, node.index, cluster.now, size)
+                seconds += at - cluster.now if at is not None else DIAL_SECONDS
+                if at is not None:
+                    found, is_mine = served, False
         if found:
-            self._on_device(node, seconds, self._caught_up, effect, is_mine)
+            self._on_device(node, seconds, self._caught_up, effect, *found, is_mine)
         else:
             self._on_device(node, seconds, self._not_caught_up, effect)
 
-    def _caught_up(self, node: SimNode, effect: ev.CatchUp, is_mine: bool) -> None:
+    def _serves_state(self, source: SimNode, place: tuple[int, bytes], node: SimNode) -> bool:
+        """A node keeps the state of now and then a round for others, and the newest."""
+        kept, (number, root) = source.device.kept, place
+        is_kept = place in kept and (number % self.cluster.scenario.disk.checkpoint_rounds == 0 or place == [*kept][-1])
+        return is_kept and (source.liar is None or source.liar.serves(self.cluster, source.index, root, node.key))
+
+    def _caught_up(self, node: SimNode, effect: ev.CatchUp, number: int, root: bytes, is_mine: bool) -> None:
+        if node.device.catching is not effect:
+            return  # another attempt has begun
         self.cluster.metrics.states_fetched[node.index] += not is_mine
         node.device.is_wrong = False
-        self._become(node, effect.round, effect.root)
-        self.cluster.give(node, ev.CaughtUp(effect.round, effect.root))
+        self._become(node, number, root)
+        self.cluster.give(node, ev.CaughtUp(number, root, effect.attempt))
         self.cluster.look()
 
     def _not_caught_up(self, node: SimNode, effect: ev.CatchUp) -> None:
-        self.cluster.give(node, ev.CatchUpFailed(effect.round, "nobody has it"))
+        if node.device.catching is effect:
+            self.cluster.give(node, ev.CatchUpFailed("nobody has it", effect.attempt))
 
     # -----------------------------------------------------------------------------------------------
     # The rest

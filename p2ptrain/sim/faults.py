@@ -11,7 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from p2ptrain.core.admission import make_ticket
 from p2ptrain.core.events import StopRequested
+from p2ptrain.core.manifest import NO_SERIAL
 from p2ptrain.digest import digest
 from p2ptrain.sim import liars
 from p2ptrain.sim import scenario as sc
@@ -21,6 +23,7 @@ from p2ptrain.sim.network import bits
 
 SLEEP_SECONDS = 10.0  # after which the connections of a machine that sleeps are gone
 START_SECONDS = 0.2  # within which all processes start
+LAST_ROUND = 2**40  # in which an invitation is good: none of a simulation is later
 FUSE_MAX = 12  # effects that a node still carries out before a SIGKILL between two of them
 
 
@@ -203,10 +206,23 @@ def _join(cluster: Cluster, number: int, fault: sc.Join) -> None:
     def join() -> None:
         for _ in range(fault.count):
             node = cluster.add_node()
+            node.ticket = _ticket(cluster, node, fault.ticket)
             cluster.connections.introduce(node)
             cluster.start(node)
 
     cluster.at(fault.at, join)
+
+
+def _ticket(cluster: Cluster, newcomer: SimNode, kind: str) -> bytes:
+    """What a newcomer shows."""
+    if kind == "none":
+        return b""
+    if kind == "spent":
+        return next((node.ticket for node in reversed(cluster.nodes) if node.ticket), b"")
+    hosts = [cluster.nodes[index] for index in cluster.scenario.pick(cluster.scenario.admission_keys)[:1]]
+    signer = newcomer if kind == "false" or not hosts else hosts[0]
+    serial = digest("simulated invitation", newcomer.key)[: len(NO_SERIAL)]
+    return make_ticket(signer.key, signer.signer.sign, cluster.run_id, serial, 1 if kind == "expired" else LAST_ROUND)
 
 
 def _leave(cluster: Cluster, number: int, fault: sc.Leave) -> None:

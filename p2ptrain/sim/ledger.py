@@ -21,6 +21,7 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.sim.keys import sign_as
 
 if TYPE_CHECKING:
+    from p2ptrain.core.state import AgreedState
     from p2ptrain.sim.cluster import Cluster
 
 Members: TypeAlias = tuple[bytes, ...]
@@ -94,6 +95,8 @@ class Ledger(Checker):
             self._note(cluster, cluster.genesis.head, cluster.genesis.members, b"")
         for record in certified(effects):
             step = record.step
+            if record.trunk is not None and record.trunk.base is not None:
+                self._jumped(cluster, record.trunk.base)
             if isinstance(step, Beginning):
                 self._known(step.parent, index, f"a branch after round {step.round}")
                 self._note(cluster, step.branch, step.members, step.parent)
@@ -114,6 +117,11 @@ class Ledger(Checker):
             members = tuple(sorted((set(before) | set(manifest.seated)) - set(manifest.unseated)))
         self._note(cluster, head, members, manifest.parent)
 
+    def _jumped(self, cluster: Cluster, base: AgreedState) -> None:
+        """Who has no seat may believe in a branch of liars alone, of which nobody honest has decided anything."""
+        if base.head not in self.rosters and are_liars(cluster, base.members):
+            self._note(cluster, base.head, base.members, b"")
+
     def _known(self, parent: bytes, index: int, what: str) -> Members:
         members = self.rosters.get(parent)
         if members is None:
@@ -129,6 +137,11 @@ class Ledger(Checker):
     def promises(self, head: bytes) -> Trust:
         """What holds for the round or the branch after this manifest."""
         return self.trust.get(head, Trust.NOTHING)
+
+
+def are_liars(cluster: Cluster, members: Members) -> bool:
+    """Whether all of them are: then what they decide is nothing but a lie, and concerns nobody who is honest."""
+    return not any(cluster.nodes[cluster.key_index[key]].honest for key in members)
 
 
 def _trust(cluster: Cluster, members: Members) -> Trust:

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from p2ptrain.core.events import Effect, Event, Train
+from p2ptrain.core.events import CatchUp, Effect, Event, Train
 from p2ptrain.core.node import Node
 from p2ptrain.sim.disk import Disk
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.liars import Liar, ToSome
+from p2ptrain.sim.rewriting import Liar, ToSome
 
 NEVER = float("inf")
 INBOX_MAX = 20_000  # events that wait for a machine that sleeps: what the buffers of its connections hold; a guess
@@ -54,6 +54,7 @@ class Device:
     kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can hand to others
     is_wrong: bool = False  # a bit has flipped, and no state was fetched since
     training: Train | None = None
+    catching: CatchUp | None = None  # the last attempt
     stalled_until: float = 0.0
     busy_until: float = 0.0  # with applying and fetching, one after the other
 
@@ -75,6 +76,7 @@ class SimNode:
         self.life = 0  # how often it was started
         self.honest = True
         self.liar: Liar | None = None
+        self.ticket = b""  # the invitation that it shows
         self.has_left = self.has_forgotten = False
         self.is_gone = False  # and will not come back
         self.applied: list[tuple[bytes, int, bytes, bytes]] = []  # branch, round, manifest, root

@@ -16,9 +16,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from p2ptrain.core.manifest import Manifest
+from p2ptrain.replay import FAILURES
 from p2ptrain.sim import faults
 from p2ptrain.sim.checkers import Checker, Violation
-from p2ptrain.sim.cluster import FAILURES, CheckEvery, Cluster
+from p2ptrain.sim.cluster import CheckEvery, Cluster
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import Expect, Links, Scenario, Training
 

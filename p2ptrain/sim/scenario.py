@@ -25,6 +25,7 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config_text import problem
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.errors import ConfigError
+from p2ptrain.sim.keys import node_key
 from p2ptrain.sim.liars import KINDS
 
 FILE_BYTES_MAX = 2**20  # a scenario is a page of text
@@ -176,9 +177,11 @@ class SlowDisk(Fault, frozen=True, tag="slow disk"):
 
 
 class Join(Fault, frozen=True, tag="join"):
-    """Newcomers."""
+    """Newcomers. What they show: nothing, an invitation each, one that the last newcomer before has shown, one whose
+    last round is over, or one that they signed themselves."""
 
     count: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
+    ticket: Literal["none", "new", "spent", "expired", "false"] = "none"
 
 
 class Leave(Fault, frozen=True, tag="leave"):
@@ -262,12 +265,15 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     disk: Disk = Disk()
     agreement: dict[str, Any] = {}  # of the run's config
     admission: dict[str, Any] = {}
+    admission_keys: Nodes = []  # whose keys stand in `admission.keys`: of who may invite, or of who is on the allowlist
     fault: list[AnyFault] = []
     expect: Expect = Expect()
 
-    @cached_property
-    def run(self) -> RunConfig:
-        return RunConfig.model_validate({"name": "simulated", "agreement": self.agreement, "admission": self.admission})
+    def run(self, seed: int) -> RunConfig:
+        """The run's config. Nodes have other keys with each seed."""
+        keys = [node_key(seed, index).hex() for index in self.pick(self.admission_keys)]
+        admission = {**self.admission, "keys": keys} if keys else self.admission
+        return RunConfig.model_validate({"name": "simulated", "agreement": self.agreement, "admission": admission})
 
     @cached_property
     def end_of_faults(self) -> float:
@@ -334,12 +340,11 @@ def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
     except msgspec.ValidationError as error:
         raise _mistake(str(error), source) from error
     try:
-        _ = scenario.run
+        _check_nodes(scenario)
+        scenario.run(0)
     except ValidationError as error:
         mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
         raise ConfigError(mistake.what, source=source, key=mistake.key, fix=mistake.fix) from error
-    try:
-        _check_nodes(scenario)
     except ConfigError as error:
         raise ConfigError(error.problem, source=source, key=error.key, fix=error.fix) from error
     return scenario
@@ -351,6 +356,7 @@ def _check_nodes(scenario: Scenario) -> None:
     places: list[tuple[str, Nodes]] = [
         (f"training.slow[{at}]", slow.nodes) for at, slow in enumerate(scenario.training.slow)
     ]
+    places.append(("admission_keys", scenario.admission_keys))
     for at, fault in enumerate(scenario.fault):
         key = f"fault[{at}]"
         until = getattr(fault, "until", None)

@@ -148,7 +148,7 @@ class _Draw:
                 "links": self._links(),
                 "disk": {"fsync_seconds": self._choice(0.0, 0.002, 0.02, 0.2), "kept": self._choice(0.0, 0.5, 1.0)},
                 "agreement": self._agreement(),
-                "admission": {"absence_rounds_max": self._choice(3, 10, 10), "probation_rounds": self._choice(0, 2)},
+                **self._admission(),
                 "fault": self._faults(),
             }
         )
@@ -195,6 +195,13 @@ class _Draw:
             "idle_round_seconds": self._choice(5, 60),
             "inline_bytes_max": self._choice(16_384, 16_384, 0),
         }
+
+    def _admission(self) -> dict[str, Any]:
+        admission = {"absence_rounds_max": self._choice(3, 10, 10), "probation_rounds": self._choice(0, 2)}
+        policy = self._choice("open", "open", "invite", "allowlist")
+        if policy == "open":
+            return {"admission": admission}
+        return {"admission": {**admission, "policy": policy}, "admission_keys": self._some(list(range(self.nodes)))}
 
     # -----------------------------------------------------------------------------------------------
     # Faults
@@ -295,7 +302,8 @@ class _Draw:
         ]
 
     def _join(self) -> list[dict[str, Any]]:
-        return [{"kind": "join", "at": self._span()["at"], "count": self.rng.randint(1, 3)}]
+        ticket = self._choice("none", "new", "new", "spent", "expired", "false")
+        return [{"kind": "join", "at": self._span()["at"], "count": self.rng.randint(1, 3), "ticket": ticket}]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -322,9 +330,11 @@ def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
     """Ways to make it simpler by one step, the largest first."""
     for place in range(len(scenario.fault)):
         yield replace(scenario, fault=scenario.fault[:place] + scenario.fault[place + 1 :])
-    for name, plain in (("links", sc.Links()), ("training", sc.Training()), ("disk", sc.Disk()), ("admission", {})):
+    for name, plain in (("links", sc.Links()), ("training", sc.Training()), ("disk", sc.Disk())):
         if getattr(scenario, name) != plain:
             yield replace(scenario, **{name: plain})
+    if scenario.admission:
+        yield replace(scenario, admission={}, admission_keys=[])
     if scenario.rounds > 5:
         yield replace(scenario, rounds=max(5, scenario.rounds // 2))
     for key in sorted(scenario.agreement):
@@ -349,4 +359,10 @@ def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
         else:
             changed += [replace(fault, nodes=rest(fault.nodes))] if rest(fault.nodes) else []
     slow = [replace(each, nodes=rest(each.nodes)) for each in scenario.training.slow]
-    return replace(scenario, nodes=scenario.nodes - 1, fault=changed, training=replace(scenario.training, slow=slow))
+    return replace(
+        scenario,
+        nodes=scenario.nodes - 1,
+        fault=changed,
+        training=replace(scenario.training, slow=slow),
+        admission_keys=rest(scenario.admission_keys) or ([0] if scenario.admission_keys else []),
+    )

@@ -1,11 +1,10 @@
-"""The lies of one: each class is an honest node but for one thing.
+"""What one liar does about a round: proposals, contributions, availabilities, votes, and silence.
 
-`liars.KINDS` gives them their names and says what each does.
+Each class is an honest node but for one thing; liars.py gives them their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -13,36 +12,13 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from p2ptrain.core.events import Publish, Send, SendHistory
-from p2ptrain.core.history import Entry, Step
-from p2ptrain.core.messages import (
-    NOTHING,
-    PROTOCOL_VERSION,
-    SHORT_BYTES,
-    Announcement,
-    Authored,
-    Availability,
-    Ballot,
-    Call,
-    Certificate,
-    Evidence,
-    Hello,
-    JoinRequest,
-    Leave,
-    Proposal,
-    Received,
-    Regroup,
-    Vote,
-    encode,
-)
+from p2ptrain.core.messages import NOTHING, SHORT_BYTES, Announcement, Availability, Proposal, Received, Vote
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.liar import Liar, Proposer, Said, ToSome, availability_of, is_here
+from p2ptrain.sim.rewriting import Liar, Proposer, Said, ToSome, availability_of, is_here
 
 if TYPE_CHECKING:
     from p2ptrain.core.node import Node
     from p2ptrain.sim.cluster import Cluster
-
-MEMORY_MAX = 400  # old messages that a replaying liar has at hand
-FLOOD_A_SECOND = 60  # messages: enough to fill every buffer that has no bound, and the simulation stays fast
 
 # ---------------------------------------------------------------------------------------------------
 # Proposals
@@ -138,6 +114,23 @@ class BadPayloads(EquivocatesAnnouncements):
         return [Publish((bad or received).envelope)]
 
 
+class FalseLengths(Liar):
+    """Of its own payload, or of another's of the same round, which it announces as its own."""
+
+    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+        message = received.message
+        if not isinstance(message, Announcement):
+            return [Publish(received.envelope)]
+        false = self.twin(received, lambda: self._false(core, message))
+        return [Publish((false or received).envelope)]
+
+    def _false(self, core: Node, message: Announcement) -> Received:
+        offers = [offer.announcement for each in core.parts.offers.by_author.values() for offer in each]
+        payloads = sorted({each.payload for each in offers if each.round == message.round} | {message.payload})
+        length = self.rng.choice((1, message.payload_bytes + 1, 2 * message.payload_bytes))
+        return self.signed(replace(message, payload=self.rng.choice(payloads), payload_bytes=length))
+
+
 class Withholds(Liar):
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
         message = received.message
@@ -222,107 +215,6 @@ class VotesForAll(Liar):
 
 
 # ---------------------------------------------------------------------------------------------------
-# Noise
-
-
-class Replays(Liar):
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
-        self.memory: list[bytes] = []
-
-    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
-        view = core.here.agreement.views[core.here.agreement.view]
-        seen = [received, *core.here.availabilities.values(), *view.prevotes.values(), *view.precommits.values()]
-        self.memory += [each.envelope for each in self.rng.sample(seen, min(4, len(seen)))]
-        while len(self.memory) > MEMORY_MAX:
-            del self.memory[self.rng.randrange(len(self.memory))]
-        old = self.rng.sample(self.memory, min(6, len(self.memory)))
-        return [Publish(received.envelope), *(Publish(envelope) for envelope in old)]
-
-
-class Unasked(Liar):
-    """Of the liars who say things that no honest node would: `things` makes them, at most so many a second."""
-
-    a_second = FLOOD_A_SECOND
-
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
-        self.last, self.tokens = 0.0, 0.0
-
-    def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        self.tokens = min(float(self.a_second), self.tokens + (cluster.now - self.last) * self.a_second)
-        self.last = cluster.now
-        count, self.tokens = int(self.tokens), self.tokens % 1.0
-        return [Publish(self.thing(cluster, core)) for _ in range(count)]
-
-    def thing(self, cluster: Cluster, core: Node) -> bytes:
-        raise NotImplementedError
-
-
-class Floods(Unasked):
-    """`quietly`: without a message that would prove anything."""
-
-    def __init__(self, rng: Random, signer: FakeSigner, quietly: bool = False) -> None:
-        super().__init__(rng, signer)
-        self.quietly = quietly
-
-    def thing(self, cluster: Cluster, core: Node) -> bytes:
-        rng, here, me = self.rng, core.here, self.me
-        branch, head = here.branch, here.state.head
-        far = rng.choice((0, 0, 1, 2, 3, 50, 2**40))
-        number, view = here.number + far, rng.choice((0, 1, 4, 5, 60, 2**40))
-        short, long = rng.randbytes(SHORT_BYTES), rng.randbytes(32)
-        quiet: tuple[Callable[[], Authored], ...] = (
-            lambda: Availability(branch, number, number, long, (short,), (), (), b"\xff", me),
-            lambda: Call(branch, head, far, me),
-            lambda: Regroup(branch, long, far, (me,), me),
-            lambda: Hello((PROTOCOL_VERSION,), branch, number, view, b"\xff", b"", b"", b"", me),
-            lambda: JoinRequest(branch, number, short, me),
-            lambda: Vote(long, number, view, Ballot.PREVOTE, long, me),
-            lambda: Vote(branch, rng.getrandbits(40), view, Ballot.PREVOTE, long, me),
-        )
-        loud: tuple[Callable[[], Authored], ...] = (
-            lambda: Vote(branch, number, view, rng.choice(tuple(Ballot)), long, me),
-            lambda: Announcement(branch, number, min(number, here.number - 1), long, long, 40, me),
-            lambda: Proposal(branch, number, view, -1, (long,), long, me),
-        )
-        return self.signed(rng.choice(quiet if self.quietly else quiet + loud)()).envelope
-
-
-class Forges(Unasked):
-    a_second = 12
-
-    def thing(self, cluster: Cluster, core: Node) -> bytes:
-        rng, here = self.rng, core.here
-        branch, number, long = here.branch, here.number, rng.randbytes(32)
-        victim = rng.choice([key for key in here.roster.members if key != self.me] or [bytes(32)])
-        view = here.agreement.view
-        proposal = here.agreement.views[view].proposal
-        wanted = getattr(proposal.message, "manifest", long) if proposal and rng.random() < 0.5 else long
-        vote = Vote(branch, number, view, rng.choice(tuple(Ballot)), wanted, victim)
-        members = tuple(sorted({victim, self.me}))
-        makes: tuple[Callable[[], bytes], ...] = (
-            lambda: self.signed(vote).envelope,
-            lambda: encode(vote, bytes(64)),
-            lambda: encode(vote, rng.randbytes(64)),
-            lambda: self.signed(Leave(branch, number, victim)).envelope,
-            lambda: self.signed(Announcement(branch, number, number - 1, long, long, 40, victim)).envelope,
-            lambda: self.signed(Proposal(branch, number, view, -1, (long,), long, victim)).envelope,
-            lambda: self.signed(Regroup(branch, here.state.head, 0, members, victim)).envelope,
-            lambda: encode(Certificate(branch, number, view, long, b"\x01", (rng.randbytes(64),))),
-            lambda: self._framed(vote),
-            lambda: rng.randbytes(rng.randrange(1, 200)),
-            lambda: self.signed(replace(vote, author=self.me)).envelope + b"\0",
-        )
-        return rng.choice(makes)()
-
-    def _framed(self, vote: Vote) -> bytes:
-        """Evidence against somebody who said neither of these things."""
-        first, second = sorted((self.signed(vote).envelope, self.signed(replace(vote, manifest=NOTHING)).envelope))
-        return encode(Evidence(first, second))
-
-
-# ---------------------------------------------------------------------------------------------------
 # Silence
 
 
@@ -353,7 +245,7 @@ class Silent(Liar):
         kept = tuple(each for each in effect.envelopes if not self._is_silent(cluster.decode(each)))
         return [Send(effect.peer, kept)] if kept else []
 
-    def tell(self, effect: SendHistory) -> list[Said]:
+    def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
         return [] if self.phase == "all" else [effect]
 
     def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
@@ -364,54 +256,3 @@ class SpeaksToSome(Liar):
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
         number = getattr(received.message, "round", 0)
         return [ToSome(received.envelope, self.sides(cluster, number)[0])]
-
-
-# ---------------------------------------------------------------------------------------------------
-# Branches and history
-
-
-class DoubleCalls(Liar):
-    is_two_faced = True
-
-    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
-        message = received.message
-        match message:
-            case Call(attempt=attempt):
-                more = [self.signed(replace(message, attempt=attempt + ahead)) for ahead in (1, 2, 7, 10**9)]
-                return [Publish(received.envelope), *(Publish(each.envelope) for each in more)]
-            case Regroup(members=members) if len(members) > 2:
-                fewer = tuple(key for key in members if key != next(each for each in members if each != self.me))
-                other = self.twin(received, lambda: self.signed(replace(message, members=fewer)))
-                return self.two_faced(cluster, message.attempt, received, other)
-            case _:
-                return [Publish(received.envelope)]
-
-
-class Coup(Unasked):
-    a_second = 1
-
-    def thing(self, cluster: Cluster, core: Node) -> bytes:
-        state = core.here.state
-        return self.signed(Regroup(state.branch, state.head, 0, (self.me,), self.me)).envelope
-
-
-class FalseHistories(Liar):
-    def tell(self, effect: SendHistory) -> list[Said]:
-        history, rng = effect.history, self.rng
-        steps = history.steps
-        ways = (
-            lambda: replace(history, steps=steps[1:]),
-            lambda: replace(history, steps=steps[::-1]),
-            lambda: replace(history, round=history.round + 1_000, steps=()),
-            lambda: replace(history, changes=(), lineage=history.lineage[:1]),
-            lambda: replace(history, lineage=(*history.lineage, replace(history.lineage[-1], branch=bytes(32)))),
-            lambda: replace(history, steps=tuple(self._bent(step) for step in steps)),
-        )
-        return [SendHistory(effect.peer, rng.choice(ways)())]
-
-    def _bent(self, step: Step) -> Step:
-        """With a signature that nobody made in place of the last."""
-        if not isinstance(step, Entry):
-            return step
-        signatures = (*step.certificate.signatures[:-1], self.rng.randbytes(64))
-        return replace(step, certificate=replace(step.certificate, signatures=signatures))

@@ -1,10 +1,11 @@
-"""A liar: a Byzantine node, made of an honest one whose effects are rewritten before they are carried out.
+"""Rewriting: a Byzantine node is an honest one whose effects are rewritten before they are carried out.
 
 The honest core inside does what makes a liar dangerous: it keeps up with the run, holds payloads, knows whose turn it
 is. What it says is then doubled, bent, kept back or addressed to some only. A liar has its own signing key and no
 other, may know everything (the simulation included), and may agree with other liars on what to do.
 
-Here is what all of them share; the lies of one stand in lies.py, those of several in liars.py.
+Here is what all liars share. What they do about a round stands in round_lies.py, about branches and histories in
+branch_lies.py; noise.py is what nobody asked for, collusion.py what several do together. liars.py names them all.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Liar:
             elif isinstance(effect, Send):
                 said += self.hand_over(cluster, effect)
             elif isinstance(effect, SendHistory):
-                said += self.tell(effect)
+                said += self.tell(cluster, core, effect)
             else:
                 said.append(effect)
         return [*said, *self.add(cluster, core)]
@@ -94,7 +95,7 @@ class Liar:
         is_first = self.is_two_faced and peer in self.sides(cluster, getattr(received.message, "round", 0))[0]
         return envelope if is_first else twin.envelope
 
-    def tell(self, effect: SendHistory) -> list[Said]:
+    def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
         """Instead of answering a peer that asks for history."""
         return [effect]
 

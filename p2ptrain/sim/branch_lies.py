@@ -1,0 +1,193 @@
+"""What one liar does about branches and histories: calls, coups, answers, and claims to be ahead.
+
+Each class is an honest node but for one thing; liars.py gives them their names.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from p2ptrain.core.events import Publish, SendHistory
+from p2ptrain.core.history import Beginning, Entry, History, Stage, Step
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import (
+    NUMBER_MAX,
+    PROTOCOL_VERSION,
+    Ballot,
+    Call,
+    Certificate,
+    Hello,
+    Received,
+    Regroup,
+    Vote,
+    signature_of,
+)
+from p2ptrain.core.state import AgreedState
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.noise import Unasked
+from p2ptrain.sim.rewriting import Liar, Said
+
+if TYPE_CHECKING:
+    from p2ptrain.config import RunConfig
+    from p2ptrain.core.line import Line
+    from p2ptrain.core.node import Node
+    from p2ptrain.sim.cluster import Cluster
+
+JUMP_ROUNDS = 20  # of a branch of its own that a liar makes up
+
+
+class DoubleCalls(Liar):
+    is_two_faced = True
+
+    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+        message = received.message
+        match message:
+            case Call(attempt=attempt):
+                more = [self.signed(replace(message, attempt=attempt + ahead)) for ahead in (1, 2, 7, 10**9)]
+                return [Publish(received.envelope), *(Publish(each.envelope) for each in more)]
+            case Regroup(members=members) if len(members) > 2:
+                fewer = tuple(key for key in members if key != next(each for each in members if each != self.me))
+                other = self.twin(received, lambda: self.signed(replace(message, members=fewer)))
+                return self.two_faced(cluster, message.attempt, received, other)
+            case _:
+                return [Publish(received.envelope)]
+
+
+class Coup(Unasked):
+    a_second = 1
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        state = core.here.state
+        return [Publish(self.signed(Regroup(state.branch, state.head, 0, (self.me,), self.me)).envelope)]
+
+
+class FalseHistories(Liar):
+    def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
+        history, rng = effect.history, self.rng
+        steps = history.steps
+        ways = (
+            lambda: replace(history, steps=steps[1:]),
+            lambda: replace(history, steps=steps[::-1]),
+            lambda: replace(history, round=history.round + 1_000, steps=()),
+            lambda: replace(history, changes=(), lineage=history.lineage[:1]),
+            lambda: replace(history, lineage=(*history.lineage, replace(history.lineage[-1], branch=bytes(32)))),
+            lambda: replace(history, steps=tuple(self._bent(step) for step in steps)),
+        )
+        return [SendHistory(effect.peer, rng.choice(ways)())]
+
+    def _bent(self, step: Step) -> Step:
+        """With a signature that nobody made in place of the last."""
+        if not isinstance(step, Entry):
+            return step
+        signatures = (*step.certificate.signatures[:-1], self.rng.randbytes(64))
+        return replace(step, certificate=replace(step.certificate, signatures=signatures))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Claims to be ahead
+
+
+class ClaimsToBeAhead(Unasked):
+    """And has nothing to show for it: it does not answer, or answers that it is far on."""
+
+    a_second = 2
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        rng, state = self.rng, core.here.state
+        branch = rng.choice((state.branch, state.branch, rng.randbytes(32)))
+        number = rng.choice((state.round + 2, state.round + 100, NUMBER_MAX - 1))
+        return [
+            Publish(self.signed(Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", self.me)).envelope)
+        ]
+
+    def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
+        told = self._told(cluster, core, effect)
+        return [SendHistory(effect.peer, told)] if told is not None else []
+
+    def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
+        nothing = History(effect.history.lineage, NUMBER_MAX - 1, (), None, ())
+        return self.rng.choice((None, nothing))
+
+
+class EndlessHistories(ClaimsToBeAhead):
+    """Its lineage is another one in each answer, so that each leads to one more question, about another place."""
+
+    def __init__(self, rng: Random, signer: FakeSigner) -> None:
+        super().__init__(rng, signer)
+        self.told_short: set[bytes] = set()  # peers whose last answer had the shorter lineage
+
+    def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
+        core.repair.budgets.pop(effect.peer, None)  # the core inside is honest, and would soon be weary of it
+        self.told_short ^= {effect.peer}
+        lineage = effect.history.lineage
+        return History(lineage[:1] if effect.peer in self.told_short else lineage, NUMBER_MAX - 1, (), None, ())
+
+
+class FalseJumps(ClaimsToBeAhead):
+    """To a branch of which it is the only member, begun from where the one who asks is, from later, or from where the
+    branch of that one began; all that can be proved of it is."""
+
+    def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
+        victim = cluster.nodes[cluster.key_index[effect.peer]].core
+        if victim is None:
+            return effect.history
+        line = victim.line
+        state, changes = self._start(core, line)
+        if self.me not in state.members:
+            return effect.history
+        beginning = self._beginning(state)
+        after = state.regrouped(beginning.branch, beginning.members)
+        place = next(place for place, stage in enumerate(line.lineage) if stage.branch == state.branch)
+        lineage = (*line.lineage[: place + 1], Stage(beginning.branch, beginning.round))
+        run = core.context.run
+        if self.rng.random() < 0.25 and not changes:
+            entry, _ = self._alone(after, run)
+            return History(lineage, entry.manifest.round, (), None, (beginning, entry))
+        for _ in range(JUMP_ROUNDS):
+            entry, after = self._alone(after, run)
+        base, (entry, _) = after, self._alone(after, run)
+        return History(lineage, entry.manifest.round, (*changes, beginning), base, (entry,))
+
+    def _start(self, core: Node, line: Line) -> tuple[AgreedState, tuple[Step, ...]]:
+        """Where our branch begins, and what leads there from where the one who asks is."""
+        state = line.state
+        fork = line.forks.get(state.branch)
+        entry, later = core.line.entry(state.round + 1), core.line.state_at(state.branch, state.round + 1)
+        starts: list[tuple[AgreedState, tuple[Step, ...]]] = [(state, ())]
+        if fork is not None:
+            starts.append((fork, ()))
+        if entry is not None and later is not None and entry.manifest.parent == state.head:
+            starts.append((later, (entry,)))
+        return self.rng.choice(starts)
+
+    def _beginning(self, state: AgreedState) -> Beginning:
+        members = (self.me,)
+        signature = signature_of(self.signed(Regroup(state.branch, state.head, 0, members, self.me)))
+        return Beginning(state.branch, state.round, state.head, 0, members, members, (signature,))
+
+    def _alone(self, state: AgreedState, run: RunConfig) -> tuple[Entry, AgreedState]:
+        """A round of our own: the roster is ours, and so is its quorum."""
+        place = state.branch, state.round + 1
+        manifest = Manifest(
+            branch=state.branch,
+            round=state.round + 1,
+            parent=state.head,
+            state=state.digest,
+            root_round=state.root_round,
+            root=state.root,
+            taken=(),
+            refused=(),
+            evidence=(),
+            joins=(),
+            leaves=(),
+            banned=(),
+            absent=b"",
+            seated=(),
+            unseated=(),
+        )
+        vote = self.signed(Vote(*place, 0, Ballot.PRECOMMIT, manifest.digest, self.me))
+        certificate = Certificate(*place, 0, manifest.digest, b"\x01", (signature_of(vote),))
+        return Entry(manifest, certificate), state.after(manifest, run)

@@ -1,0 +1,193 @@
+"""Collusion: what several liars do together.
+
+They share a plan, which the first of them keeps, and each signs with its own key only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+from msgspec.structs import replace
+
+from p2ptrain.core.events import Effect, Publish, Send
+from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Proposal, Received, Vote
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.rewriting import TWINS_MAX, Liar, Proposer, Said, ToSome, is_here
+
+if TYPE_CHECKING:
+    from p2ptrain.core.node import Node
+    from p2ptrain.sim.cluster import Cluster
+    from p2ptrain.sim.machine import SimNode
+
+MOOD_SECONDS = 15.0  # how long colluders keep up one way of lying
+MOODS = (
+    "fork", "equivocate votes", "silent prevote", "equivocate proposals", "silent", "two-faced availabilities",
+    "fork", "withhold", "silent precommit", "equivocate announcements", "false manifests", "propose anew",
+)  # fmt: skip
+
+
+class Plan:
+    """What colluders share: who hears what, the availabilities that only they know, and the manifests to vote for."""
+
+    def __init__(self, salt: bytes) -> None:
+        self.salt = salt
+        self.secrets: dict[tuple[bytes, int], dict[bytes, Received]] = {}
+        self.pairs: dict[tuple[bytes, int, int], tuple[bytes, bytes]] = {}
+
+    def forget(self) -> None:
+        """What is long past."""
+        while len(self.secrets) > TWINS_MAX:
+            del self.secrets[next(iter(self.secrets))]
+        while len(self.pairs) > TWINS_MAX:
+            del self.pairs[next(iter(self.pairs))]
+
+
+class Forks(Proposer):
+    """Each contribution reaches one half; each proposer among us proposes with it and without; all vote for both."""
+
+    def __init__(self, rng: Random, signer: FakeSigner) -> None:
+        super().__init__(rng, signer)
+        self.plan = Plan(self.salt)
+        self.sign = 1
+        self.fellows: set[bytes] = set()
+
+    def _join(self, cluster: Cluster) -> None:
+        """The plan is that of the first of us."""
+        ours = [node for node in cluster.nodes if isinstance(fork_of(node.liar), Forks)]
+        first = fork_of(ours[0].liar) if ours else self
+        assert isinstance(first, Forks)
+        self.plan, self.salt = first.plan, first.plan.salt
+        self.fellows = {node.key for node in ours}
+        self.plan.forget()
+
+    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+        self._join(cluster)
+        match received.message:
+            case Announcement(round=number):
+                return [ToSome(received.envelope, self.sides(cluster, number)[0])]
+            case Availability() as message:
+                return self._availabilities(received, message)
+            case Proposal() as message if is_here(core, message):
+                return self._proposals(cluster, core, message)
+            case Vote() as message:
+                return self._votes(cluster, core, message)
+            case _:
+                return [Publish(received.envelope)]
+
+    def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
+        """What the core inside has said is not what we said."""
+        others = tuple(each for each in effect.envelopes if not self._is_mine(cluster, each))
+        return [Send(effect.peer, others)] if others else []
+
+    def _is_mine(self, cluster: Cluster, envelope: bytes) -> bool:
+        received = cluster.decode(envelope)
+        return received is not None and getattr(received.message, "author", b"") == self.me
+
+    def _availabilities(self, received: Received, message: Availability) -> list[Said]:
+        poorer = self.signed(replace(message, held=()))
+        secrets = self.plan.secrets.setdefault((message.branch, message.round), {})
+        secrets[received.digest], secrets[poorer.digest] = received, poorer
+        return [Publish(received.envelope)]
+
+    def rank(self, availability: Availability) -> object:
+        return self.sign * len(availability.held)
+
+    def _proposals(self, cluster: Cluster, core: Node, message: Proposal) -> list[Said]:
+        place = message.branch, message.round, message.view
+        pool = {**core.here.availabilities, **self.plan.secrets.get(place[:2], {})}
+        made: list[Received] = []
+        for self.sign in (-1, 1):
+            made += [each for each in [self.propose(core, message, pool.values())] if each is not None]
+        if len(made) < 2:
+            return [Publish(self.signed(message).envelope)]
+        first, second = made
+        self.plan.pairs[place] = first.message.manifest, second.message.manifest  # type: ignore[union-attr]
+        return [*self._secrets(message), *self.two_faced(cluster, message.round, first, second)]
+
+    def _secrets(self, message: Proposal) -> list[Said]:
+        """What our proposals may rest on."""
+        return [Publish(each.envelope) for each in self.plan.secrets.get((message.branch, message.round), {}).values()]
+
+    def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
+        pair = self.plan.pairs.get((message.branch, message.round, message.view))
+        pair = pair or (self._proposed(core, message), NOTHING)
+        first, second = (self.signed(replace(message, manifest=manifest)) for manifest in pair)
+        return self.two_faced(cluster, message.round, first, second)
+
+    def _proposed(self, core: Node, vote: Vote) -> bytes:
+        """What stands to the vote in this view; else what we would have voted for."""
+        view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
+        proposal = view.proposal.message if view and view.proposal else None
+        return proposal.manifest if isinstance(proposal, Proposal) else vote.manifest
+
+
+class ProposesAnew(Forks):
+    """Lets a few decide on what is proposed, and then proposes something else, as if nothing had been voted.
+
+    What an honest member proposes we prevote before all and precommit before those few: they may decide, and the others
+    may not. What one of us proposes is the poorest manifest there is, and all of us vote for it. Our contributions
+    reach one other member besides those few, so that there is a poorer manifest.
+    """
+
+    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+        self._join(cluster)
+        if isinstance(received.message, Announcement):
+            few, rest = self._few(cluster, core, received.message.round)
+            return [ToSome(received.envelope, (*few, *rest[:1], *sorted(self.fellows)))]
+        return super().say(cluster, core, received)
+
+    def _few(self, cluster: Cluster, core: Node, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Whom the fewest hear, and everybody else but us."""
+        others = [node for node in cluster.nodes if node.key not in self.fellows]
+
+        def heard_by(node: SimNode) -> int:
+            return sum(cluster.network.is_open(node.index, other.index) for other in others)
+
+        prefix = self.salt + number.to_bytes(8, "little")
+        others.sort(key=lambda node: (heard_by(node), blake3(prefix + node.key).digest()))
+        keys = tuple(node.key for node in others)
+        told = max(1, core.here.roster.tolerated)
+        return keys[:told], keys[told:]
+
+    def _proposals(self, cluster: Cluster, core: Node, message: Proposal) -> list[Said]:
+        secrets = self.plan.secrets.get((message.branch, message.round), {})
+        made = self.propose(core, message, {**core.here.availabilities, **secrets}.values())
+        anew = made or self.signed(message)
+        assert isinstance(anew.message, Proposal)
+        self.plan.pairs[message.branch, message.round, message.view] = anew.message.manifest, NOTHING
+        return [*self._secrets(message), Publish(anew.envelope)]
+
+    def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
+        ours = self.plan.pairs.get((message.branch, message.round, message.view))
+        choice = ours[0] if ours else self._proposed(core, message)
+        vote = self.signed(replace(message, manifest=choice))
+        if message.ballot is Ballot.PREVOTE or ours:
+            return [Publish(vote.envelope)]
+        few, rest = self._few(cluster, core, message.round)
+        nothing = self.signed(replace(message, manifest=NOTHING))
+        return [ToSome(vote.envelope, few), ToSome(nothing.envelope, rest)]
+
+
+class Schedule(Liar):
+    """Another lie every few seconds, all of us the same at the same time."""
+
+    def __init__(self, rng: Random, signer: FakeSigner, moods: Mapping[str, Liar]) -> None:
+        super().__init__(rng, signer)
+        self.moods = moods  # by name, "fork" among them
+
+    def _mood(self, cluster: Cluster) -> Liar:
+        return self.moods[MOODS[int(cluster.now // MOOD_SECONDS) % len(MOODS)]]
+
+    def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
+        return self._mood(cluster).rewrite(cluster, index, effects)
+
+    def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
+        return self._mood(cluster).serves(cluster, index, payload, key)
+
+
+def fork_of(liar: Liar | None) -> Liar | None:
+    """The forking side of a liar."""
+    return liar.moods["fork"] if isinstance(liar, Schedule) else liar

@@ -1,0 +1,188 @@
+"""Noise: what nobody asked for. Replays, floods, forgeries, and questions without end.
+
+Each class is an honest node but for one thing; liars.py gives them their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from p2ptrain.core.events import Ask, AskHistory, Publish
+from p2ptrain.core.messages import (
+    NOTHING,
+    PROTOCOL_VERSION,
+    SHORT_BYTES,
+    Announcement,
+    Authored,
+    Availability,
+    Ballot,
+    Call,
+    Certificate,
+    Evidence,
+    Hello,
+    JoinRequest,
+    Leave,
+    Proposal,
+    Received,
+    Regroup,
+    Vote,
+    encode,
+)
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.rewriting import Liar, Said
+
+if TYPE_CHECKING:
+    from p2ptrain.core.node import Node
+    from p2ptrain.sim.cluster import Cluster
+
+MEMORY_MAX = 400  # old messages that a replaying liar has at hand
+WORDS_MAX = 40  # of one member, that a liar remembers to say them again when the member is gone
+FLOOD_A_SECOND = 60  # messages: enough to fill every buffer that has no bound, and the simulation stays fast
+
+
+class Replays(Liar):
+    def __init__(self, rng: Random, signer: FakeSigner) -> None:
+        super().__init__(rng, signer)
+        self.memory: list[bytes] = []
+
+    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+        view = core.here.agreement.views[core.here.agreement.view]
+        seen = [received, *core.here.availabilities.values(), *view.prevotes.values(), *view.precommits.values()]
+        self.memory += [each.envelope for each in self.rng.sample(seen, min(4, len(seen)))]
+        while len(self.memory) > MEMORY_MAX:
+            del self.memory[self.rng.randrange(len(self.memory))]
+        old = self.rng.sample(self.memory, min(6, len(self.memory)))
+        return [Publish(received.envelope), *(Publish(envelope) for envelope in old)]
+
+
+class Unasked(Liar):
+    """Of the liars who do things that no honest node would: `thing` makes one, at most so many a second."""
+
+    a_second = FLOOD_A_SECOND
+
+    def __init__(self, rng: Random, signer: FakeSigner) -> None:
+        super().__init__(rng, signer)
+        self.last, self.tokens = 0.0, 0.0
+
+    def add(self, cluster: Cluster, core: Node) -> list[Said]:
+        self.tokens = min(float(self.a_second), self.tokens + (cluster.now - self.last) * self.a_second)
+        self.last = cluster.now
+        count, self.tokens = int(self.tokens), self.tokens % 1.0
+        return [said for _ in range(count) for said in self.thing(cluster, core)]
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        raise NotImplementedError
+
+
+class KeepsTheDead(Unasked):
+    """Remembers what each member said last, and says it again and again once the member is gone."""
+
+    a_second = 12
+
+    def __init__(self, rng: Random, signer: FakeSigner) -> None:
+        super().__init__(rng, signer)
+        self.words: dict[bytes, dict[bytes, bytes]] = {}  # by author, by digest
+
+    def add(self, cluster: Cluster, core: Node) -> list[Said]:
+        here, offers = core.here, core.parts.offers.by_author
+        view = here.agreement.views[here.agreement.view]
+        said = [*here.availabilities.values(), *view.prevotes.values(), *view.precommits.values()]
+        said += [each.received for each_of in offers.values() for each in each_of]
+        said += [each for calls in core.regrouping.calls.values() for each in calls.values()]
+        for received in said:
+            words = self.words.setdefault(getattr(received.message, "author", b""), {})
+            words[received.digest] = received.envelope
+            while len(words) > WORDS_MAX:
+                del words[next(iter(words))]
+        return super().add(cluster, core)
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        members = [cluster.nodes[cluster.key_index[key]] for key in core.here.roster.members]
+        gone = [node.key for node in members if not node.alive and self.words.get(node.key)]
+        return [Publish(self.rng.choice(list(self.words[self.rng.choice(gone)].values())))] if gone else []
+
+
+class Asks(Unasked):
+    """One member for messages and histories, without waiting for an answer."""
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        rng, here, context = self.rng, core.here, core.context
+        victim = next((key for key in here.roster.members if key in context.peers), None)
+        if victim is None:
+            return []
+        known = [each.name for each in here.availabilities.values()] + list(core.parts.offers.by_name)
+        names = known or [rng.randbytes(SHORT_BYTES)]
+        ways: tuple[Said, ...] = (
+            Ask(victim, tuple(names)),
+            Ask(victim, tuple(rng.randbytes(SHORT_BYTES) for _ in names)),
+            AskHistory(victim, context.run_id, 0),
+            AskHistory(victim, rng.randbytes(32), 2**40),
+        )
+        return [rng.choice(ways)]
+
+
+class Floods(Unasked):
+    """`quietly`: without a message that would prove anything."""
+
+    def __init__(self, rng: Random, signer: FakeSigner, quietly: bool = False) -> None:
+        super().__init__(rng, signer)
+        self.quietly = quietly
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        rng, here, me = self.rng, core.here, self.me
+        branch, head = here.branch, here.state.head
+        far = rng.choice((0, 0, 1, 2, 3, 50, 2**40))
+        number, view = here.number + far, rng.choice((0, 1, 4, 5, 60, 2**40))
+        short, long = rng.randbytes(SHORT_BYTES), rng.randbytes(32)
+        quiet: tuple[Callable[[], Authored], ...] = (
+            lambda: Availability(branch, number, number, long, (short,), (), (), b"\xff", me),
+            lambda: Call(branch, head, far, me),
+            lambda: Regroup(branch, long, far, (me,), me),
+            lambda: Hello((PROTOCOL_VERSION,), branch, number, view, b"\xff", b"", b"", b"", me),
+            lambda: JoinRequest(branch, number, short, me),
+            lambda: Vote(long, number, view, Ballot.PREVOTE, long, me),
+            lambda: Vote(branch, rng.getrandbits(40), view, Ballot.PREVOTE, long, me),
+        )
+        loud: tuple[Callable[[], Authored], ...] = (
+            lambda: Vote(branch, number, view, rng.choice(tuple(Ballot)), long, me),
+            lambda: Announcement(branch, number, min(number, here.number - 1), long, long, 40, me),
+            lambda: Proposal(branch, number, view, -1, (long,), long, me),
+        )
+        return [Publish(self.signed(rng.choice(quiet if self.quietly else quiet + loud)()).envelope)]
+
+
+class Forges(Unasked):
+    a_second = 12
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        rng, here = self.rng, core.here
+        branch, number, long = here.branch, here.number, rng.randbytes(32)
+        victim = rng.choice([key for key in here.roster.members if key != self.me] or [bytes(32)])
+        view = here.agreement.view
+        proposal = here.agreement.views[view].proposal
+        wanted = getattr(proposal.message, "manifest", long) if proposal and rng.random() < 0.5 else long
+        vote = Vote(branch, number, view, rng.choice(tuple(Ballot)), wanted, victim)
+        members = tuple(sorted({victim, self.me}))
+        makes: tuple[Callable[[], bytes], ...] = (
+            lambda: self.signed(vote).envelope,
+            lambda: encode(vote, bytes(64)),
+            lambda: encode(vote, rng.randbytes(64)),
+            lambda: self.signed(Leave(branch, number, victim)).envelope,
+            lambda: self.signed(Announcement(branch, number, number - 1, long, long, 40, victim)).envelope,
+            lambda: self.signed(Proposal(branch, number, view, -1, (long,), long, victim)).envelope,
+            lambda: self.signed(Regroup(branch, here.state.head, 0, members, victim)).envelope,
+            lambda: encode(Certificate(branch, number, view, long, b"\x01", (rng.randbytes(64),))),
+            lambda: self._framed(vote),
+            lambda: rng.randbytes(rng.randrange(1, 200)),
+            lambda: self.signed(replace(vote, author=self.me)).envelope + b"\0",
+        )
+        return [Publish(rng.choice(makes)())]
+
+    def _framed(self, vote: Vote) -> bytes:
+        """Evidence against somebody who said neither of these things."""
+        first, second = sorted((self.signed(vote).envelope, self.signed(replace(vote, manifest=NOTHING)).envelope))
+        return encode(Evidence(first, second))

@@ -1,0 +1,101 @@
+"""A node that goes on after every event, and one that rests while nothing has changed that matters, are the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.node import Node
+from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.outcome import simulate
+from p2ptrain.sim.scenario import scenario_of
+
+SWARMS: dict[str, dict[str, Any]] = {
+    "clean": {"nodes": 7, "rounds": 12},
+    "loss": {"nodes": 5, "rounds": 12, "links": {"loss": 0.1, "duplicate": 0.1, "reorder": 0.1}},
+    "long rounds": {"nodes": 4, "rounds": 4, "training": {"seconds": 100}},
+    "overlap": {"nodes": 4, "rounds": 12, "agreement": {"overlap_rounds": 1, "staleness_rounds_max": 2}},
+    "large payloads": {"nodes": 4, "rounds": 6, "training": {"payload_bytes": 200_000}, "links": {"loss": 0.1}},
+    "joins": {"nodes": 4, "rounds": 12, "fault": [{"kind": "join", "at": 5, "count": 2}]},
+    "leaves": {"nodes": 5, "rounds": 12, "fault": [{"kind": "leave", "at": 5, "nodes": [1]}]},
+    "kills": {"nodes": 4, "rounds": 9, "fault": [{"kind": "crash", "at": 5, "nodes": [1, 2], "until": 30}]},
+    "sleep": {"nodes": 4, "rounds": 9, "fault": [{"kind": "sleep", "at": 5, "nodes": [1], "until": 90}]},
+    "halves": {
+        "nodes": 5,
+        "rounds": 14,
+        "fault": [{"kind": "partition", "at": 5, "until": 120, "groups": ["0-1", "2-4"]}],
+    },
+    "thirds": {
+        "nodes": 6,
+        "rounds": 14,
+        "fault": [{"kind": "partition", "at": 5, "until": 200, "groups": ["0-1", "2-3", "4-5"]}],
+    },
+}
+LIES = ("equivocate votes", "equivocate proposals", "equivocate announcements", "flood", "replay", "withhold", "fork")
+
+
+class Restless(Node):
+    """Goes on after every event."""
+
+    def _may_rest(self) -> bool:
+        return False
+
+
+class Twins:
+    """Beside every honest node of a simulation another that never rests, and hears the same."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, tuple[int, Node]] = {}
+        self.cluster: Cluster | None = None
+
+    def watch(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        cluster.observers.append(self.note)
+
+    def note(self, node: SimNode, event: ev.Event, effects: Any, local: float) -> None:
+        if node.liar is not None:
+            return
+        core = node.core
+        assert core is not None
+        assert self.cluster is not None
+        life, twin = self.nodes.get(node.index, (-1, None))
+        if life != node.life or twin is None:
+            rng, run_id = Random(self.cluster.rng_name(node.index, node.life)), core.context.run_id
+            twin = Restless(core.context.run, run_id, node.key, FakeSigner(run_id, node.key), rng)
+            self.nodes[node.index] = node.life, twin
+        expected = twin.handle(event, local)
+        where = f"node {node.index} at {local:.6f} s, {type(event).__name__}: {event}"[:400]
+        assert list(effects) == expected, where
+        assert core.deadline == twin.deadline, where
+
+
+@pytest.mark.parametrize("name", [*SWARMS, *LIES])
+def test_a_node_that_rests_does_what_one_that_never_rests_does(name: str) -> None:
+    swarm: dict[str, Any] = SWARMS.get(name) or {
+        "nodes": 7,
+        "rounds": 8,
+        "fault": [{"kind": "liar", "at": 0, "nodes": "f", "how": name}],
+    }
+    for seed in (1, 2):
+        twins = Twins()
+        outcome = simulate(scenario_of({"sentence": f"{name}.", **swarm}), seed, prepare=twins.watch)
+        assert outcome.failures == []
+
+
+def test_a_node_rests_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    went_on, go_on = Counter[str](), Node._go_on
+
+    def count(self: Node) -> None:
+        went_on["calls"] += 1
+        go_on(self)
+
+    monkeypatch.setattr(Node, "_go_on", count)
+    outcome = simulate(scenario_of({"sentence": "Clean.", "nodes": 20, "rounds": 5}), 1)
+    assert outcome.failures == []
+    assert went_on["calls"] < outcome.cluster.metrics.heard_messages / 4
