@@ -84,6 +84,7 @@ __all__ = [
     "load_config",
     "load_node_config",
     "load_run_config",
+    "with_options",
 ]
 
 FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as much in comments
@@ -99,6 +100,25 @@ def load_run_config(path: Path) -> RunConfig:
 def load_node_config(path: Path | None) -> NodeConfig:
     """This node's settings: the environment before the file at `path`, if there is one, before the defaults."""
     return _node_config(_read(path) if path else {}, path)
+
+
+def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> NodeConfig:
+    """The settings with what the command line says instead, which goes before the file and the environment."""
+    mistakes = []
+    for (section, key), value in options.items():
+        model = getattr(config, section)
+        try:
+            changed = type(model).model_validate({**model.model_dump(), key: value})
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                place = (section, *details["loc"]) if details["loc"] else (section, key)
+                found = problem({**details, "loc": place}, NodeConfig, RunConfig)
+                mistakes.append(_config_error(found, "command line"))
+        else:
+            config = config.model_copy(update={section: changed})
+    if mistakes:
+        raise _together(mistakes)
+    return config
 
 
 def load_config(path: Path) -> RunConfig | NodeConfig:

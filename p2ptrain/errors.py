@@ -47,3 +47,7 @@ class TrainingError(P2ptrainError):
     def __init__(self, what: str, *, step: int, positions: list[int]) -> None:
         super().__init__(f"{what} is not finite in step {step} (sequence positions {positions})")
         self.what, self.step, self.positions = what, step, positions
+
+
+class NoDaemonError(P2ptrainError):
+    """No daemon answers for this data directory."""

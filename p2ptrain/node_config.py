@@ -57,6 +57,16 @@ class NetworkConfig(Section):
     bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="nodes to call first; empty: those remembered from the last time"
     )
+    nat: bool = Field(
+        True, description="find out whether others can reach this node, open a port on the router, punch holes"
+    )
+    relay: bool = Field(True, description="go through relays where there is no direct way")
+    trusted_relays: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
+        (), max_length=ADDRESSES_MAX, description="relays to be reached through; empty: the bootstrap nodes"
+    )
+    relay_for_others: bool = Field(
+        True, description="carry connections of nodes that have no other way; limits of bytes do not count these"
+    )
 
 
 class DeviceConfig(Section):

@@ -4,13 +4,14 @@ Whatever decides a bit of the agreed state, or how the swarm agrees on it, stand
 encoding is JSON with sorted keys, no white space and no floating-point number: fractions are written as
 "n/d", so that every machine reads the same value and no decimal is rounded on the way. The run's id is
 the BLAKE3 digest of that encoding under a domain of its own. A run whose data or first weights are not
-known yet (its file was just written) is unsealed and has no id; `sealed` adds both.
+known yet (its file was just written) is unsealed and has no id; `sealed` adds both, and who founded it.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
@@ -21,7 +22,7 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
 PROTOCOL_VERSION: Final = 1
-CONFIG_BYTES_MAX = 65_536  # a run's config is a few KB, and an allowlist of 900 keys 60 KB: a test holds it to that
+CONFIG_BYTES_MAX = 65_536  # a few KB, and 60 KB for 256 founders and 640 other keys: a test holds them to it
 WHY_LENGTH_MAX = 500  # characters of a reason: it goes into evidence, and quotes what a peer sent
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # below it every integer is a float64
@@ -271,7 +272,10 @@ class AdmissionConfig(Section):
         "open", description="open: anyone, after probation; invite: a token; allowlist: keys"
     )
     keys: Annotated[tuple[Digest, ...], FromArray] = Field(
-        (), max_length=900, description="allowlist: admitted public keys; invite: keys that may sign invitations"
+        (), max_length=640, description="allowlist: admitted public keys; invite: keys that may sign invitations"
+    )
+    founders: Annotated[tuple[Digest, ...], FromArray] = Field(
+        (), max_length=256, description="public keys of the first members; empty: `p2ptrain start` fills it in"
     )
     contributors_max: int = Field(
         1_024, ge=1, le=1_024, description="nodes admitted at once; more would not fit a message"
@@ -290,8 +294,12 @@ class AdmissionConfig(Section):
                 'keys belong to policy = "invite" or "allowlist": '
                 + ("remove them" if self.keys else f"add the public keys for {self.policy}")
             )
-        if len(set(self.keys)) != len(self.keys):
-            raise ValueError("keys has the same key twice: remove one")
+        for name, keys in (("keys", self.keys), ("founders", self.founders)):
+            if len(set(keys)) != len(keys):
+                raise ValueError(f"{name} has the same key twice: remove one")
+        for name, limit in (("seats_max", self.seats_max), ("contributors_max", self.contributors_max)):
+            if len(self.founders) > limit:
+                raise ValueError(f"founders has {len(self.founders)} keys, and {name} is {limit}: raise {name}")
         return self
 
 
@@ -329,12 +337,13 @@ class RunConfig(Section):
 
     @property
     def is_sealed(self) -> bool:
-        return bool(self.state.initial_root) and self.data.manifest != "embedded"
+        return bool(self.state.initial_root and self.admission.founders) and self.data.manifest != "embedded"
 
-    def sealed(self, *, manifest: str, initial_root: str) -> RunConfig:
-        """This run with its data and its first weights named; from here on it has an id."""
+    def sealed(self, *, manifest: str, initial_root: str, founders: Sequence[str]) -> RunConfig:
+        """This run with its data, its first weights and its first members named; from here on it has an id."""
         raw = self.model_dump()
         raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
+        raw["admission"]["founders"] = tuple(sorted(founders))  # in whatever order: it is the same run
         return RunConfig.model_validate(raw)
 
     def canonical(self) -> bytes:

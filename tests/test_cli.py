@@ -68,7 +68,23 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "commands"),
     [
-        ((), ["simulate", "replay", "config", "data"]),
+        (
+            (),
+            [
+                "start",
+                "join",
+                "leave",
+                "status",
+                "peers",
+                "runs",
+                "demo",
+                "simulate",
+                "replay",
+                "config",
+                "data",
+                "identity",
+            ],
+        ),
         (("config",), ["check", "schema", "show"]),
         (("data",), ["prepare"]),
     ],
@@ -197,7 +213,7 @@ def test_check_says_what_a_run_weighs(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_check_says_the_id_of_a_sealed_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run = load_run_config(TINY).sealed(manifest="ab" * 32, initial_root="cd" * 32)
+    run = load_run_config(TINY).sealed(manifest="ab" * 32, initial_root="cd" * 32, founders=["ef" * 32])
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
     status, out, err = p2ptrain(capsys, "config", "check", file)

@@ -182,9 +182,9 @@ IN_A_RUN = {
     "[admission]\nkeys = [3]": "FILE: admission.keys: expected text in quotes, found 3 in the list. "
     "Write for instance keys = []",
     '[admission]\nkeys = ["AB"]': 'FILE: admission.keys: "AB" is not possible. '
-    "Choose a list of at most 900, each 64 hexadecimal digits in lower case",
-    "[admission]\nkeys = [" + f'"{KEY}",' * 901 + "]": "FILE: admission.keys: a list of 901 is too long. "
-    "Write a list of at most 900, each 64 hexadecimal digits in lower case",
+    "Choose a list of at most 640, each 64 hexadecimal digits in lower case",
+    "[admission]\nkeys = [" + f'"{KEY}",' * 641 + "]": "FILE: admission.keys: a list of 641 is too long. "
+    "Write a list of at most 640, each 64 hexadecimal digits in lower case",
     # combinations
     f'[admission]\npolicy = "invite"\nkeys = ["{KEY}", "{KEY}"]': "FILE: admission: keys has the same key twice. "
     "Remove one",

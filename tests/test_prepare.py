@@ -147,7 +147,7 @@ def test_text_that_repeats_is_stored_once(tmp_path: Path) -> None:
     made = prepared(tmp_path / "out", json_lines(tmp_path / "a.jsonl", ["b" * 1_023] * 3_072))
     assert (made.tokens, made.pieces) == (3 * PIECE_BYTES, 1)
     dataset = TokenDataset.open(tmp_path / "out", made.digest)
-    assert (len(dataset.manifest.training.pieces), dataset.missing()) == (3, [])
+    assert (len(dataset.manifest.training.pieces), dataset.missing_anywhere()) == (3, [])
 
 
 def test_line_ends_are_kept(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_the_embedded_corpus_comes_first_and_opens(tmp_path: Path) -> None:
     made = prepared(tmp_path / "out", held_out=Fraction(1, 100), embedded=True)
     assert made.tokens > 4_000_000
     assert 10_000 < made.held_out_tokens < made.tokens // 20
-    assert TokenDataset.open(tmp_path / "out", made.digest).missing() == []
+    assert TokenDataset.open(tmp_path / "out", made.digest).missing_anywhere() == []
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
@@ -277,7 +277,7 @@ def test_a_finished_data_set_is_not_overwritten(tmp_path: Path) -> None:
     made = prepared(out, file)
     with pytest.raises(ConfigError, match="it holds a data set, which a run may be using"):
         prepared(out, file)
-    assert TokenDataset.open(out, made.digest).missing() == []
+    assert TokenDataset.open(out, made.digest).missing_anywhere() == []
 
 
 def test_two_calls_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_two_calls_do_not_share_a_directory(tmp_path: Path) -> None:
             prepared(out, file)
 
     made = prepare(out, [file], embedded=False, tokenizer=BytesTokenizer(), held_out=Fraction(0), progress=meanwhile)
-    assert TokenDataset.open(out, made.digest).missing() == []
+    assert TokenDataset.open(out, made.digest).missing_anywhere() == []
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,3 +352,26 @@ def test_more_pieces_than_a_manifest_holds_are_refused(tmp_path: Path, monkeypat
     file = written(tmp_path / "a.txt", "line\n" * 600_000)
     with pytest.raises(ConfigError, match="more than 2 MiB of tokens"):
         prepared(tmp_path / "out", file, held_out=Fraction(0))
+
+
+def test_the_tokenizer_is_stored_with_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = written(tmp_path / "a.txt", "hello\n"), tmp_path / "out"
+    tokenizer = JsonTokenizer(tokenizer_json())
+
+    real = prepare_module.write_atomically
+
+    def until_the_manifest(path: Path, content: bytes) -> None:
+        if path.name == "manifest.json":
+            raise KeyboardInterrupt
+        real(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "write_atomically", until_the_manifest)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(out, file, tokenizer=tokenizer)
+    assert (out / "tokenizer.json").exists()
+    with pytest.raises(ConfigError, match=r"it holds other things \(tokenizer\.json\)"):
+        prepared(out, file)  # as bytes: the file may be somebody's own
+    prepared(out, file, tokenizer=tokenizer)
+    assert (out / "tokenizer.json").read_bytes() == tokenizer_json()
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "pieces", "tokenizer.json"]

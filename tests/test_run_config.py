@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from p2ptrain import config as config_module
 from p2ptrain.config import (
@@ -59,6 +60,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     )
     policy = draw(st.sampled_from(["open", "invite", "allowlist"]))
     keys = draw(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=5, unique=True))
+    founders = draw(st.lists(st.binary(min_size=32, max_size=32), max_size=5, unique=True))
     return RunConfig(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         seed=draw(st.integers(0, 2**63 - 1)),
@@ -82,7 +84,11 @@ def runs(draw: st.DrawFn) -> RunConfig:
                 **schedule,
             }
         ),
-        admission=AdmissionConfig(policy=policy, keys=() if policy == "open" else tuple(key.hex() for key in keys)),
+        admission=AdmissionConfig(
+            policy=policy,
+            keys=() if policy == "open" else tuple(key.hex() for key in keys),
+            founders=tuple(key.hex() for key in founders),
+        ),
     )
 
 
@@ -100,21 +106,45 @@ def test_a_run_comes_back_from_its_file(run: RunConfig) -> None:
 
 
 def test_the_canonical_encoding_is_the_same_in_every_release() -> None:
-    run = RunConfig(name="golden").sealed(manifest=KEY, initial_root=KEY)
+    run = RunConfig(name="golden").sealed(manifest=KEY, initial_root=KEY, founders=[KEY])
     assert run.canonical() == (ROOT / "tests" / "golden" / "run_config.json").read_bytes()
-    assert run.run_id == "9d1f11df28106778b87e838f705fcdb83a3653c7cf457ef900cde60020f732e8"
+    assert run.run_id == "03671df4e36adc41d429a0cb65e36a1db772ba9f7f43ebe72c31b67841ce4cf6"
 
 
 def test_every_key_changes_the_run_id() -> None:
-    run = RunConfig(name="a").sealed(manifest=KEY, initial_root=KEY)
+    run = RunConfig(name="a").sealed(manifest=KEY, initial_root=KEY, founders=[KEY])
     changed = {
         run.model_copy(update={"name": "b"}).run_id,
         run.model_copy(update={"seed": 1}).run_id,
-        run.sealed(manifest="cd" * 32, initial_root=KEY).run_id,
-        run.sealed(manifest=KEY, initial_root="cd" * 32).run_id,
+        run.sealed(manifest="cd" * 32, initial_root=KEY, founders=[KEY]).run_id,
+        run.sealed(manifest=KEY, initial_root="cd" * 32, founders=[KEY]).run_id,
+        run.sealed(manifest=KEY, initial_root=KEY, founders=["cd" * 32]).run_id,
+        run.sealed(manifest=KEY, initial_root=KEY, founders=[KEY, "cd" * 32]).run_id,
         run.model_copy(update={"recipe": RecipeConfig(decay=Fraction(1, 3))}).run_id,
     }
-    assert len(changed | {run.run_id}) == 6
+    assert len(changed | {run.run_id}) == 8
+
+
+def test_the_founders_make_the_same_run_in_any_order() -> None:
+    keys = [f"{index:064x}" for index in range(4)]
+    ids = {
+        RunConfig(name="a").sealed(manifest=KEY, initial_root=KEY, founders=order).run_id
+        for order in (keys, keys[::-1])
+    }
+    assert len(ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("admission", "why"),
+    [
+        ({"founders": (KEY, KEY)}, "founders has the same key twice: remove one"),
+        ({"founders": (KEY, "cd" * 32), "seats_max": 1}, "founders has 2 keys, and seats_max is 1: raise seats_max"),
+        ({"founders": (KEY, "cd" * 32), "contributors_max": 1}, "and contributors_max is 1: raise contributors_max"),
+    ],
+)
+def test_founders_that_cannot_be_the_first_members_are_refused(admission: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        AdmissionConfig(**admission)
 
 
 def test_an_unsealed_run_has_no_id_and_says_what_to_do() -> None:
@@ -123,7 +153,10 @@ def test_an_unsealed_run_has_no_id_and_says_what_to_do() -> None:
     ):
         _ = RunConfig(name="a").run_id
     assert not RunConfig(name="a").is_sealed
-    assert not RunConfig(name="a").sealed(manifest="embedded", initial_root=KEY).is_sealed
+    assert not RunConfig(name="a").sealed(manifest="embedded", initial_root=KEY, founders=[KEY]).is_sealed
+    assert not RunConfig(name="a").sealed(manifest=KEY, initial_root="", founders=[KEY]).is_sealed
+    assert not RunConfig(name="a").sealed(manifest=KEY, initial_root=KEY, founders=[]).is_sealed
+    assert RunConfig(name="a").sealed(manifest=KEY, initial_root=KEY, founders=[KEY]).is_sealed
 
 
 def test_the_largest_config_fits_its_limit() -> None:
@@ -144,8 +177,10 @@ def test_the_largest_config_fits_its_limit() -> None:
     largest["data"] = {"manifest": KEY}
     largest["recipe"] |= {"name": "m" * 100 + ":" + "n" * 100, "schedule": "wsd", "value_bits": 1}
     largest["recipe"] |= {"warmup_rounds": 2**39, "decay_rounds": 2**39}
-    largest["admission"] |= {"policy": "allowlist", "keys": tuple(f"{index:064x}" for index in range(900))}
-    run = RunConfig.model_validate(largest).sealed(manifest=KEY, initial_root=KEY)
+    largest["admission"] |= {"policy": "allowlist", "keys": tuple(f"{index:064x}" for index in range(640))}
+    founders = [f"{index:064x}" for index in range(256)]
+    run = RunConfig.model_validate(largest).sealed(manifest=KEY, initial_root=KEY, founders=founders)
+    assert run.is_sealed
     assert len(run.canonical()) <= CONFIG_BYTES_MAX
     assert RunConfig.from_canonical(run.canonical()) == run
 

@@ -13,35 +13,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from texts import prepared
+from trainer_known import ONE_THREAD, RECIPES, TINY, embedded, make
 
-from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig, StateConfig, TokenizerConfig
+from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig, StateConfig, TokenizerConfig
 from p2ptrain.errors import ConfigError, DataError, DeviceError, TrainingError
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.tokenizer import load_tokenizer
 from p2ptrain.learn.trainer import Trainer, open_device
-
-TINY = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
-ONE_THREAD = DeviceConfig(name="cpu", threads=1, autocast="off")
-RECIPES: dict[str, dict[str, Any]] = {
-    "distro": {"learning_rate": Fraction(1, 250), "k": 32},
-    "demo": {"learning_rate": Fraction(1, 250), "k": 32},
-    "local": {"local_steps": 4, "inner_learning_rate": Fraction(1, 100), "k": 64},
-}
 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
-    directory = tmp_path_factory.mktemp("corpus") / "data"
-    tokenizer = load_tokenizer(None)
-    held_out = Fraction(1, 50)
-    made = prepare(directory, [], embedded=True, tokenizer=tokenizer, held_out=held_out, progress=lambda *_: None)
-    return TokenDataset.open(directory, made.digest)
-
-
-def make(dataset: TokenDataset, name: str = "distro", seed: int = 1, **changes: Any) -> Trainer:
-    recipe = RecipeConfig(name=name, sequences_per_pass=4, **(RECIPES[name] | changes))
-    return Trainer(RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe), ONE_THREAD, dataset)
+    return embedded(tmp_path_factory.mktemp("corpus") / "data")
 
 
 def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:

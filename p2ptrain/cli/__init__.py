@@ -1,7 +1,8 @@
 """The commands: they parse arguments, call one thing and print what it returns.
 
 What takes long to import (pydantic, numpy, torch, rich) is imported in the commands that use it, so that
-`p2ptrain --help` answers at once. Exit status: 0 done, 1 failed, 2 the user erred, 130 interrupted. Errors
+`p2ptrain --help` answers at once. Exit status: 0 done, 1 failed, 2 the user erred, 3 no daemon answers, 130
+interrupted. Errors
 are one paragraph on stderr, which names the key or the file and says what to do.
 """
 
@@ -14,17 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from p2ptrain import __version__
-from p2ptrain.errors import ConfigError, P2ptrainError
+from p2ptrain.cli import node, simulation
+from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
     from p2ptrain.config import RunConfig
-    from p2ptrain.sim.outcome import Outcome
-    from p2ptrain.sim.scenario import Scenario
 
-FAILED, USER_ERRED = 1, 2  # typer sees to 130, the end by Ctrl-C, and to a reader that goes away
-TELL_SECONDS = 60.0  # between two lines of progress in a log
+FAILED, USER_ERRED, NO_DAEMON = 1, 2, 3  # typer sees to 130, the end by Ctrl-C, and to a reader that goes away
 
 # Help is plain text: rich's would take half of the time that --help may take.
 app = typer.Typer(add_completion=False, rich_markup_mode=None, invoke_without_command=True)
@@ -32,6 +31,19 @@ config_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 data_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 app.add_typer(config_app, name="config", help="Check and show configurations.")
 app.add_typer(data_app, name="data", help="Make training data.")
+app.add_typer(node.identity_app, name="identity", help="This node's key, by which others know it.")
+for command in (
+    node.start,
+    node.join,
+    node.leave,
+    node.status,
+    node.peers,
+    node.runs,
+    node.demo,
+    simulation.simulate,
+    simulation.replay,
+):
+    app.command()(command)
 
 
 def main() -> int:
@@ -40,6 +52,8 @@ def main() -> int:
         return app(prog_name="p2ptrain", standalone_mode=False) or 0
     except ConfigError as error:
         return _complain(str(error), USER_ERRED)
+    except NoDaemonError as error:
+        return _complain(str(error), NO_DAEMON)
     except P2ptrainError as error:
         return _complain(str(error), FAILED)
     except typer.TyperException as error:  # an option or a command that is not there, an argument missing
@@ -187,103 +201,3 @@ def prepare(
     typer.echo(f'[data]\nmanifest = "{prepared.digest}"\n\n[tokenizer]\nkind = "{chosen.kind}"')
     if chosen.digest:
         typer.echo(f'digest = "{chosen.digest}"\n\n[model]\nvocab_size = {chosen.vocab_size}')
-
-
-# ---------------------------------------------------------------------------------------------------
-# p2ptrain simulate, p2ptrain replay
-
-
-@app.command()
-def simulate(
-    file: Annotated[Path | None, typer.Argument(help="A scenario, such as those in scenarios/.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**48, help="Everything that is left to chance comes from it.")] = 0,
-    nodes: Annotated[int | None, typer.Option(min=1, max=4096, help="Instead of the scenario's.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw rounds over time, a line for a node.")] = None,
-    trace_node: Annotated[int | None, typer.Option(min=0, help="Write the events of this node to --events.")] = None,
-    events: Annotated[Path | None, typer.Option(metavar="FILE", help="For `p2ptrain replay`.")] = None,
-    swarm: Annotated[
-        int | None, typer.Option(min=1, metavar="ROUNDS", help="Draw scenarios until so many rounds were simulated.")
-    ] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="With --swarm: stop after so long.")] = None,
-) -> None:
-    """Simulate a swarm under virtual time, with faults and lies, and check that it holds what it promises."""
-    if (file is None) == (swarm is None):
-        raise typer.BadParameter("give a scenario, or --swarm and no scenario", param_hint="FILE")
-    if file is None:
-        given = {"--nodes": nodes, "--plot": plot, "--trace-node": trace_node, "--events": events}
-        if wrong := [name for name, value in given.items() if value is not None]:
-            raise typer.BadParameter("belongs to a scenario, not to --swarm", param_hint=wrong[0])
-        _simulate_swarm(swarm or 0, seed, seconds)
-        return
-    if seconds is not None:
-        raise typer.BadParameter("belongs to --swarm; a scenario says itself how long it takes", param_hint="--seconds")
-    if (trace_node is None) != (events is None):
-        raise typer.BadParameter("--trace-node and --events need one another", param_hint="--events")
-    from p2ptrain.sim.report import check_plot, summary
-    from p2ptrain.sim.report import plot as draw
-    from p2ptrain.sim.scenario import load_scenario
-
-    scenario = load_scenario(file, nodes)
-    if plot is not None:
-        check_plot(plot)
-    outcome = _simulate_file(scenario, seed, trace_node, events)
-    typer.echo(summary(outcome, seed))
-    if plot is not None:
-        draw(outcome, plot)
-    if not outcome.is_good:
-        raise typer.Exit(FAILED)
-
-
-def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events: Path | None) -> Outcome:
-    from p2ptrain.sim.checkers import standard
-    from p2ptrain.sim.outcome import simulate as run
-    from p2ptrain.sim.replay import EventLog, watch
-
-    if trace_node is None or events is None:
-        return run(scenario, seed, standard())
-    if trace_node >= scenario.size:
-        raise typer.BadParameter(f"there is no node {trace_node}", param_hint="--trace-node")
-    try:
-        with events.open("wb") as log:
-            return run(scenario, seed, standard(), lambda cluster: watch(cluster, trace_node, EventLog(log)))
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", source=str(events), fix="Choose another") from error
-
-
-def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
-    from p2ptrain.sim.swarm import Tally, swarm
-
-    done = Tally()
-    terminal, told = sys.stderr.isatty(), 0.0
-
-    def tell(tally: Tally) -> None:
-        nonlocal done, told
-        done = tally
-        if terminal:
-            typer.echo(f"\r{tally}", err=True, nl=False)
-        elif tally.seconds >= told + TELL_SECONDS:
-            told = tally.seconds
-            typer.echo(tally, err=True)
-
-    try:
-        tally = swarm(rounds, seed, seconds, tell)
-    except KeyboardInterrupt:
-        typer.echo(f"\n{done}; to go on: --seed {seed + done.seeds}")
-        raise
-    if terminal:
-        typer.echo(err=True)
-    typer.echo(tally)
-    if tally.failed:
-        typer.echo(f"\n{tally.failed}")
-        raise typer.Exit(FAILED)
-
-
-@app.command()
-def replay(file: Annotated[Path, typer.Argument(help="Events of a node, as JSON lines.")]) -> None:
-    """Run the events of a node again, and say whether it does the same."""
-    from p2ptrain.sim.replay import replay as run
-
-    replayed = run(file)
-    typer.echo(f"{replayed.events:,} events of {replayed.lives} starts: {replayed.difference or 'the same effects'}")
-    if replayed.difference:
-        raise typer.Exit(FAILED)

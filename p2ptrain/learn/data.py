@@ -4,6 +4,7 @@ A data set is a directory:
 
     manifest.json           what there is: its digest is `RunConfig.data.manifest`, and names all the rest
     pieces/<hex digest>     1 MiB of tokens each, the last of a stream shorter
+    tokenizer.json          what the tokens were made with; not there if they are bytes
 
 It holds two streams of tokens: `training`, and `held_out`, which is never trained on and has methods of
 its own so that this cannot happen by mistake. A piece is named by its digest: anybody may serve it and
@@ -20,7 +21,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,11 +34,21 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.digest import PIECE_BYTES, digest
-from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.learn.assignment import Positions
-from p2ptrain.learn.tokenizer import VOCAB_SIZE_MAX, Tokens, token_type
+from p2ptrain.learn.tokenizer import (
+    TOKENIZER_BYTES_MAX,
+    VOCAB_SIZE_MAX,
+    BytesTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    Tokens,
+    token_type,
+    tokenizer_digest,
+)
 
 MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.json"
 PIECES_NAME = "pieces"
 PARTIAL_SUFFIX = ".partial"
 PIECES_MAX = 1_000_000  # of a stream: a tebibyte of tokens, which is more than anyone has sent to volunteers
@@ -98,12 +112,48 @@ def decode_manifest(encoded: bytes) -> Manifest:
     return manifest
 
 
+def read_manifest(directory: Path) -> bytes:
+    """The manifest of the data set in `directory`, whichever that is."""
+    try:
+        encoded = _read_file(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX)
+    except FileNotFoundError as error:
+        raise DataError(f"{directory} holds no data set, or one that was not finished") from error
+    except OSError as error:
+        raise DataError(f"{directory / MANIFEST_NAME} cannot be read: {error.strerror}") from error
+    if encoded is None:
+        raise DataError(f"{directory / MANIFEST_NAME} is larger than {MANIFEST_BYTES_MAX} bytes")
+    return encoded
+
+
+def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> TokenDataset:
+    """Begin a data set in `directory` with the manifest that a peer sent; all of its pieces may be missing.
+
+    Whatever manifest was there gives way: the digest says which one belongs there.
+    """
+    if len(encoded) > MANIFEST_BYTES_MAX:
+        raise RemoteProtocolError(f"data manifest of {len(encoded)} bytes, the limit is {MANIFEST_BYTES_MAX}")
+    if (found := manifest_digest(encoded)) != expected_digest:
+        raise RemoteProtocolError(f"data manifest {found} instead of {expected_digest}")
+    try:
+        dataset = TokenDataset(directory, decode_manifest(encoded))
+    except ValueError as error:  # the run's creator made it like that: not the fault of who sends it
+        raise DataError(f"data manifest {expected_digest}: {error}") from error
+    try:
+        (directory / PIECES_NAME).mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / MANIFEST_NAME, encoded)
+        sync_directory(directory)
+    except OSError as error:
+        raise DataError(f"{directory} cannot be written: {error.strerror}") from error
+    return dataset
+
+
 class TokenDataset:
     """A data set on disk, of which pieces may still be missing.
 
-    Each piece is checked against its digest when it is first used, and a damaged one is an error that names
-    it; from then on `missing` lists it too, and `add_piece` mends it. Batches are for one thread, `missing`
-    and `add_piece` for any.
+    Each piece is checked against its digest when it is first used. A damaged one is removed, and an error
+    names it; from then on it is missing, until `add_piece` mends it. A batch that needs a missing piece is
+    an error too: who may lack some asks for what is `missing` first. Batches are for one thread, all else
+    for any.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -114,21 +164,12 @@ class TokenDataset:
         self._checked: set[str] = set()
         self._damaged: set[str] = set()
         self._open: OrderedDict[str, Tokens] = OrderedDict()  # the least recently used first
+        self._writing = threading.Lock()  # two writers of one piece would share its temporary name
 
     @classmethod
     def open(cls, directory: Path, expected_digest: str) -> TokenDataset:
         """The data set in `directory`, if it is the one that `expected_digest` names."""
-        path = directory / MANIFEST_NAME
-        try:
-            with path.open("rb") as file:
-                # Asked for the limit outright, read would allocate it whatever the file's size.
-                encoded = file.read(min(os.fstat(file.fileno()).st_size, MANIFEST_BYTES_MAX) + 1)
-        except FileNotFoundError as error:
-            raise DataError(f"{directory} holds no data set, or one that was not finished") from error
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        if len(encoded) > MANIFEST_BYTES_MAX:
-            raise DataError(f"{path} is larger than {MANIFEST_BYTES_MAX} bytes")
+        path, encoded = directory / MANIFEST_NAME, read_manifest(directory)
         if (found := manifest_digest(encoded)) != expected_digest:
             raise DataError(f"{path} is manifest {found}, not {expected_digest}")
         try:
@@ -155,29 +196,122 @@ class TokenDataset:
         """As `batch`, of what is never trained on."""
         return self._gather(self.manifest.held_out, positions, length)
 
-    def missing(self) -> list[str]:
-        """Pieces that have to be fetched: absent, of the wrong size or found damaged."""
-        return [name for name, size in self._sizes.items() if name in self._damaged or self._size_on_disk(name) != size]
+    # -----------------------------------------------------------------------------------------------
+    # What goes from node to node
 
-    def add_piece(self, name: str, piece: bytes) -> None:
-        """Store a piece that a peer sent, if it is what its name says."""
+    def missing(self, positions: Positions, length: int) -> list[bytes]:
+        """Digests of the pieces that `batch` needs for this and that have to be fetched, in the data's order."""
+        return self._absent(self._pieces_of(self.manifest.training, positions, length))
+
+    def missing_held_out(self, sequences: int, length: int) -> list[bytes]:
+        """As `missing`, for the first `sequences` held-out sequences, or as many as there are."""
+        count = min(sequences, self.held_out_sequences(length))
+        return self._absent(self._pieces_of(self.manifest.held_out, np.arange(count), length))
+
+    def missing_anywhere(self) -> list[bytes]:
+        """As `missing`, for the whole data set."""
+        return self._absent(self._sizes)
+
+    def add_piece(self, name_digest: bytes, piece: bytes) -> None:
+        """Store a piece that a peer sent, if it is what its digest says."""
+        name = name_digest.hex()
         if name not in self._sizes:
-            raise RemoteProtocolError(f"piece {name[:64]!r} belongs to another data set")
+            raise RemoteProtocolError(f"piece {name[:64]} belongs to another data set")
         if piece_digest(piece) != name:
             raise RemoteProtocolError(f"{len(piece)} bytes that are not piece {name}")
         if len(piece) != self._sizes[name]:  # then the manifest lies, and not the peer
             raise DataError(f"piece {name} has {len(piece)} bytes, and {self._sizes[name]} by the manifest")
-        path = self._path(name)
+        self._write(self._path(name), piece)
+        self._damaged.discard(name)
+
+    def piece(self, name_digest: bytes) -> bytes | None:
+        """A piece to hand to others; None if it is not here, or belongs to another data set."""
+        name = name_digest.hex()
+        if name not in self._sizes:
+            return None
+        try:
+            piece = _read_file(self._path(name), self._sizes[name])
+        except OSError:
+            return None
+        if piece is None or piece_digest(piece) != name:
+            self._remove(name)
+            return None
+        return piece
+
+    def manifest_bytes(self) -> bytes:
+        """The manifest to hand to others."""
+        return self.manifest.encode()
+
+    def tokenizer_bytes(self) -> bytes | None:
+        """The tokenizer's file to hand to others; None if there is none, or if it still has to be fetched."""
+        try:
+            file_bytes = _read_file(self.directory / TOKENIZER_NAME, TOKENIZER_BYTES_MAX)
+        except OSError:
+            return None
+        return file_bytes if file_bytes and tokenizer_digest(file_bytes) == self.tokenizer.digest else None
+
+    def store_tokenizer(self, file_bytes: bytes) -> None:
+        """Store the tokenizer's file that a peer sent, if it is what the manifest names."""
+        assert self.tokenizer.kind == "json", "bytes have no file"
+        if len(file_bytes) > TOKENIZER_BYTES_MAX:
+            raise RemoteProtocolError(f"tokenizer file of {len(file_bytes)} bytes, the limit is {TOKENIZER_BYTES_MAX}")
+        if (found := tokenizer_digest(file_bytes)) != self.tokenizer.digest:
+            raise RemoteProtocolError(f"tokenizer file {found} instead of {self.tokenizer.digest}")
+        self._write(self.directory / TOKENIZER_NAME, file_bytes)
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer that the data was made with."""
+        if self.tokenizer.kind == "bytes":
+            return BytesTokenizer()
+        path = self.directory / TOKENIZER_NAME
+        if (file_bytes := self.tokenizer_bytes()) is None:
+            raise DataError(f"{path} is missing, or not the tokenizer that the data was made with")
+        try:
+            tokenizer = JsonTokenizer(file_bytes, str(path))
+        except ConfigError as error:  # not by whoever runs this node: the run's creator named it
+            raise DataError(str(error)) from error
+        if tokenizer.vocab_size != (named := self.tokenizer.vocab_size):
+            raise DataError(f"{path} has {tokenizer.vocab_size} tokens, and {named} by the manifest")
+        return tokenizer
+
+    def _pieces_of(self, stream: Stream, positions: Positions, length: int) -> list[str]:
+        """The pieces in which the sequences at `positions` stand, in the stream's order."""
+        _check_positions(stream, positions, length)
+        each = PIECE_BYTES // self._type.itemsize
+        firsts, lasts = positions * length // each, (positions + 1) * length // each  # the last token included
+        spans = zip(firsts.tolist(), lasts.tolist(), strict=True)
+        numbers = {number for first, last in spans for number in range(first, last + 1)}
+        return [stream.pieces[number] for number in sorted(numbers)]
+
+    def _absent(self, names: Iterable[str]) -> list[bytes]:
+        """Those that are not there, of the wrong size or found damaged, each once."""
+        return [
+            bytes.fromhex(name)
+            for name in dict.fromkeys(names)
+            if name in self._damaged or self._size_on_disk(name) != self._sizes[name]
+        ]
+
+    def _write(self, path: Path, content: bytes) -> None:
         try:
             path.parent.mkdir(exist_ok=True)
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error.strerror}") from error
-        write_atomically(path, piece)
-        self._damaged.discard(name)
+        with self._writing:
+            write_atomically(path, content)
+
+    def _remove(self, name: str) -> None:
+        """A damaged piece is of use to nobody, and its place is free to be filled again."""
+        self._damaged.add(name)
+        self._checked.discard(name)
+        with suppress(OSError):  # of a disk that cannot be written: it counts as missing all the same
+            self._path(name).unlink()
+
+    # -----------------------------------------------------------------------------------------------
+    # Batches
 
     def _gather(self, stream: Stream, positions: Positions, length: int) -> npt.NDArray[np.int64]:
-        assert positions.ndim == 1 and positions.size, f"positions of shape {positions.shape}"
-        assert positions.min() >= 0 and positions.max() < _sequences(stream, length), "a position that is not there"
+        assert positions.size, "a batch of nothing"
+        _check_positions(stream, positions, length)
         # In order and each once, sequences make one rising run of token numbers, which pieces cut into few parts.
         wanted, places = np.unique(positions, return_inverse=True)
         numbers = (wanted[:, None] * length + np.arange(length + 1)).ravel()
@@ -214,7 +348,7 @@ class TokenDataset:
 
     def _check(self, name: str, tokens: Tokens) -> None:
         if piece_digest(tokens.view(np.uint8).data) != name:
-            self._damaged.add(name)
+            self._remove(name)
             raise DataError(f"piece {self._path(name)} is damaged: its bytes do not have this digest")
         # The digest vouches for what the run's creator made, not for the creator.
         if (largest := int(tokens.max())) >= self.tokenizer.vocab_size:
@@ -237,6 +371,12 @@ def _sequences(stream: Stream, length: int) -> int:
     return max(0, stream.tokens - 1) // length
 
 
+def _check_positions(stream: Stream, positions: Positions, length: int) -> None:
+    assert positions.ndim == 1, f"positions of shape {positions.shape}"
+    is_there = (positions >= 0) & (positions < _sequences(stream, length))
+    assert is_there.all(), "a position that is not there"
+
+
 def _piece_sizes(manifest: Manifest) -> dict[str, int]:
     """Every piece once, with its size in bytes."""
     sizes: dict[str, int] = {}
@@ -248,6 +388,14 @@ def _piece_sizes(manifest: Manifest) -> dict[str, int]:
             if sizes.setdefault(name, size) != size:
                 raise ValueError(f"piece {name} would have two sizes")
     return sizes
+
+
+def _read_file(path: Path, size_max: int) -> bytes | None:
+    """All of a file; None if it is larger than it may be."""
+    with path.open("rb") as file:
+        # Asked for the limit outright, read would allocate it whatever the file's size.
+        content = file.read(min(os.fstat(file.fileno()).st_size, size_max) + 1)
+    return content if len(content) <= size_max else None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -5,8 +5,9 @@ as a fraction, lies below the fraction asked for. So the split is the same on ev
 order, and a document that occurs twice does not stand on both sides, where it would make the held-out loss
 a lie.
 
-The text is read once, in bounded memory, and pieces are stored as they fill. The manifest is written last,
-under a temporary name, fsynced and renamed: what an interrupted call leaves does not open as a data set,
+The text is read once, in bounded memory, and pieces are stored as they fill. The tokenizer's file comes with
+them, so that a data set is all that a run needs. The manifest is written last, under a temporary name, fsynced
+and renamed: what an interrupted call leaves does not open as a data set,
 and the next call clears it away.
 """
 
@@ -32,6 +33,7 @@ from p2ptrain.learn.data import (
     PARTIAL_SUFFIX,
     PIECES_MAX,
     PIECES_NAME,
+    TOKENIZER_NAME,
     Manifest,
     Stream,
     TokenizerName,
@@ -83,7 +85,7 @@ def prepare(
     sources = (embedded_sources() if embedded else []) + file_sources(files)
     if not sources:
         raise ConfigError("nothing to prepare", fix="Name text files or JSON lines, or ask for the embedded corpus")
-    with _claimed(out):
+    with _claimed(out, tokenizer):
         border = int(held_out * 2**64)
         split = _write_streams(out, sources, tokenizer, border, progress)
         if held_out and (moved := split.moved(border)) != border:
@@ -104,6 +106,8 @@ def prepare(
         encoded = manifest.encode()
         decode_manifest(encoded)  # what nobody could open is our mistake, and must not be written
         sync_directory(out / PIECES_NAME)
+        if tokenizer.file_bytes:
+            write_atomically(out / TOKENIZER_NAME, tokenizer.file_bytes)
         write_atomically(out / MANIFEST_NAME, encoded)
         sync_directory(out)
     return Prepared(
@@ -209,7 +213,7 @@ class _StreamWriter:
 
 
 @contextmanager
-def _claimed(out: Path) -> Iterator[None]:
+def _claimed(out: Path, tokenizer: Tokenizer) -> Iterator[None]:
     """`out` as a directory in which only this process prepares, and in which nothing is lost by it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -218,7 +222,7 @@ def _claimed(out: Path) -> Iterator[None]:
         raise _unusable(out, str(error.strerror)) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
-        _refuse_contents(out)
+        _refuse_contents(out, tokenizer)
         (out / PIECES_NAME).mkdir(exist_ok=True)
         yield
     except BlockingIOError as error:
@@ -227,7 +231,7 @@ def _claimed(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _refuse_contents(out: Path) -> None:
+def _refuse_contents(out: Path, tokenizer: Tokenizer) -> None:
     """Let only what an interrupted `prepare` leaves pass."""
     if (out / MANIFEST_NAME).exists():
         raise _unusable(out, "it holds a data set, which a run may be using")
@@ -235,8 +239,11 @@ def _refuse_contents(out: Path) -> None:
     for entry in out.iterdir():
         if entry.name == PIECES_NAME and entry.is_dir():
             strange = next((piece for piece in entry.iterdir() if not ours.fullmatch(piece.name)), None)
+        elif entry.name == TOKENIZER_NAME and entry.is_file():
+            # Written again with the same bytes, nothing is lost, whoever put it here.
+            strange = entry if entry.read_bytes() != tokenizer.file_bytes else None
         else:
-            strange = None if entry.name == MANIFEST_NAME + PARTIAL_SUFFIX else entry
+            strange = None if entry.name in (MANIFEST_NAME + PARTIAL_SUFFIX, TOKENIZER_NAME + PARTIAL_SUFFIX) else entry
         if strange:
             raise _unusable(out, f"it holds other things ({strange.relative_to(out)})")
 

@@ -87,15 +87,22 @@ class Residual:
         self._put(indices, chosen - removed)
         return contribution
 
-    def forget(self, round_number: int) -> None:
-        """A manifest took the round's contribution."""
-        self.kept.pop(round_number, None)
+    def forget(self, round_number: int) -> bool:
+        """A manifest took the round's contribution. False: there is none."""
+        return self.kept.pop(round_number, None) is not None
 
-    def restore(self, round_number: int) -> None:
-        """No manifest can take it any more: nothing of it was told."""
+    def restore(self, round_number: int) -> bool:
+        """No manifest can take it any more: nothing of it was told. False: there is none."""
         kept = self.kept.pop(round_number, None)
-        if kept is not None:
-            self._put(kept.indices, self._at(kept.indices) + kept.removed)
+        if kept is None:
+            return False
+        self._put(kept.indices, self._at(kept.indices) + kept.removed)
+        return True
+
+    def clear(self) -> None:
+        """Nothing waits to be told, and nothing is on its way."""
+        self.coefficients.zero_()
+        self.kept.clear()
 
     def _at(self, indices: Indices) -> NDArray[np.float32]:
         return self.coefficients.gather(1, self._places(indices)).cpu().numpy()

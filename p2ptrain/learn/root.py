@@ -43,12 +43,13 @@ def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
     assert state.dtype == torch.float32
     size = state.numel() * FLOAT_BYTES
     if pieces is None:
-        return merkle_root(leaf_digests(_octets(state)), size)
+        return merkle_root(leaf_digests(octets(state)), size)
     each = PIECE_BYTES // FLOAT_BYTES
-    leaves = [leaf_digest(index, _octets(state[index * each : (index + 1) * each])) for index in pieces]
+    leaves = [leaf_digest(index, octets(state[index * each : (index + 1) * each])) for index in pieces]
     names = b"".join(index.to_bytes(8, "little") for index in pieces)
     return digest("partial root", names, merkle_root(leaves, size))
 
 
-def _octets(part: Tensor) -> memoryview:
+def octets(part: Tensor) -> memoryview:
+    """A flat fp32 tensor as bytes; not copied if it is in main memory."""
     return memoryview(part.detach().cpu().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer

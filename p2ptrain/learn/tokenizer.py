@@ -56,6 +56,10 @@ class Tokenizer(Protocol):
         """The name of the file's bytes in hex; empty without a file."""
 
     @property
+    def file_bytes(self) -> bytes:
+        """The file, which newcomers need as well; empty without one."""
+
+    @property
     def end_of_document(self) -> int:
         """The token that follows each document in training data."""
 
@@ -72,12 +76,17 @@ def token_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
+def tokenizer_digest(file_bytes: bytes) -> str:
+    return digest("tokenizer", file_bytes).hex()
+
+
 class BytesTokenizer:
     """The bytes of UTF-8. Zero ends a document: text has no other use for it."""
 
     vocab_size = 256
     kind: Literal["bytes"] = "bytes"
     digest = ""
+    file_bytes = b""
     end_of_document = 0
 
     def encode(self, text: str) -> Tokens:
@@ -104,7 +113,7 @@ class JsonTokenizer:
                 fix="Choose a tokenizer with a smaller vocabulary",
             )
         self._library = _load_library_tokenizer(file_bytes, source)
-        self.digest = digest("tokenizer", file_bytes).hex()
+        self.file_bytes, self.digest = file_bytes, tokenizer_digest(file_bytes)
         # Vocabularies may have gaps, so the number of tokens is not the answer.
         self.vocab_size = max(self._library.get_vocab().values(), default=0) + 1
         if not 2 <= self.vocab_size <= VOCAB_SIZE_MAX:

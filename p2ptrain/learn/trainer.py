@@ -6,10 +6,13 @@
     apply       the payloads that the swarm agreed on, to the master weights, exactly
     root        the digest of the weights
     evaluate    the loss on the held-out slice
+    sample      text that the agreed weights write
+    adopt       the weights that others agreed on, in place of one's own
     save, load  everything the next round depends on, as one safetensors file
 
 It runs in one thread, knows no clock and no network, and between rounds it is fully described by what
-`save` writes: a trainer that loads it goes on to the same bits.
+`save` writes: a trainer that loads it goes on to the same bits. Its `round` is the number of rounds applied:
+that of the state as `root` names it. `apply` takes the number of the round to apply, counted from 0.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,17 +34,20 @@ from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
-from p2ptrain.learn.assignment import shard
+from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.codec import PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Kept, make_recipe
-from p2ptrain.learn.root import covered_pieces, state_root
+from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_root
+from p2ptrain.learn.sample import sample
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.transform import Layout
 
 STATE_FORMAT = "p2ptrain trainer 1"
+EVALUATED_SEQUENCES = 64  # held-out: 16 KB of text at the smallest preset, enough for a curve; a guess
+ADOPTED_VALUES = 2**22  # taken over at a time: 16 MiB in place of a second copy of the state
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
@@ -61,7 +68,7 @@ def _cpu_has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _check_data(run: RunConfig, dataset: TokenDataset) -> None:
+def check_data(run: RunConfig, dataset: TokenDataset) -> None:
     """A data set made with another tokenizer would train on other words, and nothing else would notice."""
     made = dataset.tokenizer
     if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
@@ -77,21 +84,32 @@ def _check_data(run: RunConfig, dataset: TokenDataset) -> None:
 
 
 class Trainer:
-    """One node's learning."""
+    """One node's learning.
 
-    def __init__(self, run: RunConfig, device: DeviceConfig, dataset: TokenDataset) -> None:
-        _check_data(run, dataset)
+    Only who begins a run needs `initial` weights; without them all matrices are zero, and `adopt` or `load` follows.
+    """
+
+    def __init__(self, run: RunConfig, device: DeviceConfig, dataset: TokenDataset, *, initial: bool = True) -> None:
+        check_data(run, dataset)
         self.run, self.dataset = run, dataset
         self.device, autocast = open_device(device)
         check_exactness(run.recipe.chunk, self.device)
         model = Transformer(run.model)
-        initialise(model, run.seed)
+        if initial:
+            initialise(model, run.seed)
         self.live = LiveModel(model.to(self.device), autocast=autocast)
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
         self.round = 0  # applied so far
         self._trained: int | None = None  # the round whose steps are done and not contributed yet
+
+    def positions_for(self, round_number: int, place: int, places: int) -> Positions:
+        """The sequences that `train` takes, in its order."""
+        recipe = self.run.recipe
+        count = recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass
+        sequences = self.dataset.sequences(self.run.model.sequence_length)
+        return shard(self.run.seed, round_number, place, places, count, sequences)
 
     def train(
         self,
@@ -103,9 +121,7 @@ class Trainer:
         """The round's local steps, as the node at `place` of `places` in the roster."""
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
-        count = recipe.local_steps * each
-        sequences = self.dataset.sequences(length)
-        positions = shard(self.run.seed, round_number, place, places, count, sequences)
+        positions = self.positions_for(round_number, place, places)
         self._trained = None
         self.recipe.begin()
         results = []
@@ -124,13 +140,22 @@ class Trainer:
         self._trained = None
         return pack(self.recipe.contribute(round_number), self.form)
 
-    def forget(self, round_number: int) -> None:
-        """A manifest took this node's contribution of that round."""
-        self.recipe.residual.forget(round_number)
+    # A trainer that loaded an older state may not know of a contribution that was announced after that state was
+    # saved. Then nothing of it left the residual: there is nothing to restore, and what a manifest took of it is
+    # told a second time, as far as the next rounds bring it up again. Both say so by returning False.
 
-    def restore(self, round_number: int) -> None:
+    def forget(self, round_number: int) -> bool:
+        """A manifest took this node's contribution of that round."""
+        return self.recipe.residual.forget(round_number)
+
+    def restore(self, round_number: int) -> bool:
         """No manifest can take this node's contribution of that round any more."""
-        self.recipe.residual.restore(round_number)
+        return self.recipe.residual.restore(round_number)
+
+    @property
+    def kept_rounds(self) -> tuple[int, ...]:
+        """Rounds whose contribution is neither forgotten nor restored; after `load`, some may never have been told."""
+        return tuple(sorted(self.recipe.residual.kept))
 
     def check(self, payload: bytes) -> str | None:
         """Why a payload is refused; None if it is good."""
@@ -151,27 +176,69 @@ class Trainer:
 
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
         """The state root after the rounds applied so far; the manifest's digest draws the sample of a large state."""
-        agreed = self.recipe.agreed
-        size = agreed.numel() * agreed.element_size()
-        return state_root(agreed, covered_pieces(size, self.run.state, self.round, manifest_digest))
+        pieces = covered_pieces(self.state_size, self.run.state, self.round, manifest_digest)
+        return state_root(self.recipe.agreed, pieces)
+
+    @property
+    def state_size(self) -> int:
+        """Bytes of the agreed weights."""
+        return self.recipe.agreed.numel() * FLOAT_BYTES
+
+    def state_bytes(self) -> bytes:
+        """A copy of the agreed weights, as the state root is made of them."""
+        return bytes(octets(self.recipe.agreed))
 
     @torch.no_grad()
-    def evaluate(self, sequences_max: int = 64) -> float:
+    def adopt(self, round_number: int, state: bytes | memoryview, keep_residual: bool = True) -> None:
+        """Go on from the state that others have after `round_number` rounds; a training in progress is dropped.
+
+        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Bytes
+        that are no state change nothing.
+        """
+        assert round_number >= 0, f"the state of round {round_number}"
+        agreed = self.recipe.agreed
+        if (size := memoryview(state).nbytes) != self.state_size:
+            raise RemoteProtocolError(f"state of {size} bytes, this run's has {self.state_size}")
+        values = np.frombuffer(state, dtype="<f4")
+        blocks = [slice(start, start + ADOPTED_VALUES) for start in range(0, len(values), ADOPTED_VALUES)]
+        if not all(np.isfinite(values[block]).all() for block in blocks):
+            raise RemoteProtocolError("state with a weight that is not finite")
+        for block in blocks:
+            agreed[block] = torch.from_numpy(values[block].copy())
+        if not keep_residual:
+            self.recipe.residual.clear()
+        self.round, self._trained = round_number, None
+
+    @contextmanager
+    def _agreed_weights(self) -> Iterator[None]:
+        """The model has the agreed weights meanwhile, and then one's own again."""
+        own = self.live.weights.clone()
+        self.live.weights.copy_(self.recipe.agreed)
+        try:
+            yield
+        finally:
+            self.live.weights.copy_(own)
+
+    @torch.no_grad()
+    def sample(self, prompt: str, tokens: int, seed: int, temperature: float = 0.8) -> str:
+        """The prompt, and what the agreed weights make of it."""
+        tokenizer = self.dataset.open_tokenizer()
+        with self._agreed_weights():
+            return sample(self.live.model, tokenizer, prompt, tokens, seed, temperature)
+
+    @torch.no_grad()
+    def evaluate(self, sequences_max: int = EVALUATED_SEQUENCES) -> float:
         """Mean loss of the agreed weights, in nats a token, on the first sequences of the held-out slice."""
         length = self.run.model.sequence_length
         count = min(sequences_max, self.dataset.held_out_sequences(length))
         if not count:
             raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
-        own = self.live.weights.clone()
-        self.live.weights.copy_(self.recipe.agreed)
         total = 0.0
-        try:
+        with self._agreed_weights():
             for start in range(0, count, self.run.recipe.sequences_per_pass):
                 positions = np.arange(start, min(start + self.run.recipe.sequences_per_pass, count))
                 batch = torch.from_numpy(self.dataset.held_out_batch(positions, length)).to(self.device)
                 total += float(self.live.loss(batch)) * len(positions)
-        finally:
-            self.live.weights.copy_(own)
         return total / count
 
     # -----------------------------------------------------------------------------------------------
@@ -189,8 +256,14 @@ class Trainer:
         return named | {f"recipe.{name}": tensor for name, tensor in self.recipe.state().items()}
 
     def save(self, path: Path) -> None:
-        """Write everything to a new file; whoever calls makes it durable and renames it into place."""
-        assert self._trained is None, "state is saved between a contribution and the next training"
+        """Write everything to a new file; whoever calls makes it durable and renames it into place.
+
+        It holds the agreed weights, the round, the residual, the contributions whose fate is open, and the inner
+        optimizer. It does not hold the steps of a training that has not been contributed: a trainer that loads it
+        trains that round again, and of `local` alone differs in that the inner optimizer has seen those steps.
+        Between `contribute` and the announcement, it holds a contribution that nobody may ever hear of: after
+        `load`, whoever announces restores those of `kept_rounds` that were not announced.
+        """
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()}
         for number, kept in self.recipe.residual.kept.items():
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))

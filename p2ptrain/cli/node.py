@@ -1,0 +1,223 @@
+"""The commands of a node: begin a run, join one, look at it, leave it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from p2ptrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from p2ptrain.config import NodeConfig
+
+FAILED = 1
+
+identity_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", metavar="DIR", help="Where this node keeps everything; one daemon each.")
+]
+NodeFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="NODE.toml", help="This node's own settings; see node_config.example.toml."),
+]
+Bootstrap = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bootstrap", metavar="ADDR", help="A node to call first, such as /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
+    ),
+]
+Listen = Annotated[
+    list[str] | None,
+    typer.Option("--listen", metavar="ADDR", help="Instead of the config's, such as /ip4/0.0.0.0/tcp/0."),
+]
+Level = Annotated[
+    Literal["debug", "info", "warning", "error"] | None, typer.Option(help="Least important line that is written.")
+]
+Format = Annotated[
+    Literal["auto", "text", "json"] | None, typer.Option(help="auto: text on a terminal, else JSON lines.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+
+
+def _node_config(
+    file: Path | None,
+    data_dir: Path | None = None,
+    bootstrap: list[str] | None = None,
+    listen: list[str] | None = None,
+    level: str | None = None,
+    form: str | None = None,
+) -> NodeConfig:
+    """The node's settings: options before the environment before the file."""
+    from p2ptrain.config import load_node_config, with_options
+
+    options = {
+        ("storage", "directory"): str(data_dir) if data_dir else None,
+        ("network", "bootstrap"): bootstrap or None,
+        ("network", "listen"): listen or None,
+        ("logging", "level"): level,
+        ("logging", "format"): form,
+    }
+    return with_options(load_node_config(file), {name: value for name, value in options.items() if value is not None})
+
+
+def _data_dir(data_dir: Path | None, file: Path | None = None) -> Path:
+    from p2ptrain.daemon.places import data_directory
+
+    return data_directory(_node_config(file, data_dir))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Taking part
+
+
+def start(
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to train; see examples/tiny.toml.")],
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="The data set, if the run names one; see `data prepare`."),
+    ] = None,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+    listen: Listen = None,
+    log_level: Level = None,
+    log_format: Format = None,
+) -> None:
+    """Begin the run that RUN.toml describes and train as its first node; started again, go on with it."""
+    from p2ptrain.config import load_run_config
+    from p2ptrain.daemon.launch import start as begin
+
+    node = _node_config(config, data_dir, None, listen, log_level, log_format)
+    status = begin(load_run_config(run), node, data)
+    if status:
+        raise typer.Exit(status)
+
+
+def join(
+    bootstrap: Bootstrap = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="ID", help="Which run, if the nodes know several.")
+    ] = None,
+    ticket: Annotated[
+        Path | None, typer.Option("--ticket", metavar="FILE", help="The invitation, for a run that wants one.")
+    ] = None,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+    listen: Listen = None,
+    log_level: Level = None,
+    log_format: Format = None,
+) -> None:
+    """Take part in a run: its settings, data and weights come from the nodes that are there, and are checked."""
+    from p2ptrain.daemon.launch import join as take_part
+
+    node = _node_config(config, data_dir, bootstrap, listen, log_level, log_format)
+    status = take_part(node, run, ticket)
+    if status:
+        raise typer.Exit(status)
+
+
+def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
+    """Ask the local daemon to leave its run properly, and to end."""
+    from p2ptrain.daemon.control import ask
+
+    ask(_data_dir(data_dir, config), {"do": "leave"})
+    typer.echo("leaving: the daemon says so to the others, saves its state and ends")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Looking
+
+
+def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
+    """Say where the local daemon stands; exit status 3 when none answers."""
+    from p2ptrain.daemon.control import ask
+
+    found = ask(_data_dir(data_dir, config), {"do": "status"})
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from p2ptrain.daemon.progress import lines_of
+
+    typer.echo(lines_of(found))
+
+
+def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
+    """List the peers that the local daemon is connected with."""
+    from p2ptrain.daemon.control import ask
+
+    found = ask(_data_dir(data_dir, config), {"do": "peers"})
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for peer in found["peers"]:
+        seat = "member" if peer["is_member"] else "      "
+        typer.echo(f"{peer['peer_id']}  {seat}  {peer['addresses'][0] if peer['addresses'] else ''}")
+    typer.echo(f"{len(found['peers'])} peers")
+
+
+def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile = None) -> None:
+    """List the runs that the nodes at these addresses take part in."""
+    from p2ptrain.daemon.launch import list_runs
+
+    node = _node_config(config, None, bootstrap)
+    if not node.network.bootstrap:
+        raise ConfigError("whom to ask?", key="--bootstrap", fix="Name the address of a node of the run")
+    found = list_runs(node)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for each in found:
+        typer.echo(f"{each['run_id']}  {each['name']}  round {each['round']}  {each['members']} members")
+
+
+# ---------------------------------------------------------------------------------------------------
+# p2ptrain identity
+
+
+def _identity_file(config: Path | None, data_dir: Path | None) -> Path:
+    from p2ptrain.daemon.places import identity_file
+
+    return identity_file(_node_config(config, data_dir))
+
+
+@identity_app.command("show")
+def show_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
+    """Print this node's id and public key."""
+    from p2ptrain.identity import Identity
+
+    identity = Identity.load(_identity_file(config, data_dir))
+    typer.echo(f"peer id     {identity.peer_id}\npublic key  {identity.key.hex()}")
+
+
+@identity_app.command("new")
+def new_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
+    """Make a key where there is none; a node makes its own at its first start."""
+    from p2ptrain.identity import Identity
+
+    path = _identity_file(config, data_dir)
+    typer.echo(f"{Identity.make(path).peer_id}\n{path}")
+
+
+@identity_app.command("path")
+def identity_path(config: NodeFile = None, data_dir: DataDir = None) -> None:
+    """Print where this node's key is, or will be."""
+    typer.echo(_identity_file(config, data_dir))
+
+
+# ---------------------------------------------------------------------------------------------------
+# p2ptrain demo
+
+
+def demo(
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="Daemons on this machine, each with its own p2pd.")] = 3,
+    rounds: Annotated[int, typer.Option(min=4, help="Until the slowest has applied so many.")] = 200,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep everything there, logs too.")] = None,
+) -> None:
+    """Train a small model with real daemons on this machine, kill one, see it come back, compare the replicas."""
+    from p2ptrain.daemon.demo import run_demo
+
+    if not run_demo(nodes, rounds, keep):
+        raise typer.Exit(FAILED)

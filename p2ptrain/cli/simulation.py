@@ -1,0 +1,114 @@
+"""`p2ptrain simulate` and `p2ptrain replay`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from p2ptrain.sim.outcome import Outcome
+    from p2ptrain.sim.scenario import Scenario
+
+FAILED = 1
+TELL_SECONDS = 60.0  # between two lines of progress in a log
+
+
+def simulate(
+    file: Annotated[Path | None, typer.Argument(help="A scenario, such as those in scenarios/.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**48, help="Everything that is left to chance comes from it.")] = 0,
+    nodes: Annotated[int | None, typer.Option(min=1, max=4096, help="Instead of the scenario's.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw rounds over time, a line for a node.")] = None,
+    trace_node: Annotated[int | None, typer.Option(min=0, help="Write the events of this node to --events.")] = None,
+    events: Annotated[Path | None, typer.Option(metavar="FILE", help="For `p2ptrain replay`.")] = None,
+    swarm: Annotated[
+        int | None, typer.Option(min=1, metavar="ROUNDS", help="Draw scenarios until so many rounds were simulated.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="With --swarm: stop after so long.")] = None,
+) -> None:
+    """Simulate a swarm under virtual time, with faults and lies, and check that it holds what it promises."""
+    if (file is None) == (swarm is None):
+        raise typer.BadParameter("give a scenario, or --swarm and no scenario", param_hint="FILE")
+    if file is None:
+        given = {"--nodes": nodes, "--plot": plot, "--trace-node": trace_node, "--events": events}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise typer.BadParameter("belongs to a scenario, not to --swarm", param_hint=wrong[0])
+        _simulate_swarm(swarm or 0, seed, seconds)
+        return
+    if seconds is not None:
+        raise typer.BadParameter("belongs to --swarm; a scenario says itself how long it takes", param_hint="--seconds")
+    if (trace_node is None) != (events is None):
+        raise typer.BadParameter("--trace-node and --events need one another", param_hint="--events")
+    from p2ptrain.sim.report import check_plot, summary
+    from p2ptrain.sim.report import plot as draw
+    from p2ptrain.sim.scenario import load_scenario
+
+    scenario = load_scenario(file, nodes)
+    if plot is not None:
+        check_plot(plot)
+    outcome = _simulate_file(scenario, seed, trace_node, events)
+    typer.echo(summary(outcome, seed))
+    if plot is not None:
+        draw(outcome, plot)
+    if not outcome.is_good:
+        raise typer.Exit(FAILED)
+
+
+def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events: Path | None) -> Outcome:
+    from p2ptrain.replay import EventLog
+    from p2ptrain.sim.checkers import standard
+    from p2ptrain.sim.outcome import simulate as run
+    from p2ptrain.sim.replay import watch
+
+    if trace_node is None or events is None:
+        return run(scenario, seed, standard())
+    if trace_node >= scenario.size:
+        raise typer.BadParameter(f"there is no node {trace_node}", param_hint="--trace-node")
+    try:
+        with events.open("wb") as log:
+            return run(scenario, seed, standard(), lambda cluster: watch(cluster, trace_node, EventLog(log)))
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", source=str(events), fix="Choose another") from error
+
+
+def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
+    from p2ptrain.sim.swarm import Tally, swarm
+
+    done = Tally()
+    terminal, told = sys.stderr.isatty(), 0.0
+
+    def tell(tally: Tally) -> None:
+        nonlocal done, told
+        done = tally
+        if terminal:
+            typer.echo(f"\r{tally}", err=True, nl=False)
+        elif tally.seconds >= told + TELL_SECONDS:
+            told = tally.seconds
+            typer.echo(tally, err=True)
+
+    try:
+        tally = swarm(rounds, seed, seconds, tell)
+    except KeyboardInterrupt:
+        typer.echo(f"\n{done}; to go on: --seed {seed + done.seeds}")
+        raise
+    if terminal:
+        typer.echo(err=True)
+    typer.echo(tally)
+    if tally.failed:
+        typer.echo(f"\n{tally.failed}")
+        raise typer.Exit(FAILED)
+
+
+def replay(file: Annotated[Path, typer.Argument(help="Events of a node, as JSON lines.")]) -> None:
+    """Run the events of a node again, and say whether it does the same."""
+    from p2ptrain.replay import replay as run
+    from p2ptrain.sim.replay import SIMULATED, signer_of
+
+    replayed = run(file, {SIMULATED: signer_of})
+    typer.echo(f"{replayed.events:,} events of {replayed.lives} starts: {replayed.difference or 'the same effects'}")
+    if replayed.difference:
+        raise typer.Exit(FAILED)

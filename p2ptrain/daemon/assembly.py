@@ -1,0 +1,162 @@
+"""Putting a daemon together: store, trainer, core and edges, and bringing back what an earlier life has saved."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from random import Random, SystemRandom
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.core import events as ev
+from p2ptrain.core.node import Node
+from p2ptrain.core.state import genesis
+from p2ptrain.daemon.daemon import Daemon
+from p2ptrain.daemon.device import Device
+from p2ptrain.daemon.driver import Driver
+from p2ptrain.daemon.edges import Edges, Library
+from p2ptrain.daemon.events import EventFile
+from p2ptrain.daemon.places import identity_file, run_directory
+from p2ptrain.errors import ConfigError, P2ptrainError
+from p2ptrain.identity import Identity, RunSigner
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.net import inquiry
+from p2ptrain.net.bulk import Server
+from p2ptrain.net.connections import Connections
+from p2ptrain.net.fetch import Fetcher
+from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.line import Ask, AskHistory, Deliver, LineMessage, Lines
+from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
+from p2ptrain.store.store import Store
+
+CHECKPOINT_ROUNDS = 8  # half of what a newcomer can replay comfortably
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+@dataclass(slots=True)
+class Launch:
+    """What a daemon begins with."""
+
+    run: RunConfig
+    config: NodeConfig
+    identity: Identity
+    transport: Transport
+    data: TokenDataset
+    state: bytes = b""  # the first weights, of whoever begins the run
+    ticket: bytes = b""
+
+    @property
+    def run_id(self) -> bytes:
+        return bytes.fromhex(self.run.run_id)
+
+
+async def assemble(stack: AsyncExitStack, launch: Launch) -> tuple[Daemon, ev.Started]:
+    """A daemon that is about to start, and the event that it starts with; `stack` takes it apart again."""
+    run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
+    me = launch.identity.key
+    store, device = await _open(stack, launch)
+    signer, rng = NotingSigner(RunSigner(launch.identity, run_id)), SystemRandom()
+    seed = secrets.token_hex(16)
+    node = Node(run, run_id, me, signer, Random(seed))
+    library = Library(run, store, launch.data)
+    driver: Driver
+
+    def blame(peer: bytes, why: str) -> None:
+        driver.give(ev.MalformedReceived(peer, why))
+
+    def hear_line(peer: bytes, message: LineMessage) -> None:
+        match message:
+            case Deliver(envelopes):
+                driver.heard_deliver(peer, envelopes)
+            case Ask(names):
+                driver.give(ev.Asked(peer, names))
+            case AskHistory(branch, number):
+                driver.give(ev.HistoryAsked(peer, branch, number))
+
+    lines = Lines(
+        transport,
+        run_id,
+        hear_line,
+        malformed=blame,
+        history=lambda peer, encoded: driver.history_came(peer, encoded),  # noqa: PLW0108  # there is none yet
+        no_history=lambda peer, why: driver.give(ev.HistoryFailed(peer, why)),
+    )
+    limits = config.limits
+    fetcher = Fetcher(transport, run_id, download=TokenBucket(limits.download_bytes_per_second), blame=blame)
+    library.fetcher = fetcher
+    server = Server(transport, run_id, library, upload=TokenBucket(limits.upload_bytes_per_second), blame=blame)
+
+    async def speaks(peer: bytes) -> bool:
+        try:
+            stream = await transport.open(peer, lines.protocol)
+        except TransportError:
+            return False
+        stream.abort()
+        return True
+
+    def lost(peer: bytes) -> None:
+        lines.forget(peer)
+        driver.give(ev.PeerLost(peer))
+
+    connections = Connections(transport, run_id, speaks, lambda peer: driver.give(ev.PeerSeen(peer)), lost, rng)
+    for address in store.peers():
+        _add(connections, address)
+    for address in config.network.bootstrap:
+        _add(connections, address, is_bootstrap=True)
+    edges = Edges(
+        run, run_id, transport, store, launch.data, library, lines, fetcher, connections, CHECKPOINT_ROUNDS,
+        needed=lambda: node.parts.payloads.held,
+    )  # fmt: skip
+    driver = Driver(node, signer, device, edges)
+    header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
+    events = EventFile(store.directory / "events", signer, header)
+    stack.callback(events.close)
+    driver.on_event = events.note
+    daemon = Daemon(run, config, driver, edges)
+    started = ev.Started(await _restore(store, device, edges, launch.state), store.is_forgetful, launch.ticket)
+    await stack.enter_async_context(lines)
+    await stack.enter_async_context(server)
+    await inquiry.serve(transport, daemon.ask_by_peer)
+    return daemon, started
+
+
+async def _open(stack: AsyncExitStack, launch: Launch) -> tuple[Store, Device]:
+    """What the node has on its disk, and what it trains with."""
+    run, run_id = launch.run, launch.run_id
+    founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
+    beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
+    directory, key_file = run_directory(launch.config, run_id), identity_file(launch.config)
+    store = Store.open(directory, run, beginning, launch.identity.key, key_file)
+    stack.callback(store.close)
+    device = await Device.open(run, launch.config.device, launch.data)
+    stack.callback(device.close)
+    return store, device
+
+
+def _add(connections: Connections, address: str, *, is_bootstrap: bool = False) -> None:
+    try:
+        connections.add(address, is_bootstrap=is_bootstrap)
+    except P2ptrainError as error:
+        if is_bootstrap:
+            raise ConfigError(f"{address}: {error}", key="--bootstrap", fix="Check that it was copied whole") from error
+
+
+async def _restore(store: Store, device: Device, edges: Edges, state: bytes) -> ev.Saved:
+    """Bring the trainer to where the disk says it was; the core brings it to the present."""
+    checkpoint = await asyncio.to_thread(store.newest_checkpoint)
+    if checkpoint is not None:
+        await device.run(device.trainer.load, checkpoint.trainer_path)
+        for each in store.checkpoints.present():
+            await asyncio.to_thread(edges.offer, each)
+        log.info("going on from the checkpoint of round %d", checkpoint.round)
+        return store.saved(checkpoint)
+    if state:
+        root = store.genesis.root
+        await device.run(device.trainer.adopt, 0, state)
+        await device.run(edges.save_first, device, state, root)
+        return store.saved(None)
+    return store.journal.saved_at(store.genesis.round, b"")

@@ -1,0 +1,108 @@
+"""The owner's line to the daemon: one JSON object a line over a Unix socket that only the owner can open.
+
+`daemon.json` in the data directory says where the socket is; it lies in a short private directory elsewhere, because
+the path of a Unix socket may have 107 bytes and that of a data directory more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.errors import NoDaemonError, P2ptrainError
+
+NAME = "daemon.json"
+REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
+REPLY_BYTES_MAX = 2**24  # the status of a swarm of hundreds is below 1 MiB
+CONNECTIONS_MAX = 16
+CLIENT_SECONDS = 30.0  # for an answer; a sample of text takes the longest
+
+Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class Control:
+    """The daemon's end."""
+
+    def __init__(self, data_dir: Path, runtime_dir: Path, answer: Answer) -> None:
+        self.note, self.socket, self.answer = data_dir / NAME, runtime_dir / "control.sock", answer
+        self._server: asyncio.Server | None = None
+        self._open = 0
+
+    async def start(self) -> None:
+        with suppress(FileNotFoundError):
+            self.socket.unlink()
+        self._server = await asyncio.start_unix_server(self._serve, self.socket, limit=REQUEST_BYTES_MAX)
+        self.socket.chmod(0o600)
+        partial = self.note.with_suffix(".partial")
+        partial.write_text(json.dumps({"pid": os.getpid(), "socket": str(self.socket)}) + "\n")
+        partial.replace(self.note)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for path in (self.note, self.socket):
+            with suppress(FileNotFoundError):
+                path.unlink()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open > CONNECTIONS_MAX:
+                return
+            async with asyncio.timeout(CLIENT_SECONDS):
+                reply = await self._reply(await reader.readline())
+                writer.write(json.dumps(reply).encode() + b"\n")
+                await writer.drain()
+        except (TimeoutError, ConnectionError, ValueError, asyncio.LimitOverrunError):
+            pass  # the client went away, or sent what is no line
+        finally:
+            self._open -= 1
+            writer.close()
+
+    async def _reply(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+        except ValueError:
+            return {"error": "not JSON"}
+        if not isinstance(request, dict):
+            return {"error": "not an object"}
+        try:
+            return await self.answer(request)
+        except P2ptrainError as error:
+            return {"error": str(error)}
+
+
+def ask(data_dir: Path, request: dict[str, Any], seconds: float = CLIENT_SECONDS) -> dict[str, Any]:
+    """What the daemon of this data directory answers."""
+    try:
+        note = json.loads((data_dir / NAME).read_text())
+        path, pid = str(note["socket"]), int(note["pid"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NoDaemonError(f"no daemon runs in {data_dir}") from error
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(seconds)
+            client.connect(path)
+            client.sendall(json.dumps(request).encode() + b"\n")
+            reply = bytearray()
+            while not reply.endswith(b"\n"):
+                part = client.recv(65_536)
+                if not part or len(reply) > REPLY_BYTES_MAX:
+                    break
+                reply += part
+        answer = json.loads(reply)
+    except TimeoutError as error:
+        raise NoDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be stopped") from error
+    except (OSError, ValueError) as error:
+        raise NoDaemonError(f"no daemon runs in {data_dir}; the last one, pid {pid}, did not end properly") from error
+    if not isinstance(answer, dict):
+        raise NoDaemonError(f"what answers in {data_dir} is no daemon")
+    if "error" in answer:
+        raise P2ptrainError(str(answer["error"]))
+    return answer

@@ -1,0 +1,158 @@
+"""The daemon: one node of one run while it takes part, from the first event to the last checkpoint.
+
+One TaskGroup holds every task. The first SIGINT or SIGTERM asks the core to leave the run, the second ends the daemon
+at once; a crash of any part ends it with an error, and a start afterwards goes on from what was saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from time import monotonic
+from typing import Any
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.core import events as ev
+from p2ptrain.daemon.driver import Driver
+from p2ptrain.daemon.edges import Edges
+from p2ptrain.daemon.progress import Progress
+from p2ptrain.daemon.status import peers_of, status_of
+from p2ptrain.errors import DataError
+from p2ptrain.net import inquiry
+from p2ptrain.net.connections import topic_of
+
+LAG_SECONDS = 0.25  # between looks at the event loop's lag
+LAG_KEPT = 240  # looks: the worst of the last minute is told
+TELL_SECONDS = 1.0
+REMEMBER_SECONDS = 30.0  # between saves of the peers' addresses
+SAMPLE_TOKENS_MAX = 4_096
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Lag:
+    """How late the event loop is: what is on it that should be in a thread."""
+
+    def __init__(self) -> None:
+        self._looks: list[float] = [0.0]
+
+    @property
+    def worst(self) -> float:
+        return max(self._looks)
+
+    async def watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self._looks = [*self._looks[-LAG_KEPT + 1 :], max(0.0, loop.time() - due)]
+
+
+class Daemon:
+    """One node of one run, running."""
+
+    def __init__(self, run: RunConfig, config: NodeConfig, driver: Driver, edges: Edges) -> None:
+        self.run, self.config, self.driver, self.edges = run, config, driver, edges
+        self.lag = Lag()
+        self.is_leaving = False
+        self._began = monotonic()
+
+    @property
+    def uptime(self) -> float:
+        return monotonic() - self._began
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the owner asks over the control socket."""
+        match request:
+            case {"do": "status"}:
+                return status_of(self)
+            case {"do": "peers"}:
+                return peers_of(self)
+            case {"do": "leave"}:
+                self.leave()
+                return {"leaving": True}
+            case {"do": "sample", "prompt": str(prompt), "tokens": int(tokens), "seed": int(seed)}:
+                device = self.driver.device
+                text = await device.run(device.trainer.sample, prompt, max(1, min(tokens, SAMPLE_TOKENS_MAX)), seed)
+                return {"text": text}
+            case _:
+                return {"error": "unknown request"}
+
+    def leave(self) -> None:
+        if self.is_leaving:
+            return
+        self.is_leaving = True
+        log.info("leaving the run; once more to end at once")
+        self.driver.give(ev.StopRequested())
+
+    def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
+        """What any peer may ask."""
+        state, edges = self.driver.node.line.state, self.edges
+        is_ours = isinstance(question, inquiry.AskRuns) or question.run_id == edges.run_id
+        match question:
+            case inquiry.AskRuns():
+                return inquiry.Runs((inquiry.RunInfo(edges.run_id, self.run.name, state.round, len(state.members)),))
+            case inquiry.AskConfig():
+                return inquiry.Config(self.run.canonical() if is_ours else b"")
+            case inquiry.AskStates():
+                return inquiry.States(edges.library.states() if is_ours else ())
+            case inquiry.AskPeers():
+                return inquiry.Peers(edges.connections.reachable(but=peer)[: inquiry.PEERS_MAX] if is_ours else ())
+
+
+async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
+    """Everything that runs for as long as the node takes part; why it ended."""
+    loop, edges = asyncio.get_running_loop(), daemon.edges
+    me = asyncio.current_task()
+    assert me is not None
+
+    def signalled() -> None:
+        if daemon.is_leaving:
+            me.cancel()
+        daemon.leave()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
+    await edges.transport.subscribe(topic_of(edges.run_id), daemon.driver.hear)
+    async with asyncio.TaskGroup() as group:
+        rest = [
+            group.create_task(edges.connections.run(), name="connections"),
+            group.create_task(daemon.lag.watch(), name="lag"),
+            group.create_task(_tell(daemon, progress), name="progress"),
+            group.create_task(_remember(daemon), name="remembering peers"),
+        ]
+        why = await daemon.driver.run(started)
+        for task in rest:
+            task.cancel()
+    return why
+
+
+async def _tell(daemon: Daemon, progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(TELL_SECONDS)
+        daemon.edges.connections.members = frozenset(daemon.driver.node.line.state.members)
+        progress.tell()
+
+
+async def _remember(daemon: Daemon) -> None:
+    while True:
+        await asyncio.sleep(REMEMBER_SECONDS)
+        await daemon.edges.on_disk(_remember_now, daemon)
+
+
+def _remember_now(daemon: Daemon) -> None:
+    try:
+        daemon.edges.store.remember_peers(daemon.edges.connections.remembered())
+    except DataError as error:
+        log.warning("%s", error)
+
+
+async def save_last(daemon: Daemon) -> None:
+    """A checkpoint of the last round that was applied."""
+    node, device = daemon.driver.node, daemon.driver.device
+    number = device.trainer.round
+    entry, root = node.line.entry(number), node.work.roots.get(number)
+    if entry is not None and root:
+        await daemon.edges.keep_checkpoint(device, entry.manifest, root, now=True)
+    _remember_now(daemon)

@@ -1,0 +1,134 @@
+"""The device's edge: the trainer, in the one thread that torch may use.
+
+Jobs run one after the other, so that between two of them the trainer is whole; what a job reports while it runs goes
+through plain attributes. A payload is checked in a thread of its own: strict reading is numpy's work and must not wait
+for a round of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import TypeVar
+
+from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.errors import P2ptrainError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.live import StepResult
+from p2ptrain.learn.trainer import Trainer
+
+T = TypeVar("T")
+RATES_KEPT = 16  # rounds over which tokens a second are told
+
+
+class StoppedError(P2ptrainError):
+    """Training was broken off because the node ends."""
+
+
+class Device:
+    """The trainer of a daemon."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.loss: float | None = None  # the mean of the last round that was trained here
+        self.held_out_loss: float | None = None
+        self.step = 0  # of the round in training
+        self.trained_rounds = 0
+        self.tokens = 0
+        self.is_stopping = False  # training ends after the step that it is at
+        self._rates: deque[float] = deque(maxlen=RATES_KEPT)
+        self._trainer_thread = ThreadPoolExecutor(1, "trainer")
+        self._check_thread = ThreadPoolExecutor(1, "check")
+
+    @classmethod
+    async def open(cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset) -> Device:
+        loop = asyncio.get_running_loop()
+        first = ThreadPoolExecutor(1, "trainer")
+        trainer = await loop.run_in_executor(first, lambda: Trainer(run, config, dataset, initial=False))
+        device = cls(trainer)
+        device._trainer_thread.shutdown()
+        device._trainer_thread = first  # torch counts its threads for each that calls it
+        return device
+
+    def close(self) -> None:
+        """Do not begin what waits; what runs now ends by itself."""
+        self._trainer_thread.shutdown(wait=False, cancel_futures=True)
+        self._check_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, job: Callable[..., T], *arguments: object) -> T:
+        """Do something with the trainer, after what was asked for before."""
+        return await asyncio.get_running_loop().run_in_executor(self._trainer_thread, job, *arguments)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self._rates) / len(self._rates) if self._rates else 0.0
+
+    @property
+    def state_bytes(self) -> int:
+        return self.trainer.state_size
+
+    # -----------------------------------------------------------------------------------------------
+    # Jobs
+
+    async def train(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
+        """The payload of a round; `outstanding` are the rounds whose contributions may still be taken."""
+        return await self.run(self._train, number, place, places, outstanding)
+
+    def _train(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
+        for kept in self.trainer.kept_rounds:
+            if kept not in outstanding:  # a checkpoint has it, and we ended before it was announced or returned
+                self.trainer.restore(kept)
+        self.step = 0
+        before = perf_counter()
+        results = self.trainer.train(number, place, places, self._note_step)
+        payload = self.trainer.contribute(number)
+        self.loss = sum(result.loss for result in results) / len(results)
+        tokens = sum(result.tokens for result in results)
+        self._rates.append(tokens / max(perf_counter() - before, 1e-9))
+        self.tokens += tokens
+        self.trained_rounds += 1
+        return payload
+
+    def _note_step(self, result: StepResult) -> None:
+        self.step += 1
+        if self.is_stopping:
+            raise StoppedError("the node ends")
+
+    async def apply(self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes) -> bytes | None:
+        """Apply what round `number` agreed on; `mine` are the rounds of my contributions in it.
+
+        The new root; None if a state was taken over meanwhile, which that round does not follow.
+        """
+        return await self.run(self._apply, number, payloads, mine, manifest)
+
+    def _apply(self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes) -> bytes | None:
+        if self.trainer.round != number - 1:
+            return None
+        self.trainer.apply(number - 1, payloads)
+        for taken in mine:
+            self.trainer.forget(taken)
+        return self.trainer.root(manifest)
+
+    async def give_back(self, number: int) -> None:
+        await self.run(self.trainer.restore, number)
+
+    async def adopt(self, number: int, state: bytes | memoryview) -> None:
+        await self.run(self.trainer.adopt, number, state)
+
+    async def evaluate(self, sequences: int) -> float:
+        self.held_out_loss = await self.run(self.trainer.evaluate, sequences)
+        return self.held_out_loss
+
+    async def save(self, path: Path) -> None:
+        await self.run(self.trainer.save, path)
+
+    async def state(self) -> bytes:
+        return await self.run(self.trainer.state_bytes)
+
+    async def check(self, payload: bytes) -> str | None:
+        """Why a payload is refused; None if it is good."""
+        return await asyncio.get_running_loop().run_in_executor(self._check_thread, self.trainer.check, payload)

@@ -1,0 +1,361 @@
+"""The driver: events from the edges into the core, and its effects out to them.
+
+Effects are carried out in order, and what follows a `Persist` waits for the disk; all that waits to be persisted when
+the disk becomes free goes in one write. What takes long (training, applying, fetching) is a task of its own and comes
+back as an event. Nothing here decides about rounds.
+
+Gossip may be dropped when the queue of events is full (and is counted): the core asks for what it misses. What our own
+edges report is never dropped; of that there is only as much as the core has asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.context import Signer
+from p2ptrain.core.history import decode_history, encode_history
+from p2ptrain.core.messages import Announcement, Received, decode, payload_digest
+from p2ptrain.core.node import Node
+from p2ptrain.core.state import Taken
+from p2ptrain.daemon.device import Device, StoppedError
+from p2ptrain.daemon.edges import Edges, ignore
+from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
+from p2ptrain.net.bulk import BlobName, FetchError
+from p2ptrain.net.line import Ask, Deliver, TellHistory
+from p2ptrain.net.transport import TransportError
+
+EVENTS_MAX = 4_096  # beyond it, gossip is dropped: at 100 nodes a round has 600 messages a node
+EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
+OUTBOX_MAX = 1_024  # messages that wait to be published; beyond it the oldest goes, and is said again in time
+EVENTS_IN_A_ROW = 32  # until others on the loop get their turn
+DISK_SECONDS = 5.0  # between tries to write to a disk in trouble
+SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
+DATA_SECONDS = 120.0  # for the training data of a round to come
+CATCH_UP_SECONDS = 3_600.0  # for a state to come; a fetch that stalls ends sooner
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Driver:
+    """Of one node."""
+
+    def __init__(self, node: Node, signer: Signer, device: Device, edges: Edges) -> None:
+        self.node, self.signer, self.device, self.edges = node, signer, device, edges
+        self.counters: Counter[str] = Counter()
+        self.events: deque[ev.Event] = deque()
+        self.effects: deque[ev.Effect] = deque()
+        self.outbox: deque[bytes] = deque()
+        self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect]], None] | None = None
+        self._has_events, self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._written = 0  # of the effects that wait, how many records are on the disk
+        self._catching_up: asyncio.Task[None] | None = None
+        self._fetching: dict[bytes, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._group: asyncio.TaskGroup
+        self._actions: dict[type, Callable[[Any], object]] = {
+            ev.Publish: self._publish,
+            ev.Send: lambda effect: edges.lines.post(effect.peer, Deliver(effect.envelopes)),
+            ev.Ask: lambda effect: edges.lines.post(effect.peer, Ask(effect.names)),
+            ev.AskHistory: lambda effect: edges.lines.ask_history(effect.peer, effect.branch, effect.round),
+            ev.SendHistory: lambda effect: edges.lines.post(effect.peer, TellHistory(encode_history(effect.history))),
+            ev.Fetch: self._fetch,
+            ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
+            ev.Apply: lambda effect: self._spawn(self._apply(effect), "apply"),
+            ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
+            ev.CatchUp: self._catch_up,
+            ev.Disconnect: self._disconnect,
+            ev.Stop: self._stop,
+        }
+
+    # -----------------------------------------------------------------------------------------------
+    # Events in
+
+    def give(self, event: ev.Event) -> None:
+        self.events.append(event)
+        self._has_events.set()
+
+    def hear(self, sender: bytes, data: bytes) -> None:
+        """A gossiped message, or one that a peer handed over."""
+        if len(self.events) >= EVENTS_MAX:
+            self.counters["events dropped"] += 1
+            return
+        try:
+            received = decode(data, self.signer)
+        except RemoteProtocolError as error:
+            self.give(ev.MalformedReceived(sender, error.why))
+            return
+        if received.attachment:
+            self._spawn(self._check_attachment(sender, received), "check")
+        else:
+            self.give(ev.MessageReceived(sender, received))
+
+    def heard_deliver(self, peer: bytes, envelopes: Sequence[bytes]) -> None:
+        for envelope in envelopes:
+            self.hear(peer, envelope)
+
+    def history_came(self, peer: bytes, encoded: bytes) -> None:
+        try:
+            self.give(ev.HistoryArrived(peer, decode_history(encoded)))
+        except RemoteProtocolError as error:
+            self.give(ev.HistoryFailed(peer, error.why))
+
+    async def _check_attachment(self, sender: bytes, received: Received) -> None:
+        assert isinstance(received.message, Announcement), "nothing else has an attachment"
+        why = await self.device.check(received.attachment)
+        if why is None:
+            self.edges.put(received.message.payload, received.attachment)
+        self.give(ev.MessageReceived(sender, received, why is None))
+
+    # -----------------------------------------------------------------------------------------------
+    # The loops
+
+    async def run(self, started: ev.Started) -> str:
+        """Until the node has nothing more to do; why."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            self.give(started)
+            tasks = [
+                group.create_task(self._handle_for_ever(), name="events"),
+                group.create_task(self._carry_out_for_ever(), name="effects"),
+                group.create_task(self._publish_for_ever(), name="outbox"),
+            ]
+            why = await self.stopped
+            self.device.is_stopping = True
+            await self._drain()
+            for task in tasks:
+                task.cancel()
+            self._cancel_rest()
+        return why
+
+    def _cancel_rest(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def _drain(self) -> None:
+        """What was said last should still go out."""
+        for _ in range(50):
+            if not self.outbox:
+                return
+            await asyncio.sleep(0.02)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _handle_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        count = 0
+        while True:
+            if not self.events:
+                await self._wait(loop)
+            while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing tells: the disk is in trouble
+                await asyncio.sleep(DISK_SECONDS / 10)
+            event = self.events.popleft() if self.events else ev.Tick()
+            now = loop.time()
+            effects = self.node.handle(event, now)
+            if self.on_event is not None:
+                self.on_event(now, event, effects)
+            if effects:
+                self.effects.extend(effects)
+                self._has_effects.set()
+            count += 1
+            if count % EVENTS_IN_A_ROW == 0:
+                await asyncio.sleep(0)
+
+    async def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """For an event, or for the core's deadline."""
+        self._has_events.clear()
+        deadline = self.node.deadline
+        timer = loop.call_at(deadline, self._has_events.set) if deadline is not None else None
+        try:
+            while not self.events and (deadline is None or loop.time() < deadline):
+                await self._has_events.wait()
+                self._has_events.clear()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _carry_out_for_ever(self) -> None:
+        while True:
+            await self._has_effects.wait()
+            self._has_effects.clear()
+            while self.effects:
+                effect = self.effects[0]
+                if isinstance(effect, ev.Persist):
+                    if not self._written:
+                        await self._write()
+                    self._written -= 1
+                    self.effects.popleft()
+                else:
+                    self.effects.popleft()
+                    self._actions[type(effect)](effect)
+
+    async def _write(self) -> None:
+        """All that waits to be persisted, in one go; if the disk does not take it, again, until it does."""
+        records = [effect.record for effect in self.effects if isinstance(effect, ev.Persist)]
+        while True:
+            try:
+                await self.edges.on_disk(self.edges.store.write, records)
+            except DataError as error:
+                if not self.disk_trouble:
+                    log.error("%s; nothing is said or applied until it can be saved", error)
+                self.disk_trouble = str(error)
+                await asyncio.sleep(DISK_SECONDS)
+            else:
+                break
+        if self.disk_trouble:
+            log.warning("the disk takes data again")
+        self.disk_trouble = ""
+        self._written = len(records)
+
+    async def _publish_for_ever(self) -> None:
+        while True:
+            await self._has_outbox.wait()
+            self._has_outbox.clear()
+            while self.outbox:
+                try:
+                    await self.edges.publish(self.outbox[0])
+                except TransportError as error:
+                    self.counters["messages not published"] += 1
+                    log.debug("not published: %s", error)
+                self.outbox.popleft()
+
+    def _publish(self, effect: ev.Publish) -> None:
+        if len(self.outbox) >= OUTBOX_MAX:
+            self.outbox.popleft()
+            self.counters["messages not published"] += 1
+        self.outbox.append(effect.envelope)
+        self._has_outbox.set()
+
+    # -----------------------------------------------------------------------------------------------
+    # Payloads
+
+    def _fetch(self, effect: ev.Fetch) -> None:
+        before = self._fetching.get(effect.payload)
+        self._fetching[effect.payload] = task = self._spawn(self._fetch_after(before, effect), "fetch")
+        task.add_done_callback(lambda task: self._forget_fetch(effect.payload, task))
+
+    def _forget_fetch(self, payload: bytes, task: asyncio.Task[None]) -> None:
+        if self._fetching.get(payload) is task:
+            del self._fetching[payload]
+
+    async def _fetch_after(self, before: asyncio.Task[None] | None, effect: ev.Fetch) -> None:
+        """One fetch of a payload at a time; the next has other sources, and may find it here."""
+        if before is not None:
+            await asyncio.wait([before])
+        payload = await asyncio.to_thread(self.edges.store.payloads.get, effect.payload)
+        if payload is None:
+            failed = dict.fromkeys(effect.sources, "")
+
+            def tell(peer: bytes, why: str) -> None:
+                failed.pop(peer, None)
+                self.give(ev.FetchFailed(effect.payload, peer, why))
+
+            name = BlobName("payload", effect.payload)
+            try:
+                blob = await self.edges.fetcher.fetch(name, effect.payload_bytes, effect.sources, failed=tell)
+            except FetchError as error:
+                for source in failed:
+                    self.give(ev.FetchFailed(effect.payload, source, str(error)))
+                return
+            payload = bytes(blob.data())
+            self.edges.put(effect.payload, payload)
+        why = await self.device.check(payload)
+        if why is not None:
+            log.info("a contribution is refused: %s", why)
+        self.give(ev.PayloadArrived(effect.payload, why is None, len(payload)))
+
+    # -----------------------------------------------------------------------------------------------
+    # The device
+
+    async def _train(self, effect: ev.Train) -> None:
+        try:
+            async with asyncio.timeout(DATA_SECONDS):
+                await self.edges.fetch_data(
+                    self.device.trainer.positions_for(effect.round, effect.place, effect.places)
+                )
+            outstanding = frozenset(self.node.work.outstanding)
+            payload = await self.device.train(effect.round, effect.place, effect.places, outstanding)
+        except StoppedError:
+            return
+        except (TrainingError, DataError, FetchError, TimeoutError) as error:
+            log.warning("no contribution to round %d: %s", effect.round, error or "the data did not come")
+            self.give(ev.TrainingFailed(effect.round, str(error)))
+            return
+        name = payload_digest(payload)
+        self.edges.put(name, payload)
+        is_inline = len(payload) <= self.node.context.run.agreement.inline_bytes_max
+        self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
+
+    async def _apply(self, effect: ev.Apply) -> None:
+        manifest = effect.manifest
+        good = [await self._payload_of(taken) for taken in manifest.taken]
+        mine = [taken.round for taken in manifest.taken if taken.author == self.node.context.me]
+        root = await self.device.apply(manifest.round, good, mine, manifest.digest)
+        if root is None:
+            return
+        self.give(ev.Applied(manifest.branch, manifest.round, root))
+        await self.edges.keep_checkpoint(self.device, manifest, root)
+        await self.edges.let_go(manifest)
+
+    async def _payload_of(self, taken: Taken) -> bytes:
+        """It was here, or the core would not apply it; if the disk has lost it since, peers still have it."""
+        payload = await asyncio.to_thread(self.edges.store.payloads.get, taken.payload)
+        while payload is None:
+            log.warning("payload %s of an agreed round is lost, and is fetched again", taken.payload.hex()[:16])
+            name, sources = BlobName("payload", taken.payload), list(self.edges.connections.linked)
+            try:
+                blob = await self.edges.fetcher.fetch(name, taken.payload_bytes, sources, failed=ignore)
+            except FetchError as error:
+                log.warning("%s; will go on trying", error)
+                await asyncio.sleep(DISK_SECONDS)
+                continue
+            payload = bytes(blob.data())
+            self.edges.put(taken.payload, payload)
+        return payload
+
+    def _catch_up(self, effect: ev.CatchUp) -> None:
+        if self._catching_up is not None:
+            self._catching_up.cancel()  # of a line that we have left meanwhile
+        self._catching_up = self._spawn(self._fetch_state(effect), "catch up")
+
+    async def _fetch_state(self, effect: ev.CatchUp) -> None:
+        try:
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                number, root, state = await self.edges.fetch_state(
+                    effect.roots, effect.sources, self.device.state_bytes
+                )
+            await self.device.adopt(number, state)
+        except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
+            log.info("the state cannot be had yet: %s", error)
+            self.give(ev.CatchUpFailed(str(error), effect.attempt))
+            return
+        log.info("took over the state of round %d, root %s", number, root.hex()[:16])
+        self.give(ev.CaughtUp(number, root, effect.attempt))
+
+    # -----------------------------------------------------------------------------------------------
+    # The rest
+
+    def _disconnect(self, effect: ev.Disconnect) -> None:
+        log.info("disconnecting from %s: %s", effect.peer.hex()[:16], effect.why)
+        self.edges.connections.shun(effect.peer, asyncio.get_running_loop().time() + SHUN_SECONDS)
+        self._spawn(self._let_go(effect.peer), "disconnect")
+
+    async def _let_go(self, peer: bytes) -> None:
+        try:
+            await self.edges.transport.disconnect(peer)
+        except TransportError as error:
+            log.debug("not disconnected: %s", error)
+
+    def _stop(self, effect: ev.Stop) -> None:
+        if not self.stopped.done():
+            self.stopped.set_result(effect.why)

@@ -1,0 +1,60 @@
+"""The daemon's log of events, for `p2ptrain replay`: what came in the field runs again at a desk.
+
+One file a start, and the two before it; each ends when it is large enough. Nothing waits for the disk here: a log that
+cannot be written is closed with a warning, and the node goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from p2ptrain.core.events import Effect, Event
+from p2ptrain.replay import EventLog, Header, NotingSigner
+
+BYTES_MAX = 2**26  # a day of a small swarm
+FILES_KEPT = 3
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class EventFile:
+    """Of one start."""
+
+    def __init__(self, directory: Path, signer: NotingSigner, header: Header) -> None:
+        self._signer = signer
+        self._file: BinaryIO | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            names = sorted(directory.glob("*.jsonl"))
+            for old in names[: max(0, len(names) - FILES_KEPT + 1)]:
+                old.unlink()
+            number = int(names[-1].stem) + 1 if names and names[-1].stem.isdigit() else 1
+            self.path = directory / f"{number:08d}.jsonl"
+            self._file = self.path.open("wb", buffering=2**16)
+            EventLog(self._file).begin(header)
+        except OSError as error:
+            self._give_up(error)
+
+    def note(self, now: float, event: Event, effects: Sequence[Effect] | None) -> None:
+        """After the core has handled an event."""
+        made, self._signer.made = self._signer.made, []
+        if self._file is None:
+            return
+        try:
+            EventLog(self._file).note(now, event, effects, made)
+            if self._file.tell() > BYTES_MAX:
+                self.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("no log of events: %s", error)
+        self._file = None

@@ -1,0 +1,121 @@
+"""Beginning a run: its data, its first weights and its first members, which seal its config and give it an id.
+
+The first weights are made once, by whoever begins the run: random numbers differ from machine to machine, so
+everybody else gets them from the swarm. Nothing here talks to anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config_text import problem
+from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
+from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.learn.prepare import prepare
+from p2ptrain.learn.root import octets, state_root
+from p2ptrain.learn.tokenizer import load_tokenizer
+from p2ptrain.learn.trainer import check_data
+
+EMBEDDED = "embedded"
+HELD_OUT = Fraction(1, 50)  # of the embedded corpus: 100 KB
+
+
+class Begun(NamedTuple):
+    """What a run begins with."""
+
+    run: RunConfig  # sealed
+    dataset: Path
+    state: bytes  # the first weights, as the state root is made of them
+
+
+def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Path | None = None) -> Begun:
+    """Seal `run`. The embedded data set is made in `directory`, any other is the one in `dataset`.
+
+    founders: public keys in hex. Called again, with the run as it was or sealed, it gives the same again, and
+    uses the data that it made. What others have begun it does not begin again, and says so.
+    """
+    _check_founders(run, founders)
+    data = _open_data(run, directory, dataset)
+    weights = first_weights(run)
+    root = state_root(weights).hex()
+    if run.state.initial_root not in ("", root):
+        raise ConfigError(
+            f"the first weights that this machine makes are others ({root})",
+            key="state.initial_root",
+            fix="Join the run if it was begun elsewhere; to begin another, remove the key",
+        )
+    try:
+        sealed = run.sealed(manifest=manifest_digest(data.manifest_bytes()), initial_root=root, founders=founders)
+    except ValidationError as error:  # all else was valid before
+        mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
+        raise ConfigError(mistake.what, key=mistake.key, fix=mistake.fix) from error
+    return Begun(sealed, data.directory, bytes(octets(weights)))
+
+
+def first_weights(run: RunConfig) -> Tensor:
+    """The weights that the run begins with if this machine begins it, flat.  # [parameters]"""
+    model = Transformer(run.model)
+    initialise(model, run.seed)
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def _check_founders(run: RunConfig, founders: Sequence[str]) -> None:
+    assert founders, "whoever begins a run is a founder"
+    if run.admission.founders and sorted(run.admission.founders) != sorted(founders):
+        fix = "Join the run if it was begun elsewhere; to begin another, remove the key"
+        raise ConfigError("names other founders", key="admission.founders", fix=fix)
+
+
+def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDataset:
+    """The run's data set, whole: whoever begins a run is the only one to have it."""
+    path = _find_data(run, directory, dataset)
+    try:
+        found = manifest_digest(read_manifest(path))
+        if run.data.manifest not in (EMBEDDED, found):
+            fix = f'Write manifest = "{found}", or give the directory of the one that the run names with --data'
+            raise ConfigError(f"{path} holds data set {found}", key="data.manifest", fix=fix)
+        data = TokenDataset.open(path, found)
+    except DataError as error:
+        fix = "Give the directory that `p2ptrain data prepare` made with --data"
+        raise ConfigError(str(error), key="data.manifest", fix=fix) from error
+    check_data(run, data)
+    if missing := data.missing_anywhere():
+        fix = "Prepare it again, or copy the whole directory"
+        raise ConfigError(f"{path} lacks {len(missing)} pieces", key="data.manifest", fix=fix)
+    if data.tokenizer.kind == "json" and data.tokenizer_bytes() is None:
+        fix = f"Copy the tokenizer's file there as {TOKENIZER_NAME}"
+        raise ConfigError(f"{path} lacks the tokenizer {data.tokenizer.digest}", key="tokenizer.digest", fix=fix)
+    return data
+
+
+def _find_data(run: RunConfig, directory: Path, dataset: Path | None) -> Path:
+    """The directory of the data set; the embedded one is made if it is not there yet."""
+    is_made = (directory / MANIFEST_NAME).exists()
+    if run.data.manifest != EMBEDDED:
+        if dataset is None and not is_made:
+            fix = "Give its directory with --data"
+            raise ConfigError(f"names data set {run.data.manifest}, and none was given", key="data.manifest", fix=fix)
+        return dataset or directory
+    if dataset is not None:
+        fix = f"Write the digest that `p2ptrain data prepare` printed for {dataset}, or leave --data out"
+        raise ConfigError(f"is {EMBEDDED}, and a data set was given", key="data.manifest", fix=fix)
+    if run.tokenizer.kind != "bytes":
+        fix = (
+            "Prepare it with `p2ptrain data prepare --embedded --tokenizer FILE`, and write the digest that this prints"
+        )
+        raise ConfigError(
+            f"{EMBEDDED} text is read as bytes, and the run has a tokenizer", key="data.manifest", fix=fix
+        )
+    if not is_made:
+        tokenizer = load_tokenizer(None)
+        prepare(directory, [], embedded=True, tokenizer=tokenizer, held_out=HELD_OUT, progress=lambda *_: None)
+    return directory

@@ -1,0 +1,70 @@
+"""Multiaddrs as text: the peer's id at the end, which of our own are worth telling others.
+
+And p2pd's reasons for not reaching one, in fewer words.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from p2ptrain.identity import PeerIdError, key_of, peer_id_of
+from p2ptrain.net.transport import TransportError
+
+ADDRESS_CHARACTERS_MAX = 512  # a relayed address with two ids and a long name takes 400
+# What we dial: no sockets of this machine, and nothing that p2pd has no transport for.
+HOST = r"/(ip4/[0-9.]{7,15}|ip6/[0-9A-Fa-f:.]{2,45}|dns[46]?/[0-9A-Za-z._-]{1,253})"
+PORT = r"/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)"
+ID = r"/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})"
+ADDRESS = re.compile(rf"(?P<route>{HOST}{PORT}({ID}/p2p-circuit)?)/p2p/(?P<id>[^/]*)")
+REASON_CHARACTERS_MAX = 300
+EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
+
+
+def split(address: str) -> tuple[bytes, str]:
+    """The peer at the end of an address, and how to get there. TransportError if it is no such address."""
+    short = address[:ADDRESS_CHARACTERS_MAX]
+    match = ADDRESS.fullmatch(address) if len(address) <= ADDRESS_CHARACTERS_MAX else None
+    if match is None:
+        raise TransportError(f"{short!r} is not an address with an id at its end, such as {EXAMPLE}")
+    try:
+        return key_of(match["id"]), match["route"]
+    except PeerIdError as error:
+        raise TransportError(f"{short}: {error}") from error
+
+
+def join(route: str, peer: bytes) -> str:
+    return f"{route}/p2p/{peer_id_of(peer)}"
+
+
+def worth_telling(routes: list[str]) -> list[str]:
+    """Those under which another machine may reach us; loopback only if there is nothing else."""
+    outside = [route for route in routes if not _is(route, "is_loopback") and not _is(route, "is_link_local")]
+    return outside or [route for route in routes if not _is(route, "is_link_local")]
+
+
+def _is(route: str, kind: str) -> bool:
+    match = re.match(r"/ip[46]/([^/]+)/", route)
+    try:
+        return bool(match and getattr(ipaddress.ip_address(match[1]), kind))
+    except ValueError:
+        return False
+
+
+def reason(text: str) -> str:
+    """What p2pd says of a failure, in fewer words."""
+    text = " ".join(text.split())
+    if "remote key matches" in text:
+        return f"another peer answers there, {text.rpartition('remote key matches ')[2].split(' ')[0].rstrip(']')}"
+    for sign, meaning in {
+        "connection refused": "nobody listens there (connection refused)",
+        "no route to host": "no way there (no route to host)",
+        "dial backoff": "it cannot be reached; a new attempt takes a few seconds' pause",
+        "protocols not supported": "it does not speak this protocol",
+        "deadline exceeded": "no answer",
+        "i/o timeout": "no answer",
+        "no addresses": "no address of it is known",
+    }.items():
+        if sign in text:
+            return meaning
+    return text[-REASON_CHARACTERS_MAX:]

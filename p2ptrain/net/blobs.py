@@ -1,0 +1,269 @@
+"""Blobs: whatever is large and has a name that its bytes prove, cut into pieces of 1 MiB.
+
+A payload and a state are trees (digest.py): their name is a Merkle root, and each piece can be checked as it arrives
+and passed on before the next is there. The other kinds are checked as a whole, by whoever asks for them.
+
+Sets of pieces are integers: piece i is bit i. That makes a union, a difference and the choice among sixty thousand
+pieces a matter of microseconds.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, get_args
+
+from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, leaf_digest, leaf_digests, merkle_root, piece_count
+from p2ptrain.errors import DataError
+
+Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "config", "tokenizer"]
+TREES = ("payload", "state")
+PIECES_MAX = 60_000  # of a blob, 63 GB: the digests and counts of all of them fit a frame
+
+
+@dataclass(frozen=True, slots=True)
+class BlobName:
+    """What a blob is meant to be, and its 32-byte name as that."""
+
+    kind: Kind
+    name: bytes
+
+    def __post_init__(self) -> None:
+        assert self.kind in get_args(Kind) and len(self.name) == DIGEST_BYTES, "names are checked where they come in"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name.hex()[:16]}"
+
+    @property
+    def is_tree(self) -> bool:
+        return self.kind in TREES
+
+
+class Blob(Protocol):
+    """Bytes to serve, or those of them that are here already."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def leaves(self) -> bytes:
+        """The pieces' digests in a row; nothing if the blob is checked as a whole."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """The pieces that are here."""
+        ...
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it lies in memory; otherwise it is read and written in a thread."""
+        ...
+
+    def read(self, index: int) -> bytes:
+        """A piece that is held. DataError if it cannot be read."""
+        ...
+
+
+class Library(Protocol):
+    """What a node serves."""
+
+    def find(self, name: BlobName, peer: bytes) -> Blob | None:
+        """The blob, also one that is still being fetched, if this peer may have it."""
+        ...
+
+
+class Sink(Blob, Protocol):
+    """Where a blob is put that is fetched. Pieces are checked before they are written."""
+
+    def begin(self, size: int, leaves: bytes) -> None:
+        """Make room. What is here from an earlier begin of the same size stays `held`; the fetcher checks it again."""
+        ...
+
+    def write(self, index: int, piece: bytes) -> None:
+        """DataError if there is no room for it."""
+        ...
+
+    def drop(self, index: int) -> None:
+        """It is damaged."""
+        ...
+
+    def finish(self) -> None:
+        """All is here: put it where it belongs."""
+        ...
+
+
+def all_pieces(size: int) -> int:
+    return (1 << piece_count(size)) - 1
+
+
+def piece_bytes(size: int, index: int) -> int:
+    """How long a piece of a blob of this size is."""
+    return min(PIECE_BYTES, size - index * PIECE_BYTES)
+
+
+def leaf(leaves: bytes, index: int) -> bytes:
+    return leaves[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+
+def is_piece(leaves: bytes, size: int, index: int, piece: bytes) -> bool:
+    """Whether these bytes are what the tree says."""
+    return len(piece) == piece_bytes(size, index) and leaf_digest(index, piece) == leaf(leaves, index)
+
+
+def proves(leaves: bytes, size: int, name: bytes) -> bool:
+    """Whether these digests lead to the name of the tree."""
+    if len(leaves) != piece_count(size) * DIGEST_BYTES:
+        return False
+    return merkle_root([leaf(leaves, index) for index in range(piece_count(size))], size) == name
+
+
+class MemoryBlob:
+    """A blob that is all here, in memory."""
+
+    is_quick = True
+
+    def __init__(self, data: bytes, *, is_tree: bool = False) -> None:
+        self._data, self._is_tree = data, is_tree
+        self.size, self.held = len(data), all_pieces(len(data))
+
+    @classmethod
+    def tree(cls, data: bytes) -> MemoryBlob:
+        return cls(data, is_tree=True)
+
+    @cached_property
+    def leaves(self) -> bytes:
+        return b"".join(leaf_digests(self._data)) if self._is_tree else b""
+
+    @property
+    def name(self) -> bytes:
+        """Of a tree."""
+        return merkle_root([leaf(self.leaves, index) for index in range(piece_count(self.size))], self.size)
+
+    def read(self, index: int) -> bytes:
+        return self._data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
+
+    def data(self) -> bytes:
+        return self._data
+
+
+class FileBlob:
+    """A blob that is all here, in a file."""
+
+    is_quick = False
+
+    def __init__(self, path: Path, leaves: bytes = b"") -> None:
+        try:
+            self.size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        self._path, self.leaves, self.held = path, leaves, all_pieces(self.size)
+
+    def read(self, index: int) -> bytes:
+        return _read(self._path, index, self.size)
+
+
+class MemorySink:
+    """A blob that is fetched into memory, which is taken piece by piece and not on anybody's word."""
+
+    is_quick = True
+
+    def __init__(self) -> None:
+        self.size, self.leaves, self.held = 0, b"", 0
+        self._pieces: dict[int, bytes] = {}
+
+    def begin(self, size: int, leaves: bytes) -> None:
+        if size != self.size:
+            self._pieces, self.held = {}, 0
+        self.size, self.leaves = size, leaves
+
+    def write(self, index: int, piece: bytes) -> None:
+        self._pieces[index] = piece
+        self.held |= 1 << index
+
+    def drop(self, index: int) -> None:
+        del self._pieces[index]
+        self.held &= ~(1 << index)
+
+    def finish(self) -> None:
+        assert self.held == all_pieces(self.size)
+
+    def read(self, index: int) -> bytes:
+        return self._pieces[index]
+
+    def data(self) -> bytes:
+        """All of it, once it is here."""
+        return b"".join(self._pieces[index] for index in range(piece_count(self.size)))
+
+
+class FileSink:
+    """A blob that is fetched into a file: first beside it, with a list of the pieces that are there, so that a fetch
+    goes on where the last one was broken off, even by a crash. The list is a hint: pieces are checked again."""
+
+    is_quick = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._part = path.with_name(path.name + ".part")
+        self._list = path.with_name(path.name + ".held")
+        self.size, self.leaves, self.held = 0, b"", 0
+
+    def begin(self, size: int, leaves: bytes) -> None:
+        self.size, self.leaves, self.held = size, leaves, 0
+        try:
+            if self._part.exists() and self._part.stat().st_size == size and self._list.exists():
+                listed = self._list.read_bytes()[: PIECES_MAX // 8]
+                self.held = int.from_bytes(listed, "little") & all_pieces(size)
+                return
+            self._list.unlink(missing_ok=True)
+            with self._part.open("wb") as file:
+                file.truncate(size)  # a hole: it takes room on the disk as pieces arrive
+        except OSError as error:
+            raise _no_room(self._part, error) from error
+
+    def write(self, index: int, piece: bytes) -> None:
+        try:
+            with self._part.open("r+b") as file:
+                file.seek(index * PIECE_BYTES)
+                file.write(piece)
+            self.held |= 1 << index
+            self._write_list()
+        except OSError as error:
+            raise _no_room(self._part, error) from error
+
+    def drop(self, index: int) -> None:
+        self.held &= ~(1 << index)
+
+    def finish(self) -> None:
+        assert self.held == all_pieces(self.size)
+        try:
+            with self._part.open("r+b") as file:
+                os.fsync(file.fileno())
+            self._part.replace(self.path)
+            self._list.unlink(missing_ok=True)
+        except OSError as error:
+            raise _no_room(self.path, error) from error
+
+    def read(self, index: int) -> bytes:
+        return _read(self._part if self._part.exists() else self.path, index, self.size)
+
+    def _write_list(self) -> None:
+        self._list.write_bytes(self.held.to_bytes(-(-piece_count(self.size) // 8), "little"))
+
+
+def _read(path: Path, index: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(index * PIECE_BYTES)
+            piece = file.read(piece_bytes(size, index))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if len(piece) != piece_bytes(size, index):
+        raise DataError(f"{path} is shorter than it was")
+    return piece
+
+
+def _no_room(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be written: {error.strerror}")

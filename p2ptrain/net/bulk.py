@@ -1,0 +1,299 @@
+"""Blobs over streams: the words of the protocol, and the side that serves.
+
+A client says what it wants and learns the size, the digests of the pieces and which of them are here; then it asks for
+pieces, a few at a time, and gets each in a frame. Answers come in the order of the questions. It may ask again what
+there is by now: a blob that is still being fetched is served from as it grows.
+
+Many that want the same thing from its author at once should give it to one another (the idea of BitTorrent, Cohen
+2003). So a server says how often it gave each piece out, so that clients take what others have not, and to whom it
+gave some lately; and it puts a client off that wants what it has given out twice, unless the client insists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Annotated, Self, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2ptrain.core.messages import Digest, Key
+from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
+from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
+from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, Library, all_pieces
+from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+
+__all__ = ["BlobName", "FetchError", "Server"]
+
+HOLDERS_MAX = 16  # that an answer names
+WHY_MAX = 200
+REQUEST_BYTES_MAX = 128
+GIVEN_MAX = 2  # times a piece is given out before clients are sent to each other: one copy alone dies with its holder
+STREAMS_PER_PEER_MAX = 4
+STREAMS_MAX = 32
+STREAM_SECONDS = 10.0  # that a piece may take when all streams want one, of the 20 that a client waits
+TAKERS_MAX = 4  # of a piece that are remembered, so that one peer alone cannot seem to be many
+COUNTED_SECONDS = 60.0  # since one was last given out: whoever got it then may be gone
+COUNTED_MAX = 64  # blobs whose pieces are counted as they are given out
+IDLE_SECONDS = 120.0  # without a request; a client under a low limit of its own may be slow to ask
+EVICTED_SECONDS = 5.0  # without a request, when another waits for the place
+SEND_SECONDS = 60.0  # for a piece: 17 KB/s
+WORD_BYTES_MAX = 4_096  # of a reply that need not queue for the upload limit behind pieces, but has to wait
+WORD_SECONDS = 0.01  # until the stream's next request is read, so that nobody can flood us out of our limit
+
+log = logging.getLogger("p2ptrain.net")
+
+
+class FetchError(P2ptrainError):
+    """A blob that none of its sources gave; what each of them did instead."""
+
+    def __init__(self, name: BlobName, failures: dict[bytes, str]) -> None:
+        reasons = "; ".join(f"{peer.hex()[:16]}: {why}" for peer, why in failures.items())
+        super().__init__(f"{name} is not to be had: {reasons or 'nobody to ask'}")
+        self.name, self.failures = name, failures
+
+
+# ---------------------------------------------------------------------------------------------------
+# The words
+
+
+class Want(Struct, frozen=True, array_like=True, tag="want"):
+    kind: Kind
+    name: Digest
+    leaves: bool  # whether the pieces' digests are wanted too
+
+
+class Piece(Struct, frozen=True, array_like=True, tag="piece"):
+    index: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
+    insist: bool
+
+
+class Have(Struct, frozen=True, array_like=True, tag="have"):
+    size: Annotated[int, Meta(ge=0, le=PIECES_MAX * PIECE_BYTES)]
+    leaves: Annotated[bytes, Meta(max_length=PIECES_MAX * DIGEST_BYTES)]
+    held: Annotated[bytes, Meta(max_length=PIECES_MAX // 8)]  # piece i is bit i % 8 of byte i // 8
+    given: Annotated[bytes, Meta(max_length=PIECES_MAX)]  # how often each piece was given out
+    holders: Annotated[tuple[Key, ...], Meta(max_length=HOLDERS_MAX)]  # others that were given some, the latest first
+
+
+class Given(Struct, frozen=True, array_like=True, tag="given"):
+    index: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
+    data: Annotated[bytes, Meta(max_length=PIECE_BYTES)]
+
+
+class Later(Struct, frozen=True, array_like=True, tag="later"):
+    """Others have this piece by now, or I do not have it yet."""
+
+    index: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
+
+
+class Nothing(Struct, frozen=True, array_like=True, tag="nothing"):
+    why: Annotated[str, Meta(max_length=WHY_MAX)]
+
+
+Request: TypeAlias = Want | Piece
+Reply: TypeAlias = Have | Given | Later | Nothing
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(word: Request | Reply) -> bytes:
+    return _ENCODER.encode(word)
+
+
+def decode_request(data: bytes) -> Request:
+    try:
+        request = _REQUEST.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a request: {str(error)[:WHY_MAX]}") from error
+    if _ENCODER.encode(request) != data:
+        raise RemoteProtocolError("a request in another than its canonical encoding")
+    return request
+
+
+def decode_reply(data: bytes) -> Reply:
+    try:
+        reply = _REPLY.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a reply: {str(error)[:WHY_MAX]}") from error
+    if _ENCODER.encode(reply) != data:
+        raise RemoteProtocolError("a reply in another than its canonical encoding")
+    return reply
+
+
+def bulk_protocol(run_id: bytes) -> str:
+    return f"/p2ptrain/1/{run_id.hex()}/bulk"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Serving
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was given out of a blob."""
+
+    counts: bytearray  # by piece, saturating
+    until: float  # when it is forgotten
+    takers: dict[int, list[bytes]] = field(default_factory=dict)  # by piece, the first few: each counts once
+    peers: deque[bytes] = field(default_factory=lambda: deque(maxlen=2 * HOLDERS_MAX))  # the latest last, each once
+
+
+class Server:
+    """Serves a library to the peers of a run. Used with `async with`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run_id: bytes,
+        library: Library,
+        *,
+        upload: TokenBucket,
+        blame: Callable[[bytes, str], None],
+    ) -> None:
+        self.protocol = bulk_protocol(run_id)
+        self._transport, self._library, self._upload, self._blame = transport, library, upload, blame
+        self._streams: dict[Stream, float] = {}  # and when the last request came, the oldest first
+        self._tallies: OrderedDict[BlobName, Tally] = OrderedDict()
+        self._counters: Counter[str] = Counter()
+        self._is_open = False
+
+    async def __aenter__(self) -> Self:
+        self._is_open = True
+        await self._transport.serve(self.protocol, self._serve)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        for stream in list(self._streams):
+            stream.abort()
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._counters)
+
+    async def _serve(self, stream: Stream) -> None:
+        if not self._is_open:
+            stream.abort()
+            return
+        try:
+            if not self._has_place(stream.peer):
+                self._counters["refused"] += 1
+                await self._send(stream, Nothing("busy"))
+                return
+            self._streams[stream] = asyncio.get_running_loop().time()
+            await self._answer_all(stream)
+        except RemoteProtocolError as error:
+            if self._is_open:
+                self._blame(stream.peer, error.why)
+            stream.abort()
+        except (TransportError, TimeoutError):
+            stream.abort()
+        finally:
+            self._streams.pop(stream, None)
+
+    def _has_place(self, peer: bytes) -> bool:
+        """Whether there is a place for one more stream; one that has long asked for nothing gives way."""
+        if sum(stream.peer == peer for stream in self._streams) >= STREAMS_PER_PEER_MAX:
+            return False
+        rate = self._upload.rate
+        places = min(STREAMS_MAX, max(2, int(rate * STREAM_SECONDS / PIECE_BYTES))) if rate else STREAMS_MAX
+        if len(self._streams) < places:
+            return True
+        idle, since = min(self._streams.items(), key=lambda each: each[1])
+        if asyncio.get_running_loop().time() - since < EVICTED_SECONDS:
+            return False
+        del self._streams[idle]
+        idle.abort()
+        return True
+
+    async def _answer_all(self, stream: Stream) -> None:
+        name: BlobName | None = None
+        blob: Blob | None = None
+        while stream in self._streams:
+            async with asyncio.timeout(IDLE_SECONDS):
+                request = decode_request(await stream.receive(REQUEST_BYTES_MAX))
+            if stream in self._streams:
+                self._streams[stream] = asyncio.get_running_loop().time()
+            if isinstance(request, Want):
+                if name != BlobName(request.kind, request.name):
+                    name, blob = BlobName(request.kind, request.name), None
+                if blob is None or blob.held != all_pieces(blob.size):  # what is complete stays so while it is served
+                    blob = self._library.find(name, stream.peer) or blob
+                reply = Nothing("not here") if blob is None else self._have(name, blob, request, stream.peer)
+                await self._send(stream, reply)
+            elif name is None or blob is None or request.index >= piece_count(blob.size):
+                raise RemoteProtocolError(f"piece {request.index} of what it was not told of")
+            else:
+                await self._give(stream, name, blob, request)
+            await asyncio.sleep(0)  # one peer's flood lets others have their turn
+
+    def _have(self, name: BlobName, blob: Blob, want: Want, peer: bytes) -> Have:
+        tally = self._tally(name, blob)
+        holders = [each for each in reversed(tally.peers) if each != peer][:HOLDERS_MAX]
+        held = blob.held.to_bytes(-(-piece_count(blob.size) // 8), "little")
+        return Have(blob.size, blob.leaves if want.leaves else b"", held, bytes(tally.counts), tuple(holders))
+
+    def _tally(self, name: BlobName, blob: Blob) -> Tally:
+        tally, now = self._tallies.get(name), asyncio.get_running_loop().time()
+        if tally is None or len(tally.counts) != piece_count(blob.size) or tally.until < now:
+            tally = self._tallies[name] = Tally(bytearray(piece_count(blob.size)), now + COUNTED_SECONDS)
+        self._tallies.move_to_end(name)
+        while len(self._tallies) > COUNTED_MAX:
+            self._tallies.popitem(last=False)
+        return tally
+
+    async def _give(self, stream: Stream, name: BlobName, blob: Blob, request: Piece) -> None:
+        index, tally = request.index, self._tally(name, blob)
+        count = tally.counts[index]
+        is_relayed = name.is_tree and piece_count(blob.size) > 1  # what is checked as a whole has one source
+        if not blob.held >> index & 1 or (is_relayed and count >= GIVEN_MAX and not request.insist):
+            self._counters["put_off"] += 1
+            await self._send(stream, Later(index))
+            return
+        takers = tally.takers.setdefault(index, [])
+        is_new = stream.peer not in takers
+        if is_new:
+            takers.append(stream.peer)
+            del takers[TAKERS_MAX:]
+            tally.counts[index] = min(255, count + 1)  # from now on, so that it is not promised to everybody at once
+        is_given = False
+        try:
+            data = blob.read(index) if blob.is_quick else await asyncio.to_thread(blob.read, index)
+            await self._send(stream, Given(index, data))
+            is_given = True
+        except DataError as error:
+            log.warning("%s cannot be served: %s", name, error)
+            await self._send(stream, Nothing("not here any more"))
+            raise TransportError("nothing more to say") from error
+        finally:
+            if is_new and not is_given:
+                tally.counts[index] = max(0, tally.counts[index] - 1)
+                if stream.peer in takers:
+                    takers.remove(stream.peer)
+        self._counters["pieces"] += 1
+        if stream.peer in tally.peers:
+            tally.peers.remove(stream.peer)
+        tally.peers.append(stream.peer)
+        tally.until = asyncio.get_running_loop().time() + COUNTED_SECONDS
+
+    async def _send(self, stream: Stream, reply: Reply) -> None:
+        data = encode(reply)
+        assert len(data) <= FRAME_BYTES_MAX, "a blob has no more pieces than fit"
+        is_word = len(data) <= WORD_BYTES_MAX and not isinstance(reply, Given)
+        if not is_word:
+            await self._upload.take(len(data))
+        async with asyncio.timeout(SEND_SECONDS):
+            await stream.send(data)
+        self._counters["bytes"] += len(data)
+        if is_word:
+            await asyncio.sleep(WORD_SECONDS)

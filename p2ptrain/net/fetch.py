@@ -1,0 +1,161 @@
+"""Fetching blobs: each piece checked as it arrives, and each source by what it sends.
+
+A large tree comes from several sources at once (relay.py). What is checked as a whole, or fits a piece, comes from one
+source after another, in the order given.
+
+A source that lies about bytes is blamed and dropped, and what it sent right stays. One that is slow, silent or stingy
+is only dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random, SystemRandom
+from typing import TypeAlias, TypeVar, overload
+
+from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_count
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, MemorySink, Sink, all_pieces, piece_bytes
+from p2ptrain.net.bulk import FetchError, Given, Piece, Want
+from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.relay import PIPELINE, Failed, Relay, aside
+from p2ptrain.net.sources import SourceError, Sources
+from p2ptrain.net.transport import Transport, TransportError
+
+Check: TypeAlias = Callable[[bytes], bool]
+S = TypeVar("S", bound=Sink)
+
+
+class Fetcher:
+    """Fetches blobs of one run."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run_id: bytes,
+        *,
+        download: TokenBucket,
+        blame: Callable[[bytes, str], None],
+        rng: Random | None = None,
+    ) -> None:
+        rng = rng or SystemRandom()  # what we take next is nobody's to predict
+        self._sources = Sources(transport, run_id, download=download, blame=blame, rng=rng)
+        self._open: dict[BlobName, Sink] = {}
+
+    def in_progress(self, name: BlobName) -> Blob | None:
+        """A tree that is being fetched, to serve what is here of it."""
+        return self._open.get(name)
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._sources.counts)
+
+    @overload
+    async def fetch(
+        self, name: BlobName, size: int, sources: Sequence[bytes], *, check: Check | None = None, failed: Failed
+    ) -> MemorySink: ...
+
+    @overload
+    async def fetch(
+        self,
+        name: BlobName,
+        size: int,
+        sources: Sequence[bytes],
+        *,
+        sink: S,
+        check: Check | None = None,
+        failed: Failed,
+    ) -> S: ...
+
+    async def fetch(
+        self,
+        name: BlobName,
+        size: int,
+        sources: Sequence[bytes],
+        *,
+        sink: Sink | None = None,
+        check: Check | None = None,
+        failed: Failed,
+    ) -> Sink:
+        """A blob: a payload of exactly this size, or anything else of at most that. What is no tree takes a `check`.
+
+        `failed` hears of each of the sources that did not give it; FetchError when none is left, DataError if the
+        sink does not take it. Who is cancelled may call again with the same sink, and goes on.
+        """
+        assert name.is_tree == (check is None), "a tree proves itself, and nothing else does"
+        assert size <= PIECES_MAX * PIECE_BYTES, "more than fits the protocol"
+        into: Sink = MemorySink() if sink is None else sink
+        wanted = [source for source in dict.fromkeys(sources) if source != self._sources.transport.me]
+        if name.is_tree and not (name.kind == "payload" and size <= PIECE_BYTES):
+            await self._fetch_tree(name, size, wanted, into, failed)
+        else:
+            await self._fetch_whole(name, size, wanted, into, check, failed)
+        return into
+
+    async def _fetch_tree(
+        self, name: BlobName, size: int, sources: Sequence[bytes], sink: Sink, failed: Failed
+    ) -> None:
+        def begun() -> None:
+            self._open[name] = sink
+
+        try:
+            await Relay(self._sources, name, size, sources, sink, failed=failed, begun=begun).run()
+        finally:
+            if self._open.get(name) is sink:
+                del self._open[name]
+
+    # ---------------------------------------------------------------------------------------------------
+    # One source after another
+
+    async def _fetch_whole(
+        self, name: BlobName, size: int, sources: Sequence[bytes], sink: Sink, check: Check | None, failed: Failed
+    ) -> None:
+        failures: dict[bytes, str] = {}
+        for peer in sources:
+            try:
+                data = await self._whole(peer, name, size, check)
+            except (RemoteProtocolError, TransportError, TimeoutError, SourceError) as error:
+                failures[peer] = str(error) or "no answer in time"
+                if isinstance(error, RemoteProtocolError):
+                    self._sources.blame(peer, error.why)
+                failed(peer, failures[peer])
+                continue
+            await aside(sink, self._keep, sink, data)
+            return
+        raise FetchError(name, failures)
+
+    async def _whole(self, peer: bytes, name: BlobName, size: int, check: Check | None) -> bytes:
+        async with self._sources.opened(peer, name) as source:
+            await source.ask(Want(name.kind, name.name, leaves=False))
+            await source.reply()
+            if source.size > size or (name.kind == "payload" and source.size != size):
+                raise RemoteProtocolError(f"{name} of {source.size} bytes, where {size} are right")
+            if source.held != all_pieces(source.size):
+                raise SourceError("has only a part of it")
+            data, pieces, next_index = bytearray(), piece_count(source.size), 0
+            while not data or len(data) < source.size:
+                while next_index < pieces and len(source.asked) < PIPELINE:
+                    if not await self._sources.may_ask(source, piece_bytes(source.size, next_index)):
+                        break
+                    await source.ask(Piece(next_index, insist=True))
+                    next_index += 1
+                reply = await source.reply()
+                if not isinstance(reply, Given):
+                    raise SourceError("keeps back what it has")
+                if len(reply.data) != piece_bytes(source.size, reply.index):
+                    raise RemoteProtocolError(f"piece {reply.index} of {len(reply.data)} bytes")
+                data += reply.data
+                self._sources.counts["bytes"] += len(reply.data)
+                if not source.size:
+                    break
+        whole = bytes(data)
+        is_right = check(whole) if check else merkle_root([leaf_digest(0, whole)], len(whole)) == name.name
+        if not is_right:
+            raise RemoteProtocolError(f"{name} that is something else")
+        return whole
+
+    def _keep(self, sink: Sink, data: bytes) -> None:
+        leaves = leaf_digest(0, data) if len(data) <= PIECE_BYTES else b""
+        sink.begin(len(data), leaves)
+        for index in range(piece_count(len(data))):
+            sink.write(index, data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES])
+        sink.finish()

@@ -1,0 +1,144 @@
+"""Small questions to one peer, one to a stream: which runs it knows, a run's config, which states and peers it has.
+
+They need no run: whoever has an address can ask. Answers are bounded, and what they claim is checked where it is used:
+a config by the run's id, a state by its root, an address by the key of who answers there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2ptrain.config import CONFIG_BYTES_MAX
+from p2ptrain.core.messages import Digest, Number
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.transport import Stream, Transport, TransportError
+
+PROTOCOL = "/p2ptrain/1/ask"
+RUNS_MAX = 64  # that one node tells of; it takes part in one, and a bootstrap in a few
+STATES_MAX = 16
+PEERS_MAX = 32  # addresses a question: enough to find the rest by
+ADDRESS_MAX = 256
+NAME_MAX = 64
+QUESTION_BYTES_MAX = 256
+ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
+SECONDS = 15.0
+
+
+class AskRuns(Struct, frozen=True, array_like=True, tag="runs"):
+    """Which runs do you take part in?"""
+
+
+class AskConfig(Struct, frozen=True, array_like=True, tag="config"):
+    run_id: Digest
+
+
+class AskStates(Struct, frozen=True, array_like=True, tag="states"):
+    """Which states of this run can be had from you?"""
+
+    run_id: Digest
+
+
+class AskPeers(Struct, frozen=True, array_like=True, tag="peers"):
+    """Where are others of this run?"""
+
+    run_id: Digest
+
+
+class RunInfo(Struct, frozen=True, array_like=True):
+    run_id: Digest
+    name: Annotated[str, Meta(max_length=NAME_MAX)]
+    round: Number
+    members: Annotated[int, Meta(ge=0, le=2**16)]
+
+
+class Runs(Struct, frozen=True, array_like=True, tag="runs"):
+    runs: Annotated[tuple[RunInfo, ...], Meta(max_length=RUNS_MAX)] = ()
+
+
+class Config(Struct, frozen=True, array_like=True, tag="config"):
+    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES_MAX)] = b""  # empty: not known
+
+
+class States(Struct, frozen=True, array_like=True, tag="states"):
+    states: Annotated[tuple[tuple[Number, Digest], ...], Meta(max_length=STATES_MAX)] = ()  # round and root
+
+
+class Peers(Struct, frozen=True, array_like=True, tag="peers"):
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=ADDRESS_MAX)], ...], Meta(max_length=PEERS_MAX)] = ()
+
+
+Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers
+Answer: TypeAlias = Runs | Config | States | Peers
+
+_ENCODER = msgspec.msgpack.Encoder()
+_QUESTION: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+async def serve(transport: Transport, answer: Callable[[bytes, Question], Answer]) -> None:
+    """Answer the questions of peers; `answer` gets the peer and the question."""
+
+    async def handle(stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(SECONDS):
+                question = _decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX))
+                await stream.send(_ENCODER.encode(answer(stream.peer, question)))
+        except (TransportError, RemoteProtocolError, TimeoutError):
+            stream.abort()
+
+    await transport.serve(PROTOCOL, handle)
+
+
+async def _ask(transport: Transport, peer: bytes, question: Question) -> Answer:
+    try:
+        async with asyncio.timeout(SECONDS):
+            stream = await transport.open(peer, PROTOCOL)
+            try:
+                await stream.send(_ENCODER.encode(question))
+                answer: Answer = _decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX))
+                return answer
+            finally:
+                stream.abort()
+    except TimeoutError as error:
+        raise TransportError(f"no answer within {SECONDS:.0f} s") from error
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Question] | msgspec.msgpack.Decoder[Answer], data: bytes):  # type: ignore[no-untyped-def]
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a question or an answer: {str(error)[:200]}") from error
+
+
+async def ask_runs(transport: Transport, peer: bytes) -> tuple[RunInfo, ...]:
+    answer = await _ask(transport, peer, AskRuns())
+    if not isinstance(answer, Runs):
+        raise RemoteProtocolError("an answer to another question")
+    return answer.runs
+
+
+async def ask_config(transport: Transport, peer: bytes, run_id: bytes) -> bytes:
+    """Empty if the peer does not know the run; to be checked against the run's id."""
+    answer = await _ask(transport, peer, AskConfig(run_id))
+    if not isinstance(answer, Config):
+        raise RemoteProtocolError("an answer to another question")
+    return answer.config
+
+
+async def ask_states(transport: Transport, peer: bytes, run_id: bytes) -> tuple[tuple[int, bytes], ...]:
+    answer = await _ask(transport, peer, AskStates(run_id))
+    if not isinstance(answer, States):
+        raise RemoteProtocolError("an answer to another question")
+    return answer.states
+
+
+async def ask_peers(transport: Transport, peer: bytes, run_id: bytes) -> tuple[str, ...]:
+    answer = await _ask(transport, peer, AskPeers(run_id))
+    if not isinstance(answer, Peers):
+        raise RemoteProtocolError("an answer to another question")
+    return answer.addresses

@@ -1,0 +1,72 @@
+"""A limit on bytes a second that many share: a token bucket (Turner 1986), first come, first served.
+
+Whoever wants more than a burst holds goes when the bucket is full and leaves it in debt, so that the average holds for
+pieces of any size. Time is the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from p2ptrain.digest import PIECE_BYTES
+
+
+class TokenBucket:
+    """At most so many bytes a second on average, and at once a second's worth or a piece, whichever is larger."""
+
+    def __init__(self, bytes_per_second: int) -> None:
+        assert bytes_per_second >= 0, "0 is no limit"
+        self._rate = bytes_per_second
+        self._level = float(self._burst)
+        self._filled_at: float | None = None  # at the first use: before it no loop may be there
+        self._turn = asyncio.Lock()  # whose waiters go in order
+        self._changed = asyncio.Event()
+
+    @property
+    def rate(self) -> int:
+        """Bytes a second; 0: no limit."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, bytes_per_second: int) -> None:
+        """From now on; who waits feels it at once."""
+        assert bytes_per_second >= 0, "0 is no limit"
+        self._fill()
+        was_unlimited, self._rate = not self._rate, bytes_per_second
+        self._level = float(self._burst) if was_unlimited else min(self._level, float(self._burst))
+        self._changed.set()
+
+    async def take(self, size: int) -> None:
+        """Wait for one's turn, and until so many bytes may go. Who is cancelled has taken nothing."""
+        async with self._turn:
+            while (wait := self._wait(size)) > 0:
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(wait):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+            self._level -= size if self._rate else 0
+
+    def take_now(self, size: int) -> bool:
+        """Take without waiting, if that is possible and nobody waits."""
+        if self._turn.locked() or self._wait(size) > 0:
+            return False
+        self._level -= size if self._rate else 0
+        return True
+
+    @property
+    def _burst(self) -> int:
+        return max(self._rate, PIECE_BYTES)
+
+    def _fill(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._filled_at is not None:
+            self._level = min(float(self._burst), self._level + (now - self._filled_at) * self._rate)
+        self._filled_at = now
+
+    def _wait(self, size: int) -> float:
+        """Seconds until so many bytes may go."""
+        self._fill()
+        missing = min(size, self._burst) - self._level
+        return missing / self._rate if self._rate and missing > 1e-6 else 0.0  # less than a byte is rounding

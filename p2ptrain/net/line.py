@@ -1,0 +1,429 @@
+"""Small messages to one peer: over one stream a peer, one way, kept open as long as there is something to say.
+
+Envelopes are handed over, messages are asked for by name, and histories by branch and round. `post` never waits: a
+queue a peer is bounded, and what does not fit is dropped and counted, since the core asks again for whatever it still
+lacks. A stream that breaks is opened again after a pause, and what was on its way is sent again: whoever receives it
+must not mind hearing it twice.
+
+A history may be longer than a frame. It travels in parts, between which other messages may pass, so that no vote waits
+for it; the length comes first, and it is taken only from a peer that was asked, while the question is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Annotated, Self, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2ptrain.core.history import HISTORY_BYTES_MAX
+from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, Digest, Number, Short
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+
+NAMES_MAX = 1_024  # of an `Ask`: what a round of the largest run has
+ENVELOPES_MAX = 1_024  # of a `Deliver`: as many as were asked for
+ENVELOPE_ROOM = 8  # bytes of a frame around an envelope; msgpack takes five
+PART_BYTES = 2**19  # of a history: what a vote may have to wait for, 40 ms at 100 Mbit/s
+QUEUED_MAX = 256  # messages that wait for one peer
+QUEUED_BYTES_MAX = 16 * 2**20
+QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and histories on their way as much again
+PEERS_MAX = 1_024  # that messages wait for, and streams that come in
+INCOMING_MAX = 2  # streams of a peer: the old one may not know yet that it is dead
+QUESTIONS_MAX = 8  # histories asked for at once: half a gigabyte, should all be as long as they may
+QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10
+ANSWER_SECONDS = 60.0  # from the question to the whole answer
+OPEN_SECONDS = 10.0
+SEND_SECONDS = 30.0  # a frame that does not go out in this time never will: 17 KB/s
+IDLE_SECONDS = 300.0  # then a stream is closed
+BACKOFF_SECONDS = 0.25  # before a stream is opened again; doubles
+TRIES_MAX = 6  # in a row, over 8 s; then what waits is dropped: the core has long asked elsewhere
+
+
+class Deliver(Struct, frozen=True, array_like=True, tag="deliver"):
+    """Envelopes, as they came or as I sealed them."""
+
+    envelopes: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=1, max_length=ENVELOPE_BYTES_MAX)], ...],
+        Meta(min_length=1, max_length=ENVELOPES_MAX),
+    ]
+
+
+class Ask(Struct, frozen=True, array_like=True, tag="ask"):
+    """What has these names?"""
+
+    names: Annotated[tuple[Short, ...], Meta(min_length=1, max_length=NAMES_MAX)]
+
+
+class AskHistory(Struct, frozen=True, array_like=True, tag="ask history"):
+    """What came after this round of this branch?"""
+
+    branch: Digest
+    round: Number
+
+
+class TellHistory(Struct, frozen=True, array_like=True):
+    """The answer; on the wire it is a `HistoryBegins` and its parts."""
+
+    history: bytes
+
+
+class HistoryBegins(Struct, frozen=True, array_like=True, tag="history"):
+    """How long it is, in bytes."""
+
+    size: Annotated[int, Meta(ge=1, le=HISTORY_BYTES_MAX)]
+
+
+class HistoryPart(Struct, frozen=True, array_like=True, tag="part"):
+    """All but the last are of PART_BYTES."""
+
+    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
+
+
+LineMessage: TypeAlias = Deliver | Ask | AskHistory
+Frame: TypeAlias = Deliver | Ask | AskHistory | HistoryBegins | HistoryPart
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def decode_frame(data: bytes) -> Frame:
+    try:
+        frame = _FRAME.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of a line: {str(error)[:200]}") from error
+    if _ENCODER.encode(frame) != data:
+        raise RemoteProtocolError("a message of a line in another than its canonical encoding")
+    return frame
+
+
+def frames_of(message: LineMessage) -> Iterator[bytes]:
+    """The frames of a message: envelopes go in several when one cannot hold them."""
+    if not isinstance(message, Deliver):
+        yield _ENCODER.encode(message)
+        return
+    waiting: list[bytes] = []
+    size = 0
+    for envelope in message.envelopes:
+        assert 1 <= len(envelope) <= ENVELOPE_BYTES_MAX, "envelopes are checked when they are sealed"
+        if waiting and (size + len(envelope) + ENVELOPE_ROOM > FRAME_BYTES_MAX - 64 or len(waiting) == ENVELOPES_MAX):
+            yield _ENCODER.encode(Deliver(tuple(waiting)))
+            waiting, size = [], 0
+        waiting.append(envelope)
+        size += len(envelope) + ENVELOPE_ROOM
+    yield _ENCODER.encode(Deliver(tuple(waiting)))
+
+
+class Outgoing:
+    """What waits for one peer."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.size = 0
+        self.history: bytes = b""  # one at a time
+        self.history_sent = -1  # bytes of it; -1: not even its length
+        self.part = b""  # of it, on its way
+        self.wake = asyncio.Event()
+
+    def next(self) -> bytes | None:
+        """The frame to send, which stays here until `sent`: a part of a history after everything else."""
+        if self.frames:
+            return self.frames[0]
+        if not self.history:
+            return None
+        at = self.history_sent
+        part = HistoryBegins(len(self.history)) if at < 0 else HistoryPart(self.history[at : at + PART_BYTES])
+        self.part = _ENCODER.encode(part)
+        return self.part
+
+    def sent(self, frame: bytes) -> None:
+        if self.frames and self.frames[0] is frame:
+            self.frames.popleft()
+            self.size -= len(frame)
+            return
+        if frame is not self.part:
+            return  # it was forgotten on its way
+        self.history_sent = 0 if self.history_sent < 0 else self.history_sent + PART_BYTES
+        if self.history_sent >= len(self.history):
+            self.drop_history()
+
+    def drop_history(self) -> None:
+        self.history, self.history_sent, self.part = b"", -1, b""
+
+
+class Question:
+    """A history that a peer was asked for."""
+
+    def __init__(self, now: float) -> None:
+        self.until = now + QUESTION_SECONDS  # unless something moves
+        self.end = now + ANSWER_SECONDS
+        self.size = 0  # of the answer, once it has begun
+        self.parts = bytearray()
+        self.stream: Stream | None = None  # over which it comes
+        self.moved = asyncio.Event()  # or: it is over
+
+
+class Lines:
+    """All lines of one node in one run. Used with `async with`, by the task that opened it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run_id: bytes,
+        hear: Callable[[bytes, LineMessage], None],
+        *,
+        malformed: Callable[[bytes, str], None],
+        history: Callable[[bytes, bytes], None],
+        no_history: Callable[[bytes, str], None],
+    ) -> None:
+        self.protocol = f"/p2ptrain/1/{run_id.hex()}/line"
+        self._transport = transport
+        self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
+        self._outgoing: dict[bytes, Outgoing] = {}
+        self._incoming: dict[bytes, list[Stream]] = {}
+        self._questions: dict[bytes, Question] = {}
+        self._unasked: dict[Stream, int] = {}  # bytes still to come of an answer that came too late
+        self._counters: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._group = asyncio.TaskGroup()
+        self._is_open = False
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._is_open = True
+        await self._transport.serve(self.protocol, self._listen)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        for task in self._tasks:
+            task.cancel()
+        for stream in [stream for streams in self._incoming.values() for stream in streams]:
+            stream.abort()
+        await self._group.__aexit__(kind, error, trace)
+
+    def post(self, peer: bytes, message: LineMessage | TellHistory) -> bool:
+        """Say something to a connected peer as soon as that goes; False: dropped, there is too much already."""
+        outgoing = self._to(peer)
+        if outgoing is None:
+            return self._drop()
+        if isinstance(message, TellHistory):
+            return self._queue_history(outgoing, message.history)
+        return self._queue(outgoing, list(frames_of(message)))
+
+    def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
+        """Ask, and call back in any case: with the history, or with the reason why there is none."""
+        if peer in self._questions:
+            return  # whose answer is as good
+        if len(self._questions) >= QUESTIONS_MAX:
+            asyncio.get_running_loop().call_soon(self._no_history, peer, "too many others are asked already")
+            return
+        question = self._questions[peer] = Question(asyncio.get_running_loop().time())
+        self.post(peer, AskHistory(branch, number))
+        self._start(self._await_answer(peer, question))
+
+    def forget(self, peer: bytes) -> None:
+        """The peer has gone: what waits for it is dropped."""
+        if (outgoing := self._outgoing.get(peer)) is not None:
+            self._clear(outgoing)
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._counters) | {"queued": sum(len(each.frames) for each in self._outgoing.values())}
+
+    # ---------------------------------------------------------------------------------------------------
+    # Outgoing
+
+    def _to(self, peer: bytes) -> Outgoing | None:
+        assert self._is_open
+        outgoing = self._outgoing.get(peer)
+        if outgoing is None:
+            if len(self._outgoing) >= PEERS_MAX:
+                return None
+            outgoing = self._outgoing[peer] = Outgoing()
+            self._start(self._talk(peer, outgoing))
+        return outgoing
+
+    def _queue(self, outgoing: Outgoing, frames: list[bytes]) -> bool:
+        size = sum(map(len, frames))
+        total = sum(each.size for each in self._outgoing.values())
+        if (
+            len(outgoing.frames) + len(frames) > QUEUED_MAX
+            or outgoing.size + size > QUEUED_BYTES_MAX
+            or total + size > QUEUED_TOTAL_BYTES_MAX
+        ):
+            return self._drop()
+        outgoing.frames.extend(frames)
+        outgoing.size += size
+        outgoing.wake.set()
+        return True
+
+    def _queue_history(self, outgoing: Outgoing, history: bytes) -> bool:
+        assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits of its parts keep a history below that"
+        total = sum(len(each.history) for each in self._outgoing.values())
+        if outgoing.history or total + len(history) > QUEUED_TOTAL_BYTES_MAX:
+            return self._drop()
+        outgoing.history = history
+        outgoing.wake.set()
+        return True
+
+    def _drop(self) -> bool:
+        self._counters["dropped"] += 1
+        return False
+
+    def _clear(self, outgoing: Outgoing) -> None:
+        self._counters["dropped"] += len(outgoing.frames) + bool(outgoing.history)
+        outgoing.frames.clear()
+        outgoing.size = 0
+        outgoing.drop_history()
+
+    async def _talk(self, peer: bytes, outgoing: Outgoing) -> None:
+        """Send what waits for a peer, over one stream after another, until there has been nothing for a while."""
+        tries = 0
+        while outgoing.next() is not None:
+            try:
+                async with asyncio.timeout(OPEN_SECONDS):
+                    stream = await self._transport.open(peer, self.protocol)
+                is_broken = True
+                try:
+                    while await self._send_next(stream, outgoing):
+                        tries = 0
+                    await stream.close()
+                    is_broken = False
+                finally:
+                    if is_broken:
+                        stream.abort()
+            except (TransportError, TimeoutError):
+                self._counters["broken"] += 1
+                outgoing.drop_history()  # half of it is of no use, and the question will be over
+                tries += 1
+                if tries >= TRIES_MAX:
+                    self._clear(outgoing)
+                else:
+                    await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
+        del self._outgoing[peer]  # without having waited since there was nothing left
+
+    async def _send_next(self, stream: Stream, outgoing: Outgoing) -> bool:
+        """Send a frame, or wait for one; False: there was none for a long time."""
+        if (frame := outgoing.next()) is None:
+            outgoing.wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_SECONDS):
+                    await outgoing.wake.wait()
+            return outgoing.next() is not None
+        async with asyncio.timeout(SEND_SECONDS):
+            await stream.send(frame)
+        outgoing.sent(frame)
+        self._counters["sent"] += 1
+        return True
+
+    # ---------------------------------------------------------------------------------------------------
+    # Incoming
+
+    async def _listen(self, stream: Stream) -> None:
+        peer = stream.peer
+        streams = self._incoming.setdefault(peer, [])
+        if not self._is_open or sum(map(len, self._incoming.values())) >= PEERS_MAX:
+            if not streams:
+                del self._incoming[peer]
+            stream.abort()
+            return
+        streams.append(stream)
+        for old in streams[:-INCOMING_MAX]:
+            old.abort()  # the newest win; its own task takes it from the list
+        try:
+            while True:
+                async with asyncio.timeout(2 * IDLE_SECONDS):
+                    data = await stream.receive(FRAME_BYTES_MAX)
+                self._take(peer, stream, decode_frame(data))
+                await asyncio.sleep(0)  # one peer's flood lets others have their turn
+        except RemoteProtocolError as error:
+            if self._is_open:
+                self._malformed(peer, error.why)
+            stream.abort()
+        except (TransportError, TimeoutError):
+            stream.abort()
+        finally:
+            self._unasked.pop(stream, None)
+            if (question := self._questions.get(peer)) is not None and question.stream is stream:
+                question.end = 0.0
+                question.moved.set()
+            streams.remove(stream)
+            if not streams and self._incoming.get(peer) is streams:
+                del self._incoming[peer]
+
+    def _take(self, peer: bytes, stream: Stream, frame: Frame) -> None:
+        if not self._is_open:
+            return
+        self._counters["received"] += 1
+        match frame:
+            case HistoryBegins(size):
+                self._begin_history(peer, stream, size)
+            case HistoryPart(data):
+                self._go_on_with_history(peer, stream, data)
+            case _:
+                self._hear(peer, frame)
+
+    def _begin_history(self, peer: bytes, stream: Stream, size: int) -> None:
+        question = self._questions.get(peer)
+        if stream in self._unasked or (question is not None and question.stream is stream):
+            raise RemoteProtocolError("a history within a history")
+        if question is None or question.stream is not None:
+            self._counters["unasked"] += 1  # late, most likely: it is read and thrown away
+            self._unasked[stream] = size
+            return
+        question.stream, question.size = stream, size
+        self._progress(question)
+
+    def _go_on_with_history(self, peer: bytes, stream: Stream, data: bytes) -> None:
+        question = self._questions.get(peer)
+        if question is not None and question.stream is stream:
+            missing = question.size - len(question.parts)
+        elif stream in self._unasked:
+            question, missing = None, self._unasked[stream]
+        else:
+            raise RemoteProtocolError("a part of no history")
+        if len(data) != min(PART_BYTES, missing):
+            raise RemoteProtocolError(f"a part of {len(data)} bytes of a history that lacks {missing}")
+        if question is None:
+            self._unasked[stream] = missing - len(data)
+            if not self._unasked[stream]:
+                del self._unasked[stream]
+            return
+        question.parts += data
+        self._progress(question)
+        if len(data) == missing:
+            del self._questions[peer]
+            self._history(peer, bytes(question.parts))
+
+    def _progress(self, question: Question) -> None:
+        question.until = asyncio.get_running_loop().time() + QUESTION_SECONDS
+        question.moved.set()
+
+    async def _await_answer(self, peer: bytes, question: Question) -> None:
+        """Until the answer is there, or too late."""
+        loop = asyncio.get_running_loop()
+        while self._questions.get(peer) is question:
+            question.moved.clear()
+            if (deadline := min(question.until, question.end)) <= loop.time():
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await question.moved.wait()
+        if self._questions.get(peer) is question:
+            del self._questions[peer]
+            if question.stream is not None and question.end > 0:
+                self._unasked[question.stream] = question.size - len(question.parts)
+            so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
+            self._no_history(peer, f"no answer {so_far}")
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,234 @@
+"""The p2pd process: how it is started, what it says, how it ends. It never outlives us.
+
+p2pd ends with its last persistent control connection. Before there is one, two more things see to it: it gives up
+when nobody opens one in time (-idleTimeout), and the kernel sends it SIGTERM when our thread ends. The latter has to
+be asked for in the child, and forking a process with threads to run Python in it may hang; so a small interpreter
+starts first, asks, and becomes p2pd.
+
+Ports are tried before p2pd gets them. It asks the kernel to share them (SO_REUSEPORT), so a second p2pd of the same
+user gets a port that is taken, without an error, and each receives half of the connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from p2ptrain.config import NetworkConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.net.transport import TransportError
+
+START_SECONDS = 15.0  # it takes 0.1 s, and more where a machine is busy
+IDLE_SECONDS = 20  # longer than it may take to start
+STOP_SECONDS = 3.0  # from SIGTERM to SIGKILL
+LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output, for error messages
+TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # lines before a stack or a list of options
+USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
+CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # p2pd closes the least useful when there are more
+SOCKET_PATH_MAX = 107  # bytes, of Linux
+SOCKET_NAME_MAX = 45  # bytes of what stands behind the directory given: one of ours, and names that hivemind makes
+DIRECTORY_PREFIX = "p2pd-"
+CONTROL_SOCKET, STREAMS_SOCKET = "p2pd.sock", "streams.sock"  # p2pd's, and ours for the streams that it brings
+LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
+BECOME = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # already gone, and the signal would never come
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+class Process:
+    """One p2pd."""
+
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        self._child = child
+        self._lines: deque[str] = deque(maxlen=LINES_MAX)
+        self._telling: deque[str] = deque(maxlen=LINES_MAX)
+        self._is_ready = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+        self.pid = child.pid
+
+    @classmethod
+    async def start(cls, arguments: list[str]) -> Self:
+        """Returns when it accepts control connections. TransportError with its own words if it does not."""
+        binary = find_binary()
+        command = (sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), str(binary), *arguments)
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # so that a Ctrl-C in the terminal is ours alone
+                env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
+            )
+        except OSError as error:
+            raise TransportError(f"cannot start {binary}: {error.strerror}") from error
+        process, is_up = cls(child), False
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await process._is_ready.wait()
+            if process._reading.done():  # it has closed its output, as it does when it ends
+                raise TransportError(f"p2pd did not start: {process.last_words()}")
+            is_up = True
+            return process
+        except TimeoutError as error:
+            raise TransportError(f"p2pd did not start in {START_SECONDS:.0f} s: {process.last_words()}") from error
+        finally:
+            if not is_up:
+                await process.stop()
+
+    async def _read(self) -> None:
+        """Keep its last lines, however long they are."""
+        assert self._child.stdout is not None
+        rest = ""
+        while chunk := await self._child.stdout.read(4_096):
+            *lines, rest = (rest + chunk.decode(errors="replace")).split("\n")
+            rest = rest[:LINE_CHARACTERS_MAX]
+            self._keep(lines)
+            if any(line.startswith("Peer ID:") for line in lines):
+                self._is_ready.set()
+        self._keep([rest])
+        asyncio.get_running_loop().call_soon(self._is_ready.set)  # once this task is done: there is no more to wait for
+
+    def _keep(self, lines: list[str]) -> None:
+        for line in lines:
+            if line.strip() and not line.startswith(USUAL):
+                kept = self._telling if TELLING.match(line) else self._lines
+                kept.append(line.strip()[:LINE_CHARACTERS_MAX])
+
+    def last_words(self) -> str:
+        """What it said that is not a matter of course."""
+        return " | ".join(self._telling or self._lines) or "it said nothing"
+
+    async def wait(self) -> int:
+        return await self._child.wait()
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL; when this returns, or is cancelled, it is gone or has been sent the latter."""
+        if self._child.returncode is None:
+            self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._child.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if self._child.returncode is None:
+                self._signal(signal.SIGKILL)
+        await self._child.wait()
+        await self._reading
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            self._child.send_signal(number)
+
+
+def find_binary() -> Path:
+    """p2pd as hivemind's wheel carries it, without importing hivemind, which takes seconds."""
+    found = importlib.util.find_spec("hivemind")
+    binary = Path(found.origin or "").parent / "hivemind_cli" / "p2pd" if found else Path("p2pd")
+    if not binary.is_file():
+        raise TransportError("p2pd is missing: hivemind's wheel for Linux on x86-64 carries it; install that one")
+    return binary
+
+
+def make_arguments(
+    control: Path,
+    identity_file: Path,
+    listen: tuple[str, ...],
+    network: NetworkConfig,
+) -> list[str]:
+    """p2pd's options. Never -b: with a bootstrap node that is down it would not start."""
+    relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
+    options: dict[str, object] = {
+        "listen": f"/unix{control}",
+        "id": identity_file.absolute(),
+        "idleTimeout": f"{IDLE_SECONDS}s",
+        "hostAddrs": ",".join(listen),
+        "announceAddrs": ",".join(network.announce),
+        "trustedRelays": ",".join(relays),
+        "connLo": CONNECTIONS_LOW,
+        "connHi": CONNECTIONS_HIGH,
+    }
+    switches = {
+        "pubsub": True,
+        "dhtServer": True,  # libp2p's own: p2pd finds there the addresses of peers that hivemind's knows by id
+        "connManager": True,
+        "noListenAddrs": not listen,
+        "relay": network.relay,
+        "relayService": network.relay and network.relay_for_others,
+        "autonat": network.nat,  # and hole punching
+        "natPortMap": network.nat,
+        "autoRelay": bool(relays),  # without relays to trust it would take IPFS's
+    }
+    values = [f"-{name}={value}" for name, value in options.items() if value]
+    return values + [f"-{name}={str(value).lower()}" for name, value in switches.items()]
+
+
+def with_ports(listen: tuple[str, ...]) -> tuple[str, ...]:
+    """Where port 0 stands, a free one, to be kept over restarts. ConfigError if an address cannot be listened on."""
+    return tuple(_try_to_listen(address) for address in listen)
+
+
+def _try_to_listen(address: str) -> str:
+    match = LISTEN.fullmatch(address)
+    assert match, "NetworkConfig takes no other"
+    family, kind = (socket.AF_INET, socket.AF_INET6)[match[1] == "6"], match[3]
+    try:
+        with socket.socket(family, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as probe:
+            if match[1] == "6":
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
+            if kind == "tcp":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections do not matter
+            probe.bind((match[2], int(match[4])))
+            port = probe.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        what, fix = {
+            errno.EADDRINUSE: (
+                "is in use by another program",
+                "Stop it, perhaps a node of yours, or take another port",
+            ),
+            errno.EADDRNOTAVAIL: ("is no address of this machine", "Use one of its own, or /ip4/0.0.0.0 for all"),
+            errno.EACCES: ("is a port that this user may not open", "Take one from 1024 on"),
+        }.get(getattr(error, "errno", 0) or 0, (f"cannot be listened on: {error}", "Choose another address"))
+        raise ConfigError(f"{address} {what}", key="network.listen", fix=fix) from error
+    return f"/ip{match[1]}/{match[2]}/{kind}/{port}{match[5] or ''}"
+
+
+def make_socket_directory(wanted: Path) -> Path:
+    """A directory for sockets that only we can enter; in `wanted` if a socket's path fits the kernel's limit there."""
+    base = wanted.absolute()
+    try:
+        if len(os.fsencode(base)) > SOCKET_PATH_MAX - SOCKET_NAME_MAX:
+            base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        else:
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in base.glob(f"{DIRECTORY_PREFIX}*/{STREAMS_SOCKET}"):
+            if _is_dead(left):
+                shutil.rmtree(left.parent, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=base))
+    except OSError as error:
+        fix = "Choose a place where this user may write"
+        raise ConfigError(
+            f"cannot make a directory for sockets: {error.strerror}", source=str(base), fix=fix
+        ) from error
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether the process that listened on this socket was killed and could not tidy up."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED

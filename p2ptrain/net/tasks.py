@@ -1,0 +1,49 @@
+"""Tasks that are owned: each ends with its group, and one that crashes is reported and not forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeAlias
+
+BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 0.2, 5.0
+
+OnCrash: TypeAlias = Callable[[BaseException], None]
+
+
+class Tasks:
+    """Background work of one owner."""
+
+    def __init__(self, on_crash: OnCrash) -> None:
+        self._on_crash = on_crash
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._on_crash(error)
+
+    async def cancel(self) -> None:
+        """All but the one that asks for it."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between attempts, without end."""
+    pause = BACKOFF_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, BACKOFF_SECONDS_MAX)
+
+
+def report_crash(error: BaseException) -> None:
+    """What happens with a crash if nobody has said: asyncio logs it."""
+    asyncio.get_running_loop().call_exception_handler({"message": "the network crashed", "exception": error})

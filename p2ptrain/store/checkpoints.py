@@ -1,0 +1,230 @@
+"""Checkpoints: the trainer's state after a round, to go on from, and the agreed weights in it, to hand to others.
+
+    checkpoints/00000012-round-48/
+        trainer.safetensors   everything that the trainer needs to go on bit for bit
+        state.bin             the agreed weights as they are hashed: fp32, little-endian, in the model's order
+        checkpoint.json       which round this is, and both files' sizes and BLAKE3 digests, as `b3sum` prints them
+
+A directory gets its name when all in it is on the disk. Its number says which was made later: a branch that has lost
+may have come further than the one that has won. A checkpoint that is damaged, or not of the saved history, is passed
+over for an older one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import structlog
+from msgspec import Meta, Struct
+
+from p2ptrain.core.saving import Journal
+from p2ptrain.digest import PIECE_BYTES, digest, piece_count
+from p2ptrain.errors import DataError
+from p2ptrain.store.files import (
+    PARTIAL_SUFFIX,
+    digest_of,
+    entries,
+    forget,
+    make_directory,
+    read,
+    rename,
+    sync,
+    trouble,
+    write_file,
+)
+
+STAMP_NAME, TRAINER_NAME, STATE_NAME = "checkpoint.json", "trainer.safetensors", "state.bin"
+STAMP_BYTES_MAX = 65_536  # a stamp has 600 bytes
+
+Hex = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
+
+_NAME = re.compile(r"([0-9]{8})-round-[0-9]{1,15}")
+_log = structlog.get_logger("p2ptrain.store")
+
+
+class FileStamp(Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: Annotated[int, Meta(ge=0)]
+    blake3: Hex
+
+
+class Stamp(Struct, frozen=True, forbid_unknown_fields=True):
+    """What `checkpoint.json` says."""
+
+    format: Literal["p2ptrain checkpoint 1"]
+    run: Hex
+    round: Annotated[int, Meta(ge=0)]
+    branch: Hex
+    head: Hex  # the manifest after which it was made; empty if that is not known, as of a state that was fetched
+    root: Hex
+    trainer: FileStamp
+    state: FileStamp
+    digest: Hex = ""  # of all before it
+
+    def encoded(self) -> bytes:
+        """The one way in which a stamp is written."""
+        plain = msgspec.json.encode(msgspec.structs.replace(self, digest=""))
+        signed = msgspec.structs.replace(self, digest=digest("checkpoint", plain).hex())
+        return msgspec.json.format(msgspec.json.encode(signed)) + b"\n"
+
+
+class Checkpoint(Struct, frozen=True):
+    """One that is there; whether it is whole is for `verify` to say."""
+
+    path: Path
+    stamp: Stamp
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name[:8])
+
+    @property
+    def round(self) -> int:
+        return self.stamp.round
+
+    @property
+    def branch(self) -> bytes:
+        return bytes.fromhex(self.stamp.branch)
+
+    @property
+    def head(self) -> bytes:
+        return bytes.fromhex(self.stamp.head)
+
+    @property
+    def root(self) -> bytes:
+        return bytes.fromhex(self.stamp.root)
+
+    @property
+    def trainer_path(self) -> Path:
+        return self.path / TRAINER_NAME
+
+    @property
+    def state_bytes(self) -> int:
+        return self.stamp.state.bytes
+
+    def read_piece(self, index: int) -> bytes | None:
+        """A piece of the agreed weights for a peer, who checks it; None if there is none, or it is gone."""
+        if not 0 <= index < piece_count(self.state_bytes):
+            return None
+        path = self.path / STATE_NAME
+        with trouble(path, "cannot be read"):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            try:
+                return os.pread(descriptor, PIECE_BYTES, index * PIECE_BYTES)
+            finally:
+                os.close(descriptor)
+
+
+class Checkpoints:
+    """Of one node in one run."""
+
+    def __init__(self, directory: Path, run_id: bytes) -> None:
+        self.directory, self.run_id = directory, run_id
+        make_directory(directory)
+        for path in entries(directory):
+            if path.name.endswith(PARTIAL_SUFFIX):  # a crash interrupted it
+                forget(path)
+
+    def write(
+        self,
+        number: int,
+        branch: bytes,
+        head: bytes,
+        root: bytes,
+        save: Callable[[Path], None],
+        weights: bytes | memoryview,
+    ) -> Checkpoint:
+        """Make the state of a round last: `save` writes the trainer's file, `weights` are the agreed ones."""
+        made = max((int(path.name[:8]) for path in self._directories()), default=0) + 1
+        path = self.directory / f"{made:08d}-round-{number}"
+        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        forget(partial)
+        with trouble(path):
+            try:
+                make_directory(partial)
+                save(partial / TRAINER_NAME)
+                sync(partial / TRAINER_NAME)
+                write_file(partial / STATE_NAME, weights)
+                stamp = Stamp(
+                    format="p2ptrain checkpoint 1",
+                    run=self.run_id.hex(),
+                    round=number,
+                    branch=branch.hex(),
+                    head=head.hex(),
+                    root=root.hex(),
+                    trainer=FileStamp(*digest_of(partial / TRAINER_NAME)),
+                    state=FileStamp(*digest_of(partial / STATE_NAME)),
+                )
+                write_file(partial / STAMP_NAME, stamp.encoded())
+                sync(partial)
+                rename(partial, path)
+            finally:
+                forget(partial)
+        return Checkpoint(path, self._stamp(path))
+
+    def present(self) -> list[Checkpoint]:
+        """Those that are there, the last made at the end; what cannot be read is named and passed over."""
+        found = []
+        for path in self._directories():
+            try:
+                found.append(Checkpoint(path, self._stamp(path)))
+            except DataError as error:
+                _log.warning("checkpoint passed over", path=str(path), why=str(error))
+        return found
+
+    def verify(self, checkpoint: Checkpoint) -> str | None:
+        """Why it cannot be used; None if both its files are what was written."""
+        for name, stamp in ((TRAINER_NAME, checkpoint.stamp.trainer), (STATE_NAME, checkpoint.stamp.state)):
+            path = checkpoint.path / name
+            try:
+                found = digest_of(path)
+            except DataError as error:
+                return str(error)
+            if found != (stamp.bytes, stamp.blake3):
+                return f"{path}: damaged: its digest is not the one in {STAMP_NAME}"
+        return None
+
+    def newest(self, journal: Journal) -> Checkpoint | None:
+        """The last made that is whole and of the saved history; it reads all of it."""
+        for checkpoint in reversed(self._of_history(journal)):
+            why = self.verify(checkpoint)
+            if why is None:
+                return checkpoint
+            _log.warning("checkpoint passed over", path=str(checkpoint.path), why=why)
+        return None
+
+    def prune(self, kept: int, journal: Journal) -> None:
+        """Remove all but the last made, and the last made of the saved history: in case their branch has lost."""
+        found = self.present()
+        keep = {checkpoint.path for checkpoint in (*found[-kept:], *self._of_history(journal)[-kept:])}
+        for path in self._directories():
+            if path not in keep:
+                forget(path)
+
+    def _of_history(self, journal: Journal) -> list[Checkpoint]:
+        return [each for each in self.present() if journal.is_on_history(each.head, each.root)]
+
+    def _directories(self) -> list[Path]:
+        return [path for path in entries(self.directory) if _NAME.fullmatch(path.name)]
+
+    def _stamp(self, directory: Path) -> Stamp:
+        path = directory / STAMP_NAME
+        content = read(path)
+        if content is None or len(content) > STAMP_BYTES_MAX:
+            raise DataError(f"{path}: missing, or not a checkpoint's")
+        try:
+            stamp = msgspec.json.decode(content, type=Stamp)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{path}: not a checkpoint's: {error}") from error
+        if stamp.encoded() != content:
+            raise DataError(f"{path}: damaged: it is not what was written")
+        if stamp.run != self.run_id.hex():
+            raise DataError(f"{path}: of another run ({stamp.run})")
+        return stamp

@@ -1,0 +1,64 @@
+"""A lock that ends with its process: one node in a directory, and one process that speaks as an identity.
+
+Two processes with one key would contradict each other before everyone. The system's lock (flock) is gone however the
+process ends; the file stays, since removing it would let two others hold two files of one name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Self
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.store.files import make_directory, trouble
+
+LOCK_NAME = "lock"
+LOCK_SUFFIX = ".lock"
+PID_BYTES = 20
+FIX = "Stop that process first, or give this node another"
+
+
+class Lock:
+    """Held until `release`, or until the process ends."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """ConfigError if another process has it; `what` it locks is for a person to read."""
+        self.path = path
+        make_directory(path.parent)
+        with trouble(path, "cannot be locked"):
+            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # In place and always as long: on a full disk it takes no room that the file has not got already.
+                os.pwrite(self._descriptor, b"%-*d\n" % (PID_BYTES - 1, os.getpid()), 0)
+            except BlockingIOError:
+                holder = os.pread(self._descriptor, PID_BYTES, 0).decode("ascii", "replace").strip()
+                self.release()
+                who = f"process {holder}" if holder.isdigit() else "another process"
+                raise ConfigError(f"{what} is in use by {who}", source=str(path), fix=FIX) from None
+            except OSError:
+                self.release()
+                raise
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> Self:
+        """For what one process alone may write in."""
+        return cls(directory / LOCK_NAME, f"the directory {directory}")
+
+    @classmethod
+    def of_identity(cls, key_file: Path) -> Self:
+        """For who may speak with a key."""
+        return cls(key_file.with_name(key_file.name + LOCK_SUFFIX), f"the identity {key_file}")
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

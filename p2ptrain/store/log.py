@@ -1,0 +1,302 @@
+"""The write-ahead log: what a node may say only once is here before anyone hears it.
+
+    segment   header, then frames: a snapshot of the journal first, then records in the order they were persisted
+    header    magic, format version, digest of both with the segment's number
+    frame     u32 length | 8 bytes BLAKE3 of the body | 4 bytes BLAKE3 of these, the segment and the offset | body
+
+A record follows the last with one write and one sync, however many come at once. When the segment has grown, its
+journal begins a new one, which is written whole before it gets its name; since each segment begins with all that
+counts, the newest is all that is read, and older ones are only in the way.
+
+What a power cut tears is the end of the newest segment, of which nobody was told: it is cut off. The head of a frame
+has a digest of its own, so that a length can be trusted: a frame whose body ends beyond the file was torn, and one
+that is all there and has another digest was damaged later. That is refused and never cut off, because what stood there
+was perhaps said. After Mohan et al., "ARIES" (TODS 1992), and what LevelDB's and TigerBeetle's logs tell the two by.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from struct import Struct as Layout
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+from p2ptrain.core.events import Record, Said, Saved
+from p2ptrain.core.messages import Message, decode
+from p2ptrain.core.saving import Journal
+from p2ptrain.core.state import AgreedState
+from p2ptrain.digest import digest
+from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.store.files import (
+    PARTIAL_SUFFIX,
+    DiskError,
+    cut,
+    entries,
+    forget,
+    make_directory,
+    read,
+    rename,
+    trouble,
+    write_all,
+    write_file,
+)
+
+VERSION = 1
+SEGMENT_BYTES = 16 * 2**20  # read in a tenth of a second; and twice the snapshot, or each append would make another
+RECORD_BYTES_MAX = 2**31  # a snapshot of 65,536 rounds of a large swarm is the largest there is
+SECTOR_BYTES = 512  # what a disk writes as a whole, or not at all
+
+_MAGIC = b"p2ptrain log"
+_HEADER = Layout("<12sI8s")
+_FRAME = Layout("<I8s4s")
+
+_log = structlog.get_logger("p2ptrain.store")
+
+
+class Snapshot(Struct, frozen=True, tag=True):
+    """All that the records before this segment came to."""
+
+    saved: Saved
+    is_forgetful: bool  # the log before this one was lost, and nothing was written since
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Record | Snapshot] = msgspec.msgpack.Decoder(Record | Snapshot)
+
+
+class Log:
+    """Of one node. Only one process may have it open."""
+
+    def __init__(self, directory: Path, base: AgreedState, kept: int, is_forgetful: bool = False) -> None:
+        """Open it, or begin it from this state; `is_forgetful` if one that begins now is not the first there was."""
+        self.directory = directory
+        self.journal = Journal(base, kept)
+        self.is_forgetful = is_forgetful
+        self.number = self.size = self.limit = 0  # of the segment
+        self._descriptor = -1
+        self._is_torn = False  # a write has failed, and what it left behind has to go
+        self._is_lost = False  # of this segment nothing can be said any more: only a new one will do
+        make_directory(directory)
+        found = self._segments()
+        if found:
+            self._open(found)
+        else:
+            with trouble(directory):
+                self._begin_segment()
+
+    @property
+    def path(self) -> Path:
+        return self._path_of(self.number)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # -----------------------------------------------------------------------------------------------
+    # Writing
+
+    def append(self, records: Sequence[Record]) -> None:
+        """When this returns the records survive a power cut; if it raises, they are as if they had never been."""
+        if not records:
+            return
+        journal, frames = self.journal.copy(), []
+        for record in records:
+            journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
+        with trouble(self.path):
+            self._mend()
+            at = self.size
+            for record in records:
+                frames.append(frame(self.number, at, _ENCODER.encode(record)))
+                at += len(frames[-1])
+            self._write(b"".join(frames))
+        self.size, self.journal, self.is_forgetful = at, journal, False
+        if self.size > self.limit:
+            self._compact()
+
+    def _write(self, content: bytes) -> None:
+        self._is_torn = True
+        write_all(self._descriptor, content)
+        self._is_lost = True  # what a failed sync has dropped, no later one writes: this end is not to be built on
+        os.fsync(self._descriptor)
+        self._is_torn = self._is_lost = False
+
+    def _mend(self) -> None:
+        """Get rid of what an append that failed has left behind."""
+        if self._is_lost:
+            self._begin_segment()
+        elif self._is_torn:
+            cut(self.path, self.size)
+        self._is_torn = False
+
+    def _compact(self) -> None:
+        """Begin a new segment; if that cannot be, the old one grows on."""
+        try:
+            with trouble(self.directory):
+                self._begin_segment()
+        except DiskError as error:
+            self.limit = self.size + SEGMENT_BYTES
+            _log.warning("log not compacted", why=str(error))
+
+    def _begin_segment(self) -> None:
+        number = self.number + 1
+        path = self._path_of(number)
+        head = header(number)
+        snapshot = Snapshot(self.journal.saved_at(0, b""), self.is_forgetful)
+        content = head + frame(number, len(head), _ENCODER.encode(snapshot))
+        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        try:
+            write_file(partial, content)
+        except OSError:
+            forget(partial)
+            raise
+        # From here on the new one may have its name, and would be read instead of the old: there is no way back.
+        self._is_lost, self.number = True, number
+        rename(partial, path)
+        self._use(path, len(content), len(content))
+        self._is_lost = False
+        self._forget_others()
+
+    def _use(self, path: Path, size: int, snapshot_bytes: int) -> None:
+        self.close()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self.size, self.limit = size, max(SEGMENT_BYTES, 2 * snapshot_bytes)
+
+    def _forget_others(self) -> None:
+        for path in entries(self.directory):
+            if re.fullmatch(rf"\d{{8}}\.log({re.escape(PARTIAL_SUFFIX)})?", path.name) and path != self.path:
+                forget(path)
+
+    # -----------------------------------------------------------------------------------------------
+    # Reading
+
+    def _path_of(self, number: int) -> Path:
+        return self.directory / f"{number:08d}.log"
+
+    def _segments(self) -> list[int]:
+        names = [path.name for path in entries(self.directory)]
+        return [int(name[:8]) for name in names if re.fullmatch(r"\d{8}\.log", name)]
+
+    def _open(self, found: list[int]) -> None:
+        self.number = found[-1]
+        data = read(self.path) or b""
+        bodies, end = frames_of(self.path, self.number, data)
+        (at, first), *rest = bodies
+        snapshot = self._decoded(at, first)
+        if not isinstance(snapshot, Snapshot):
+            raise damaged(self.path, at, "the segment does not begin with a snapshot")
+        try:
+            self.journal = Journal.restored(snapshot.saved, self.journal.kept, read_own)
+            for at, body in rest:
+                record = self._decoded(at, body)
+                if isinstance(record, Snapshot):
+                    raise damaged(self.path, at, "a second snapshot")
+                self.journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
+        except RemoteProtocolError as error:
+            raise damaged(self.path, at, f"holds what this version would not say: {error}") from error
+        self.is_forgetful = snapshot.is_forgetful and not rest
+        if end < len(data):
+            _log.warning("end of the log cut off", path=str(self.path), offset=end, bytes=len(data) - end)
+            cut(self.path, end)
+        with trouble(self.path):
+            self._use(self.path, end, _FRAME.size + len(first))
+        self._forget_others()
+
+    def _decoded(self, at: int, body: bytes) -> Record | Snapshot:
+        try:
+            return _DECODER.decode(body)
+        except msgspec.MsgspecError as error:
+            raise damaged(self.path, at, f"not a record that this version knows: {error}") from error
+
+
+class _OwnWords:
+    """Takes signatures for good: what was said was signed here, and lay under a digest."""
+
+    run_id = b""
+
+    def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
+        return True
+
+
+def read_own(envelope: bytes) -> Message:
+    """What we have said ourselves."""
+    return decode(envelope, _OwnWords()).message
+
+
+def header(number: int, version: int = VERSION) -> bytes:
+    return _HEADER.pack(_MAGIC, version, _header_digest(number, version))
+
+
+def _header_digest(number: int, version: int) -> bytes:
+    return digest("log header", number.to_bytes(8, "little"), version.to_bytes(4, "little"))[:8]
+
+
+def frame(number: int, at: int, body: bytes) -> bytes:
+    """A body as it stands at an offset of a segment."""
+    assert len(body) < RECORD_BYTES_MAX, "a record has its bound"
+    name = digest("log record", body)[:8]
+    return _FRAME.pack(len(body), name, _frame_digest(number, at, len(body), name)) + body
+
+
+def _frame_digest(number: int, at: int, length: int, name: bytes) -> bytes:
+    place = b"".join(part.to_bytes(8, "little") for part in (number, at, length))
+    return digest("log frame", place, name)[:4]
+
+
+def frames_of(path: Path, number: int, data: bytes) -> tuple[list[tuple[int, bytes]], int]:
+    """The bodies in a segment with their offsets, at least one, and where what is torn begins; DataError on damage."""
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        raise damaged(path, 0, "not the beginning of a log")
+    _, version, name = _HEADER.unpack_from(data)
+    if version > VERSION:
+        raise DataError(f"{path}: has format {version}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
+    if name != _header_digest(number, version):
+        raise damaged(path, 0, "the header is not what was written")
+    bodies, at = [], _HEADER.size
+    while at < len(data):
+        body = _body_at(number, data, at)
+        if body is None:
+            if not _is_torn(number, data, at):
+                raise damaged(path, at, "the record is not what was written")
+            break
+        bodies.append((at, body))
+        at += _FRAME.size + len(body)
+    if not bodies:
+        raise damaged(path, at, "the snapshot is missing")
+    return bodies, at
+
+
+def _body_at(number: int, data: bytes, at: int) -> bytes | None:
+    if len(data) - at < _FRAME.size:
+        return None
+    length, name, check = _FRAME.unpack_from(data, at)
+    start = at + _FRAME.size
+    body = data[start : start + length]
+    is_whole = check == _frame_digest(number, at, length, name) and digest("log record", body)[:8] == name
+    return body if is_whole else None
+
+
+def _is_torn(number: int, data: bytes, at: int) -> bool:
+    """Whether a frame that is not whole is one that was never written whole."""
+    left = len(data) - at
+    if left < _FRAME.size:
+        return True
+    length, name, check = _FRAME.unpack_from(data, at)
+    if check == _frame_digest(number, at, length, name) and left < _FRAME.size + length:
+        return True
+    # Some file systems make a file longer first: what was not written yet is zeros, from the begin of a sector on.
+    last = max(at, (len(data) - 1) // SECTOR_BYTES * SECTOR_BYTES)
+    return not any(data[last:])
+
+
+def damaged(path: Path, at: int, why: str) -> DataError:
+    fix = (
+        "It was whole once, so this is the disk's or somebody's doing. Restore the file, or move the directory "
+        f"{path.parent} away: the node then asks its peers how far it had spoken, and is silent until it knows"
+    )
+    return DataError(f"{path}: damaged at byte {at}: {why}. {fix}")

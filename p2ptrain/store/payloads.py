@@ -1,0 +1,160 @@
+"""Payloads, by digest: in memory while a round is being agreed on, and as files what has to last.
+
+A payload that is only in memory costs nothing when its round passes it by. When they take too much room, the longest
+unused go to the disk without being waited for: the core counts on what it was told is here. What is read from the disk
+is what its digest says, or is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import structlog
+
+from p2ptrain.core.messages import payload_digest
+from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
+from p2ptrain.store.files import PARTIAL_SUFFIX, entries, forget, make_directory, read, sync, trouble, write_file
+
+MEMORY_BYTES = 256 * 2**20  # a round of 256 contributions of 1 MB; a guess at what a laptop can spare
+
+_log = structlog.get_logger("p2ptrain.store")
+_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+
+
+class Payloads:
+    """Of one node. Threads may share it."""
+
+    def __init__(self, directory: Path, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.directory, self.memory_bytes = directory, memory_bytes
+        self._memory: OrderedDict[bytes, bytes] = OrderedDict()  # the longest unused first
+        self._bytes = 0  # in memory
+        self._lasting: set[bytes] = set()  # by this process
+        self._spilled: set[bytes] = set()  # written by this process, and not synced
+        self._lock = threading.RLock()
+
+    def put(self, name: bytes, content: bytes) -> None:
+        """Hold a payload; whoever calls has checked its digest."""
+        with self._lock:
+            if name in self._memory or name in self._lasting or name in self._spilled:
+                return  # any other file of this name was not looked into, and may be damaged
+            self._memory[name] = content
+            self._bytes += len(content)
+            while self._bytes > self.memory_bytes:
+                oldest = next(iter(self._memory))
+                if oldest not in self._lasting:
+                    self._write(oldest, self._memory[oldest], is_synced=False)
+                    self._spilled.add(oldest)
+                self._drop(oldest)
+
+    def keep(self, names: Iterable[bytes]) -> list[bytes]:
+        """Make these last, as far as they are here; the others are returned."""
+        missing: list[bytes] = []
+        written: list[bytes] = []
+        with self._lock:
+            for name in sorted({*names} - self._lasting):
+                content = self.get(name)
+                if content is None:
+                    missing.append(name)
+                else:  # what was spilled is written again: a sync that once failed would not say so twice
+                    self._write(name, content, is_synced=True)
+                    written.append(name)
+            for folder in sorted({self._path_of(name).parent for name in written}):
+                with trouble(folder):
+                    sync(folder)
+            self._lasting.update(written)
+            self._spilled.difference_update(written)
+        return missing
+
+    def fleeting(self, names: Iterable[bytes]) -> list[bytes]:
+        """Those of these that are here, and that a power cut would take."""
+        with self._lock:
+            return [
+                name for name in names if name in self._spilled or (name in self._memory and name not in self._lasting)
+            ]
+
+    def get(self, name: bytes) -> bytes | None:
+        with self._lock:
+            content = self._memory.get(name)
+            if content is not None:
+                self._memory.move_to_end(name)
+                return content
+        path = self._path_of(name)
+        content = read(path)
+        if content is not None and payload_digest(content) != name:
+            _log.warning("payload damaged and removed", path=str(path))
+            with self._lock:
+                forget(path)
+                self._lasting.discard(name)
+                self._spilled.discard(name)
+            return None
+        return content
+
+    def read_piece(self, name: bytes, index: int) -> bytes | None:
+        """A piece for a peer, who checks it; None if there is none."""
+        size = self.size(name)
+        if size is None or not 0 <= index < piece_count(size):
+            return None
+        start = index * PIECE_BYTES
+        content = self._memory.get(name)
+        if content is not None:
+            return content[start : start + PIECE_BYTES]
+        path = self._path_of(name)
+        with trouble(path, "cannot be read"):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # pruned just now
+                return None
+            try:
+                return os.pread(descriptor, PIECE_BYTES, start)
+            finally:
+                os.close(descriptor)
+
+    def size(self, name: bytes) -> int | None:
+        content = self._memory.get(name)
+        if content is not None:
+            return len(content)
+        path = self._path_of(name)
+        with trouble(path, "cannot be read"):
+            try:
+                return path.stat().st_size
+            except FileNotFoundError:
+                return None
+
+    def __contains__(self, name: bytes) -> bool:
+        return self.size(name) is not None
+
+    def prune(self, keep: Collection[bytes]) -> None:
+        """Forget all others."""
+        with self._lock:
+            for name in [name for name in self._memory if name not in keep]:
+                self._drop(name)
+            self._lasting.intersection_update(keep)
+            self._spilled.intersection_update(keep)
+            for folder in entries(self.directory):
+                for path in entries(folder):
+                    if not (_NAME.fullmatch(path.name) and bytes.fromhex(path.name) in keep):
+                        forget(path)
+
+    def _drop(self, name: bytes) -> None:
+        self._bytes -= len(self._memory.pop(name))
+
+    def _path_of(self, name: bytes) -> Path:
+        text = name.hex()
+        return self.directory / text[:2] / text
+
+    def _write(self, name: bytes, content: bytes, is_synced: bool) -> None:
+        path = self._path_of(name)
+        make_directory(path.parent)
+        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        with trouble(path):
+            try:
+                write_file(partial, content, is_synced)
+                partial.replace(path)
+            except OSError:
+                forget(partial)
+                raise

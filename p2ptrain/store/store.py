@@ -1,0 +1,160 @@
+"""The store: all that one identity keeps of one run, in one locked directory.
+
+    run.json       the run's config, in its canonical encoding
+    identity       the public key of whose directory this is
+    wal/           what was persisted (log.py)
+    payloads/      contributions of the history and of what was said (payloads.py)
+    checkpoints/   the trainer's state (checkpoints.py)
+    peers.json     addresses that worked
+
+That an identity has spoken in a run stands beside its key: whoever moves the key to another machine, or loses the
+directory, comes back as one who does not know what it has said, and not as a newcomer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+import structlog
+from msgspec import Meta
+
+from p2ptrain.config import RunConfig
+from p2ptrain.core.events import Certified, Record, Said, Saved
+from p2ptrain.core.history import Entry
+from p2ptrain.core.saving import Journal
+from p2ptrain.core.state import AgreedState
+from p2ptrain.errors import DataError
+from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.files import make_directory, read, write_atomically
+from p2ptrain.store.lock import Lock
+from p2ptrain.store.log import Log
+from p2ptrain.store.payloads import Payloads
+
+CHECKPOINTS_KEPT = 4
+PEERS_MAX = 1_024  # addresses; a few are enough to find the others
+ADDRESS_LENGTH_MAX = 512
+SPOKEN_SUFFIX = ".spoken"  # of the directory beside a key, with a file for each run
+
+_Addresses = Annotated[list[Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]], Meta(max_length=PEERS_MAX)]
+_log = structlog.get_logger("p2ptrain.store")
+
+
+class Store:
+    """Of one identity in one run. One thread writes."""
+
+    def __init__(self, directory: Path, run: RunConfig, genesis: AgreedState, me: bytes, key_file: Path) -> None:
+        """See `open`."""
+        self.directory, self.genesis, self.me = directory, genesis, me
+        self.lock = Lock.of_directory(directory)
+        with ExitStack() as failed:
+            failed.callback(self.lock.release)
+            self._claim("run.json", run.canonical(), f"of run {run.name} ({run.run_id[:16]})")
+            self._claim("identity", me.hex().encode() + b"\n", f"of the identity {me.hex()[:16]}")
+            spoken = key_file.with_name(key_file.name + SPOKEN_SUFFIX) / run.run_id
+            has_spoken = read(spoken) is not None
+            self.log = Log(directory / "wal", genesis, run.agreement.history_rounds, is_forgetful=has_spoken)
+            failed.callback(self.log.close)
+            if not has_spoken:  # after the log: a crash in between must not make a newcomer forgetful
+                make_directory(spoken.parent)
+                write_atomically(spoken, b"")
+            self.payloads = Payloads(directory / "payloads")
+            self.checkpoints = Checkpoints(directory / "checkpoints", bytes.fromhex(run.run_id))
+            failed.pop_all()
+
+    @classmethod
+    def open(cls, directory: Path, run: RunConfig, genesis: AgreedState, me: bytes, key_file: Path) -> Self:
+        """Open a directory, or begin it; `genesis` is the state before the first round."""
+        return cls(directory, run, genesis, me, key_file)
+
+    def _claim(self, name: str, content: bytes, what: str) -> None:
+        """Written at the first start, and the same ever after."""
+        path = self.directory / name
+        found = read(path)
+        if found is None:
+            write_atomically(path, content)
+        elif found != content:
+            fix = f"Use another directory, or move {self.directory} away if nothing in it is needed"
+            raise DataError(f"{path}: damaged, or the directory is not {what}. {fix}")
+
+    def close(self) -> None:
+        self.log.close()
+        self.lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -----------------------------------------------------------------------------------------------
+    # What a start begins with
+
+    @property
+    def is_forgetful(self) -> bool:
+        """This identity has spoken in this run, what it said is lost, and it has persisted nothing since."""
+        return self.log.is_forgetful
+
+    @property
+    def journal(self) -> Journal:
+        return self.log.journal
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """From which to go on; None: from the first weights. It reads the files whole."""
+        return self.checkpoints.newest(self.journal)
+
+    def saved(self, checkpoint: Checkpoint | None) -> Saved:
+        """For `Started`, when the trainer has loaded this checkpoint."""
+        if checkpoint is None:
+            return self.journal.saved_at(self.genesis.round, self.genesis.root)
+        return self.journal.saved_at(checkpoint.round, checkpoint.root)
+
+    # -----------------------------------------------------------------------------------------------
+    # What is written
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Make records last, and before them the payloads that they rest on. All of them, or DataError and none."""
+        spoken = {name for record in records if isinstance(record, Said) for name in record.payloads}
+        missing = self.payloads.keep(spoken)
+        if missing:
+            raise DataError(f"payload {missing[0].hex()} is not here any more, and what rests on it cannot be said")
+        # Of a round that others decided, a payload may be on its way; it is kept by `prune`.
+        steps = [record.step for record in records if isinstance(record, Certified)]
+        taken = [taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken]
+        self.payloads.keep(self.payloads.fleeting(taken))
+        self.log.append(records)
+
+    def prune(self, payloads: Collection[bytes] = ()) -> None:
+        """Forget payloads that neither the history nor our words rest on, but for these; and old checkpoints.
+
+        Once in a few rounds: it also makes last what came after its round was decided.
+        """
+        needed = self.journal.payloads
+        self.payloads.keep(self.payloads.fleeting(needed))
+        self.payloads.prune(needed.union(payloads))
+        self.checkpoints.prune(CHECKPOINTS_KEPT, self.journal)
+
+    # -----------------------------------------------------------------------------------------------
+    # Peers
+
+    def peers(self) -> list[str]:
+        """Addresses that worked, the best first; losing them is no reason not to start."""
+        path = self.directory / "peers.json"
+        try:
+            content = read(path)
+            return [] if content is None else msgspec.json.decode(content, type=_Addresses)
+        except (DataError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            _log.warning("remembered addresses are lost", path=str(path), why=str(error))
+            return []
+
+    def remember_peers(self, addresses: Sequence[str]) -> None:
+        kept = [address for address in dict.fromkeys(addresses) if len(address) <= ADDRESS_LENGTH_MAX][:PEERS_MAX]
+        write_atomically(self.directory / "peers.json", msgspec.json.encode(kept))
+
+
+def read_run(directory: Path) -> bytes | None:
+    """The config of the run that a directory is of, as it was written; None if there is none."""
+    return read(directory / "run.json")

@@ -1,0 +1,349 @@
+"""Blobs arrive whole, from several sources, in spite of those that lie, die or keep things back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from bulk_known import BLOB, NAME, PIECE, Answer, account, given, honest, lie, now, swarm, tree, wrong_piece
+from net_known import at, key, skipping_time, some_bytes, until
+
+from p2ptrain.errors import DataError
+from p2ptrain.net.blobs import BlobName, Kind, MemoryBlob, MemorySink
+from p2ptrain.net.bulk import FetchError, Given, Later, Nothing, Reply, Request, Want, encode
+from p2ptrain.net.transport import FRAME_BYTES_MAX
+
+# ---------------------------------------------------------------------------------------------------
+# The relay
+
+
+@skipping_time
+async def test_seven_that_fetch_from_the_author_at_once_give_most_of_it_to_one_another() -> None:
+    async with swarm(8) as (network, (author, *others)):
+        name, blob = tree(64 * PIECE - 5)
+        author.blobs[name] = blob
+        async with asyncio.TaskGroup() as group:
+            fetched = [group.create_task(node.fetch(name, blob.size, author.key)) for node in others]
+        assert all(task.result() == blob.data() for task in fetched)
+        sent = sum(size for (sender, _), size in network.sent.items() if sender == author.key)
+        assert sent < 3 * blob.size
+        assert sum(network.sent.values()) < 7.2 * blob.size  # hardly anything goes twice
+        assert [node.blamed + node.failed for node in others] == [[]] * 7
+        assert all(node.fetcher.in_progress(name) is None for node in others)
+
+
+@skipping_time
+async def test_under_an_upload_limit_the_relay_is_faster_than_the_author_alone() -> None:
+    async with swarm(8, upload=10 * PIECE) as (network, (author, *others)):
+        name, blob = tree(64 * PIECE)
+        author.blobs[name] = blob
+        async with asyncio.TaskGroup() as group:
+            for node in others:
+                group.create_task(node.fetch(name, blob.size, author.key))
+        sent = sum(size for (sender, _), size in network.sent.items() if sender == author.key)
+        assert sent < 3 * blob.size
+        assert now() < 15  # alone it would take 45 s
+
+
+@skipping_time
+async def test_who_comes_later_finds_the_others_through_the_author() -> None:
+    async with swarm(3) as (network, (author, first, second)):
+        name, blob = tree(8 * PIECE)
+        author.blobs[name] = blob
+        await first.fetch(name, blob.size, author.key)
+        assert await second.fetch(name, blob.size, author.key) == blob.data()
+        assert network.sent[first.key, second.key] > PIECE
+
+
+# ---------------------------------------------------------------------------------------------------
+# One source after another
+
+
+@skipping_time
+async def test_a_small_payload_comes_from_the_first_source_that_has_it() -> None:
+    async with swarm(4) as (network, (me, a, b, c)):
+        name, blob = tree(1_000)
+        b.blobs[name] = c.blobs[name] = blob
+        assert await me.fetch(name, 1_000, me.key, a.key, b.key, c.key) == blob.data()
+        assert me.failed == [(a.key, "has nothing: not here")]
+        assert me.blamed == []
+        assert network.sent[c.key, me.key] == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 5])
+@pytest.mark.parametrize("kind", ["payload", "state", "manifest"])
+def test_blobs_of_all_sizes_arrive(size: int, kind: Kind) -> None:
+    @skipping_time
+    async def test() -> None:
+        async with swarm(2) as (_, (a, b)):
+            data = some_bytes(size)
+            blob = MemoryBlob(data) if kind == "manifest" else MemoryBlob.tree(data)
+            name = BlobName(kind, bytes(32) if kind == "manifest" else blob.name)
+            a.blobs[name] = blob
+            check = (lambda found: found == data) if kind == "manifest" else None
+            limit = size if kind == "payload" else 4 * PIECE
+            sink = await b.fetcher.fetch(name, limit, [a.key], check=check, failed=b.fail)
+            assert sink.data() == data
+            assert (b.failed, b.blamed) == ([], [])
+
+    test()
+
+
+@skipping_time
+async def test_an_empty_blob_arrives() -> None:
+    async with swarm(2) as (_, (a, b)):
+        name = BlobName("data", bytes(32))
+        a.blobs[name] = MemoryBlob(b"")
+        assert (await b.fetcher.fetch(name, 10, [a.key], check=lambda data: data == b"", failed=b.fail)).data() == b""
+
+
+@skipping_time
+async def test_what_is_checked_as_a_whole_and_wrong_comes_from_the_next_source() -> None:
+    async with swarm(3) as (_, (me, a, b)):
+        right, wrong = some_bytes(3 * PIECE), some_bytes(3 * PIECE, 1)
+        name = BlobName("manifest", bytes(32))
+        a.blobs[name], b.blobs[name] = MemoryBlob(wrong), MemoryBlob(right)
+        check = right.__eq__
+        sink = await me.fetcher.fetch(name, 4 * PIECE, [a.key, b.key], check=check, failed=me.fail)
+        assert sink.data() == right
+        assert me.blamed == [(a.key, "manifest 0000000000000000 that is something else")]
+        with pytest.raises(FetchError, match=r"manifest 0+ is not to be had: .*of 3145728 bytes, where 10 are right"):
+            await me.fetcher.fetch(name, 10, [b.key], check=check, failed=me.fail)
+
+
+@skipping_time
+async def test_when_nobody_has_it_all_reasons_are_told() -> None:
+    async with swarm(3) as (network, (me, a, b)):
+        network.kill(b.key)
+        for size in (100, 3 * PIECE):
+            name, _ = tree(size)
+            me.failed.clear()
+            with pytest.raises(FetchError) as caught:
+                await me.fetch(name, size, a.key, b.key)
+            assert caught.value.failures == dict(me.failed)
+            assert caught.value.failures[a.key] == "has nothing: not here"
+            assert caught.value.failures[b.key].startswith("not connected")
+            with pytest.raises(FetchError, match="nobody to ask"):
+                await me.fetch(name, size)
+        assert me.blamed == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# Liars
+
+
+async def short_piece(request: Request) -> Reply:
+    return account(BLOB) if isinstance(request, Want) else Given(request.index, BLOB.read(request.index)[:-1])
+
+
+async def other_piece(request: Request) -> Reply:
+    return account(BLOB) if isinstance(request, Want) else given(BLOB, (request.index + 1) % 6)
+
+
+async def account_for_a_piece(request: Request) -> Reply:
+    return account(BLOB)
+
+
+async def garbage(request: Request) -> bytes:
+    return b"\xc1"
+
+
+async def not_canonical(request: Request) -> bytes:
+    return encode(account(BLOB)) + b"\0"
+
+
+async def long_frame(request: Request) -> bytes:
+    return bytes(FRAME_BYTES_MAX)
+
+
+BLAMED: dict[str, tuple[Answer, str]] = {
+    "a wrong piece": (wrong_piece, "a wrong piece"),
+    "a piece that is too short": (short_piece, "a wrong piece"),
+    "a piece that was not asked for": (other_piece, "an answer to another question"),
+    "an account instead of a piece": (account_for_a_piece, "an answer to another question"),
+    "garbage": (garbage, "not a reply"),
+    "a reply with something after it": (not_canonical, "not a reply"),
+    "a long frame of nothing": (long_frame, "not a reply"),
+    "wrong leaves": (honest(BLOB, leaves=bytes(6 * 32)), "digests that do not lead"),
+    "no leaves": (honest(BLOB, leaves=b""), "digests that do not lead"),
+    "too many leaves": (honest(BLOB, leaves=BLOB.leaves + bytes(32)), "digests that do not lead"),
+    "a wrong size": (honest(BLOB, size=BLOB.size + 1), "where"),
+    "a huge size": (honest(BLOB, size=60_000 * PIECE), "an account of other pieces"),
+    "a size beyond the protocol": (honest(BLOB, size=60_000 * PIECE + 1), "not a reply"),
+    "pieces beyond the end": (honest(BLOB, held=b"\x7f"), "an account of other pieces"),
+    "a long list of pieces": (honest(BLOB, held=bytes(2)), "an account of other pieces"),
+    "counts of other pieces": (honest(BLOB, given=bytes(5)), "an account of other pieces"),
+    "too many holders": (honest(BLOB, holders=tuple(key(n) for n in range(17))), "not a reply"),
+}
+
+
+@pytest.mark.parametrize(("answer", "why"), BLAMED.values(), ids=BLAMED.keys())
+def test_who_lies_about_bytes_is_blamed_and_dropped(answer: Answer, why: str) -> None:
+    @skipping_time
+    async def test() -> None:
+        async with swarm(2, upload=PIECE) as (network, (me, good)):  # so slow that the liar is asked too
+            liar = await lie(network, 100, [me], answer)
+            good.blobs[NAME] = BLOB
+            with pytest.raises(FetchError, match=why):
+                await me.fetch(NAME, BLOB.size, liar)
+            assert await me.fetch(NAME, BLOB.size, liar, good.key) == BLOB.data()
+            assert {peer for peer, _ in me.blamed} == {peer for peer, _ in me.failed} == {liar}
+            assert me.blamed == me.failed
+            assert why in me.blamed[0][1]
+
+    test()
+
+
+@skipping_time
+async def test_a_state_that_changes_its_size_is_a_lie() -> None:
+    name, blob = tree(6 * PIECE, "state")
+    accounts = iter([account(blob, held=b"\0"), account(tree(7 * PIECE)[1], leaves=b"")])
+
+    async def answer(request: Request) -> Reply:
+        return next(accounts)
+
+    async with swarm(1) as (network, (me,)):
+        liar = await lie(network, 100, [me], answer)
+        with pytest.raises(FetchError):
+            await me.fetch(name, 10 * PIECE, liar)
+        assert me.blamed == [(liar, f"a blob of {6 * PIECE} bytes that now has {7 * PIECE}")]
+
+
+async def silence(request: Request) -> None:
+    return None
+
+
+async def stingy(request: Request) -> Reply:
+    return account(BLOB) if isinstance(request, Want) else Later(request.index)
+
+
+async def mute(request: Request) -> Reply | None:
+    return account(BLOB) if isinstance(request, Want) else None
+
+
+async def dribble(request: Request) -> Reply:
+    if isinstance(request, Want):
+        return account(BLOB)
+    await at(now() + 19)
+    return given(BLOB, request.index)
+
+
+async def empty_handed(request: Request) -> Reply:
+    return account(BLOB, held=b"\0") if isinstance(request, Want) else Nothing("no")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why", "seconds"),
+    [
+        (silence, "no answer in time", 20),
+        (stingy, "keeps back what it has", 6.5),
+        (mute, "no answer in time", 20),
+        (empty_handed, "has nothing of what is missing", 21),
+    ],
+)
+def test_who_keeps_things_back_is_dropped_in_time_and_not_blamed(answer: Answer, why: str, seconds: float) -> None:
+    @skipping_time
+    async def test() -> None:
+        async with swarm(1) as (network, (me,)):
+            miser = await lie(network, 100, [me], answer)
+            with pytest.raises(FetchError):
+                await me.fetch(NAME, BLOB.size, miser)
+            assert me.failed == [(miser, why)]
+            assert me.blamed == []
+            assert now() <= seconds + 0.1
+
+    test()
+
+
+@pytest.mark.parametrize("answer", [silence, stingy, mute, dribble, empty_handed])
+def test_beside_an_honest_source_nobody_can_hold_up_a_fetch(answer: Answer) -> None:
+    @skipping_time
+    async def test() -> None:
+        async with swarm(2) as (network, (me, good)):
+            misers = [await lie(network, 100 + number, [me], answer) for number in range(3)]
+            good.blobs[NAME] = BLOB
+            assert await me.fetch(NAME, BLOB.size, *misers, good.key) == BLOB.data()
+            assert now() < 7  # it stalls once
+
+    test()
+
+
+@skipping_time
+async def test_a_crowd_of_false_holders_does_not_keep_the_honest_source_from_its_turn() -> None:
+    async with swarm(2) as (network, (me, good)):
+        crowd = [await lie(network, 100 + number, [me], silence) for number in range(12)]
+        good.blobs[NAME] = BLOB
+        assert await me.fetch(NAME, BLOB.size, *crowd, good.key) == BLOB.data()
+        assert now() < 65  # three times four that say nothing for 20 s
+        assert sorted(me.failed) == [(peer, "no answer in time") for peer in sorted(crowd)]
+
+
+@skipping_time
+async def test_sources_that_have_nothing_yet_make_room_for_one_that_has() -> None:
+    async with swarm(2) as (network, (me, good)):
+        crowd = [await lie(network, 100 + number, [me], empty_handed) for number in range(8)]
+        good.blobs[NAME] = BLOB
+        assert await me.fetch(NAME, BLOB.size, *crowd, good.key) == BLOB.data()
+        assert now() < 5
+        assert (me.failed, me.blamed) == ([], [])
+
+
+@skipping_time
+async def test_holders_that_do_not_exist_cost_nothing() -> None:
+    async with swarm(1) as (network, (me,)):
+        source = await lie(network, 100, [me], honest(BLOB, holders=tuple(key(200 + n) for n in range(16))))
+        assert await me.fetch(NAME, BLOB.size, source) == BLOB.data()
+        assert (me.failed, me.blamed) == ([], [])
+        assert now() < 1
+
+
+# ---------------------------------------------------------------------------------------------------
+# Interruptions
+
+
+@skipping_time
+async def test_a_source_that_dies_in_the_middle_is_replaced_by_others() -> None:
+    async with swarm(3, upload=4 * PIECE) as (network, (me, dying, other)):
+        name, blob = tree(30 * PIECE)
+        dying.blobs[name] = other.blobs[name] = blob
+        async with asyncio.TaskGroup() as group:
+            fetching = group.create_task(me.fetch(name, blob.size, dying.key, other.key))
+            await until(lambda: network.sent[dying.key, me.key] > 5 * PIECE)
+            network.kill(dying.key)
+        assert fetching.result() == blob.data()
+        assert me.failed == [(dying.key, "the peer is gone")]
+        assert network.sent[dying.key, me.key] + network.sent[other.key, me.key] < 36 * PIECE
+
+
+@skipping_time
+async def test_a_fetch_that_was_broken_off_goes_on_where_it_was() -> None:
+    async with swarm(2, upload=4 * PIECE) as (network, (me, other)):
+        name, blob = tree(20 * PIECE)
+        other.blobs[name] = blob
+        sink = MemorySink()
+        fetching = asyncio.create_task(me.fetcher.fetch(name, blob.size, [other.key], sink=sink, failed=me.fail))
+        await until(lambda: sink.held.bit_count() >= 10)
+        partial = me.fetcher.in_progress(name)
+        assert partial is sink
+        fetching.cancel()
+        await asyncio.wait([fetching])
+        assert me.fetcher.in_progress(name) is None
+        before = network.sent[other.key, me.key]
+        held = sink.held.bit_count()
+        await me.fetcher.fetch(name, blob.size, [other.key], sink=sink, failed=me.fail)
+        assert sink.data() == blob.data()
+        assert network.sent[other.key, me.key] - before < (20 - held + 1) * PIECE
+        assert me.failed == []
+
+
+@skipping_time
+async def test_a_sink_that_takes_nothing_is_our_own_trouble() -> None:
+    class Full(MemorySink):
+        def write(self, index: int, piece: bytes) -> None:
+            raise DataError("the disk is full")
+
+    async with swarm(2) as (_, (me, other)):
+        other.blobs[NAME] = BLOB
+        with pytest.raises(DataError, match="the disk is full"):
+            await me.fetcher.fetch(NAME, BLOB.size, [other.key], sink=Full(), failed=me.fail)
+        assert (me.failed, me.blamed) == ([], [])

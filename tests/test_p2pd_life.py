@@ -1,0 +1,181 @@
+"""What becomes of a node when p2pd dies, when it dies itself, and when it is closed in the middle of things."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from p2ptrain.identity import Identity
+from p2ptrain.net import frames, p2pd
+from p2ptrain.net.transport import Stream, TransportError
+from tests.p2pd_known import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    async with nodes_in(tmp_path) as start:
+        yield start
+
+
+async def test_a_p2pd_that_dies_is_back_with_all_that_it_did(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    nodes, heard = await connected(make, 2), [Heard(), Heard()]
+    for node, hear in zip(nodes, heard, strict=True):
+        await node.subscribe("a", hear)
+        await node.serve("/echo/1", echo)
+    await heard[0].until(nodes[1], "a", b"warm")
+    await nodes[0].peers()  # which is how the one that was called knows its callers
+    for mortal, other in [(0, 1), (1, 0)]:
+        addresses, started_at = nodes[mortal].addresses(), time.monotonic()
+        stream = await nodes[mortal].open(nodes[other].me, "/echo/1")
+        os.kill(nodes[mortal]._supervisor.process.pid, signal.SIGKILL)
+        with pytest.raises(TransportError):
+            await asyncio.wait_for(stream.receive(1), SECONDS)
+        await until(lambda mortal=mortal: nodes[mortal].counters()["p2pd restarts"] == 1)
+        async with asyncio.timeout(SECONDS):
+            while nodes[other].me not in await nodes[mortal].peers():
+                pass
+        assert nodes[mortal].addresses() == addresses
+        assert await echoed(nodes[other], nodes[mortal].me, b"in") == b"in"
+        assert await echoed(nodes[mortal], nodes[other].me, b"out") == b"out"
+        await heard[mortal].until(nodes[other], "a", b"heard again")
+        await heard[other].until(nodes[mortal], "a", b"speaks again")
+        await nodes[mortal].announce("run", bytes([mortal]), 60)
+        assert (await nodes[other].look_up("run"))[nodes[mortal].me] == bytes([mortal])
+        assert time.monotonic() - started_at < 10
+    assert caplog.text.count("p2pd ended (status -9) and is started again") == 2
+
+
+async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = await make()
+    _, _, host, _, port = node._listen[0].split("/")
+    os.kill(node._supervisor.process.pid, signal.SIGSTOP)
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        thief.bind((host, int(port)))
+        thief.listen()
+        os.kill(node._supervisor.process.pid, signal.SIGKILL)
+        await until(lambda: caplog.text.count("p2pd cannot be started, and will be tried again: network.listen") >= 2)
+        assert node.counters()["p2pd restarts"] == 0
+    assert await node.peers() == {}  # it waits
+    assert node.counters()["p2pd restarts"] == 1
+
+
+async def test_a_dht_that_has_lost_p2pd_is_started_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = await connected(make, 2)
+    broken = nodes[0]._dht
+    broken.reading.cancel()
+    await until(lambda: nodes[0]._dht is not broken)
+    await nodes[1].connect(nodes[0].addresses()[0])
+    await nodes[0].announce("run", b"here", 60)
+    assert await nodes[1].look_up("run") == {nodes[0].me: b"here"}
+    assert nodes[0].counters()["p2pd restarts"] == 0
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from p2ptrain.net.p2pd import P2pd
+from p2ptrain.node_config import NetworkConfig
+
+async def main():
+    network = NetworkConfig(listen=("/ip4/127.0.0.1/tcp/0",), nat=False)
+    node = await P2pd.start(Path(sys.argv[1]), network, Path(sys.argv[2]))
+    print(node._supervisor.process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_no_p2pd_outlives_a_node_that_is_killed(make: Make, tmp_path: Path) -> None:
+    Identity.make(tmp_path / "key")
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CHILD, str(tmp_path / "key"), str(make.runtime)), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        orphan = psutil.Process(int(await asyncio.wait_for(child.stdout.readline(), 60)))
+        assert orphan.name() == "p2pd"
+        assert os.getsid(orphan.pid) == orphan.pid  # a Ctrl-C in our terminal is not for it
+    finally:
+        child.kill()
+        await child.wait()
+    await until(lambda: not orphan.is_running())
+    left = list(make.runtime.iterdir())
+    assert len(left) == 1
+    await make()
+    assert not left[0].exists()  # the next node tidies up
+
+
+async def test_sockets_lie_where_nobody_else_can_enter(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await make()
+    assert node._directory.parent == make.runtime
+    assert stat.S_IMODE(node._directory.stat().st_mode) == 0o700
+    assert {path.name for path in node._directory.iterdir()} >= {"p2pd.sock", "streams.sock"}
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    far = await make(runtime=tmp_path / ("x" * 100))
+    assert stat.S_IMODE(far._directory.stat().st_mode) == 0o700
+    assert not (tmp_path / ("x" * 100)).exists()
+
+
+async def test_closing_ends_what_is_in_use_and_later_calls_fail(make: Make) -> None:
+    nodes = await connected(make, 2)
+    await nodes[0].serve("/echo/1", echo)
+    stream = await nodes[1].open(nodes[0].me, "/echo/1")
+    await stream.send(b"a")
+    reading = asyncio.create_task(_fails(stream))
+    await nodes[1].close()
+    await asyncio.wait_for(reading, SECONDS)
+    with pytest.raises(TransportError, match="the network was closed"):
+        await nodes[1].publish("a", b"")
+    await nodes[1].close()
+
+
+async def _fails(stream: Stream) -> None:
+    with pytest.raises(TransportError):
+        while True:
+            await stream.receive(10)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(make: Make) -> None:
+    node = await make()
+    starting = asyncio.create_task(make())
+    await until(lambda: len(list(make.runtime.glob("*/streams.sock"))) == 2)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert list(make.runtime.iterdir()) == [node._directory]
+    assert [child.name() for child in psutil.Process().children()] == ["p2pd"]
+
+
+async def test_a_p2pd_that_does_not_start_says_why(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2pd, "make_arguments", lambda *arguments, **options: ["-no-such-option"])
+    with pytest.raises(TransportError, match=r"p2pd did not start: .*flag provided but not defined: -no-such-option"):
+        await make()
+
+
+def test_importing_hivemind_leaves_logging_as_it_was() -> None:
+    assert logging.getLevelName(logging.WARNING) == "WARNING"
+    assert logging.getLogger("hivemind").handlers == []
+
+
+async def test_a_message_from_p2pd_that_is_too_long_is_not_read() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"\xff\xff\xff\xff\x7f")
+    with pytest.raises(TransportError, match="sends a message of"):
+        await frames.read_message(reader, 1_000)

@@ -1,0 +1,218 @@
+"""Checkpoints: whole or not there, passed over when damaged or of a branch that has lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import structlog
+from store_known import KEPT, Power, folded, some_records
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.saving import Journal
+from p2ptrain.core.state import AgreedState
+from p2ptrain.digest import PIECE_BYTES, leaf_digests, merkle_root
+from p2ptrain.store import files
+from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.files import DiskError
+
+RUN = b"r" * 32
+LOST = b"l" * 32  # a head that is on no history
+
+
+def history() -> tuple[Journal, list[AgreedState]]:
+    base, records = some_records()
+    certified = [record for record in records if isinstance(record, ev.Certified)]
+    return folded(base, list(certified)), [record.state for record in certified]
+
+
+def write(
+    checkpoints: Checkpoints, number: int, head: bytes, root: bytes = b"x" * 32, weights: bytes = b"weights"
+) -> Checkpoint:
+    content = f"all of round {number}".encode()
+    return checkpoints.write(number, RUN, head, root, lambda path: void(path.write_bytes(content)), weights)
+
+
+def void(_: object) -> None:
+    return
+
+
+def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    weights = Random(1).randbytes(PIECE_BYTES + 100)
+    root = merkle_root(leaf_digests(weights), len(weights))
+    made = write(Checkpoints(tmp_path, RUN), 7, b"h" * 32, root, weights)
+    checkpoints = Checkpoints(tmp_path, RUN)
+    [found] = checkpoints.present()
+    assert found == made
+    assert (found.round, found.branch, found.head, found.root) == (7, RUN, b"h" * 32, root)
+    assert found.trainer_path.read_bytes() == b"all of round 7"
+    assert checkpoints.verify(found) is None
+    assert [found.read_piece(index) for index in (-1, 0, 1, 2)] == [
+        None, weights[:PIECE_BYTES], weights[PIECE_BYTES:], None,
+    ]  # fmt: skip
+    assert sorted(path.name for path in found.path.iterdir()) == ["checkpoint.json", "state.bin", "trainer.safetensors"]
+
+
+def test_digests_are_those_that_a_person_can_check(tmp_path: Path) -> None:
+    made = write(Checkpoints(tmp_path, RUN), 7, b"h" * 32, weights=b"")
+    stamp = json.loads((made.path / "checkpoint.json").read_text())
+    empty = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"  # BLAKE3 of nothing, as published
+    assert stamp["state"] == {"bytes": 0, "blake3": empty}
+    assert (stamp["format"], stamp["run"], stamp["round"]) == ("p2ptrain checkpoint 1", RUN.hex(), 7)
+
+
+def test_the_newest_is_the_last_made_of_the_saved_history(tmp_path: Path) -> None:
+    journal, states = history()
+    checkpoints = Checkpoints(tmp_path, RUN)
+    assert checkpoints.newest(journal) is None
+    write(checkpoints, 1, LOST)
+    assert checkpoints.newest(journal) is None
+    write(checkpoints, states[0].round, states[0].head)  # older than the history that is kept
+    assert len(states) > KEPT + 1
+    assert checkpoints.newest(journal) is None
+    third = write(checkpoints, states[-3].round, states[-3].head)
+    write(checkpoints, 900, LOST)
+    assert checkpoints.newest(journal) == third
+    fetched = write(checkpoints, states[-2].root_round, b"", states[-2].root)
+    assert checkpoints.newest(journal) == fetched
+    older = write(checkpoints, states[-4].round, states[-4].head)  # gone back, and made later
+    assert checkpoints.newest(journal) == older
+
+
+@pytest.mark.parametrize("name", ["trainer.safetensors", "state.bin", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["bit", "short", "long", "gone"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    journal, states = history()
+    checkpoints = Checkpoints(tmp_path, RUN)
+    good = write(checkpoints, states[-2].round, states[-2].head)
+    path = write(checkpoints, states[-1].round, states[-1].head).path / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    match damage:
+        case "bit":
+            path.write_bytes(content)
+        case "short":
+            path.write_bytes(path.read_bytes()[:-3])
+        case "long":
+            path.write_bytes(path.read_bytes() + b"?")
+        case _:
+            path.unlink()
+    with structlog.testing.capture_logs() as said:
+        assert checkpoints.newest(journal) == good
+    assert {each["event"] for each in said} == {"checkpoint passed over"}
+    assert all(str(path.parent) in each["why"] for each in said)
+
+
+def test_a_flipped_bit_anywhere_in_a_stamp_is_noticed(tmp_path: Path) -> None:
+    journal, states = history()
+    checkpoints = Checkpoints(tmp_path, RUN)
+    made = write(checkpoints, states[-1].round, states[-1].head)
+    path = made.path / "checkpoint.json"
+    content = path.read_bytes()
+    with structlog.testing.capture_logs():
+        for at in range(len(content)):
+            flipped = bytearray(content)
+            flipped[at] ^= 1
+            path.write_bytes(flipped)
+            assert checkpoints.newest(journal) is None, f"byte {at}"
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(tmp_path: Path) -> None:
+    write(Checkpoints(tmp_path, b"o" * 32), 7, b"h" * 32)
+    with structlog.testing.capture_logs() as said:
+        assert Checkpoints(tmp_path, RUN).present() == []
+    assert "of another run" in said[0]["why"]
+
+
+def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) -> None:
+    journal, states = history()
+    checkpoints = Checkpoints(tmp_path, RUN)
+    write(checkpoints, 1, LOST)
+    mine = [write(checkpoints, state.round, state.head) for state in states[-4:-1]]
+    lost = [write(checkpoints, 900 + number, LOST) for number in range(3)]
+    checkpoints.prune(2, journal)
+    assert checkpoints.present() == [*mine[1:], *lost[1:]]
+    assert checkpoints.newest(journal) == mine[2]
+    again = write(checkpoints, 5, LOST)
+    assert again.number == lost[-1].number + 1
+
+
+def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
+    partial = tmp_path / "00000001-round-4.partial"
+    partial.mkdir()
+    (partial / "state.bin").write_bytes(b"half")
+    assert Checkpoints(tmp_path, RUN).present() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_that_cannot_save_leaves_nothing_behind(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, RUN)
+
+    def save(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(DiskError, match=r"00000001-round-7: cannot be written \(full\)\. Free some space"):
+        checkpoints.write(7, RUN, b"h" * 32, b"x" * 32, save, b"weights")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["write", "fsync"])
+def test_on_a_full_disk_the_checkpoints_before_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    journal, states = history()
+    checkpoints = Checkpoints(tmp_path, RUN)
+    good = write(checkpoints, states[-2].round, states[-2].head)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fail)
+        with pytest.raises(DiskError, match="Free some space"):
+            write(checkpoints, states[-1].round, states[-1].head)
+    assert checkpoints.newest(journal) == good
+    assert list(tmp_path.iterdir()) == [good.path]
+
+
+def test_wherever_the_power_is_cut_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    journal, states = history()
+    cuts = 0
+    while True:
+        root, after = tmp_path / f"{cuts}", tmp_path / f"{cuts} after"
+        root.mkdir()
+        power, written = Power(root, cuts, Random(cuts)), []
+        with power.on():
+            checkpoints = Checkpoints(root / "checkpoints", RUN)
+            for state in states[-4:]:
+                written.append(write(checkpoints, state.round, state.head))
+                checkpoints.prune(2, journal)
+        power.disk_after(after)
+        with structlog.testing.capture_logs() as said:
+            again = Checkpoints(after / "checkpoints", RUN)
+            newest = again.newest(journal)
+        if written:
+            assert newest is not None
+            assert newest.round >= written[-1].round
+        intact = [each.round for each in again.present() if again.verify(each) is None]
+        assert intact[-1:] == ([newest.round] if newest else [])
+        # A directory that was being removed may be there in part; it is older than what is whole.
+        assert all(each["event"] == "checkpoint passed over" for each in said)
+        if not power.is_off:
+            break
+        cuts += 1
+    assert cuts >= 40
+
+
+def test_a_directory_is_made_with_all_above_it_and_only_for_the_user(tmp_path: Path) -> None:
+    files.make_directory(tmp_path / "a" / "b" / "c")
+    assert [(tmp_path / part).stat().st_mode & 0o777 for part in ("a", "a/b", "a/b/c")] == [0o700] * 3
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DiskError, match="file: cannot be made"):
+        files.make_directory(tmp_path / "file" / "d")
