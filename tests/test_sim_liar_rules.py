@@ -88,7 +88,7 @@ def test_a_roster_of_liars_alone_does_not_come_into_force() -> None:
     fault = [{"kind": "liar", "nodes": "f", "how": "coup", "at": 0.0}]
     cluster = Cluster(7, SEED, scenario_of({"sentence": "One.", "nodes": 7, "rounds": 3, "fault": fault}), standard())
     checkers, keys = cluster.checkers, sorted(node.key for node in cluster.nodes[5:])
-    cluster.roster_came_into_force(replace(cluster.genesis, members=tuple(keys)))
+    cluster.roster_came_into_force(replace(cluster.genesis, members=tuple(keys)), was_lost=False)
     assert (cluster.is_beyond, cluster.is_done, cluster.checkers) == (False, False, checkers)
     cluster.roster_came_into_force(replace(cluster.genesis, members=tuple(sorted([*keys, cluster.nodes[0].key]))))
     assert (cluster.is_beyond, cluster.is_done) == (True, True)

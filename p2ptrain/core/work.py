@@ -171,7 +171,8 @@ class Work:
         others = [peer for peer in context.peers if peer in state.place] or list(context.peers)
         context.rng.shuffle(others)
         sources = context.reputation.preferred(others[: 2 * SOURCES_MAX], context.now)[:SOURCES_MAX]
-        roots = self._certified_roots()
+        is_lost = self.is_astray or self.is_quarantined  # else only a later state is of use
+        roots = [(number, root) for number, root in self._certified_roots() if is_lost or number > self.applied_round]
         self.catching = dict(roots)
         context.counters["states fetched"] += 1
         self.attempt += 1

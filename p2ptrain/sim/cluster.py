@@ -407,14 +407,15 @@ class Cluster:
             self.goal = max(self.goal, highest + self.scenario.rounds_after)
         return True
 
-    def roster_came_into_force(self, state: AgreedState) -> None:
+    def roster_came_into_force(self, state: AgreedState, was_lost: bool = True) -> None:
         """With more than f faulty members in it, one history is all that is promised any more: the other checkers are
         dismissed. Where two quorums need not share a member without fault, not even that is, and the run ends.
 
-        Faulty are liars, and who has lost its memory: it is silent for as long as it may have spoken. A roster of liars
-        alone never comes into force: whoever without a seat believes in one is to be brought back.
+        Faulty are liars, and who has lost its memory: it is silent for as long as it may have spoken. A roster of
+        liars alone does not come into force, and whoever believes in one is to be brought back; only a member that had
+        lost its quorum may have had nothing better to follow.
         """
-        if are_liars(self, state.members):
+        if not was_lost and are_liars(self, state.members):
             return
         members, roster = [self.nodes[self.key_index[key]] for key in state.members], state.roster
         faulty = sum(not node.honest or node.has_forgotten for node in members)
