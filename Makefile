@@ -4,6 +4,8 @@
 PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 SECONDS := 120
+NODES := 3
+ROUNDS := 200
 SEED := 1
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -14,7 +16,7 @@ export OMP_NUM_THREADS := 1
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt test swarm test-slow test-gpu clean
+.PHONY: help setup check fmt demo test swarm test-slow test-network test-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +37,9 @@ fmt: setup ## format, and mend what the linter can
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
 
+demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
+	$(VENV)/bin/p2ptrain demo --nodes $(NODES) --rounds $(ROUNDS)
+
 test: setup ## the tests that take seconds
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow'
 
@@ -43,6 +48,9 @@ swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS, 
 
 test-slow: setup ## the tests that take minutes
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m slow --timeout=1800 || test $$? -eq 5  # 5: there are none
+
+test-network: setup ## real daemons on hosts of their own: Linux network namespaces, as root; skipped elsewhere
+	$(VENV)/bin/pytest -m network -rs -s
 
 test-gpu: setup ## the tests that need a CUDA device; they say so where there is none
 	$(VENV)/bin/pytest -m gpu -rs

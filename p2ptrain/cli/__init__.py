@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 FAILED, USER_ERRED, NO_DAEMON = 1, 2, 3  # typer sees to 130, the end by Ctrl-C, and to a reader that goes away
 
 # Help is plain text: rich's would take half of the time that --help may take.
-app = typer.Typer(add_completion=False, rich_markup_mode=None, invoke_without_command=True)
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, invoke_without_command=True, pretty_exceptions_enable=False
+)
 config_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 data_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 app.add_typer(config_app, name="config", help="Check and show configurations.")

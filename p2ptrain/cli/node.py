@@ -88,10 +88,12 @@ def start(
 ) -> None:
     """Begin the run that RUN.toml describes and train as its first node; started again, go on with it."""
     from p2ptrain.config import load_run_config
-    from p2ptrain.daemon.launch import start as begin
 
     node = _node_config(config, data_dir, None, listen, log_level, log_format)
-    status = begin(load_run_config(run), node, data)
+    what = load_run_config(run)
+    from p2ptrain.daemon.launch import start as begin  # torch takes two seconds, in which an error could be told
+
+    status = begin(what, node, data)
     if status:
         raise typer.Exit(status)
 
@@ -111,9 +113,9 @@ def join(
     log_format: Format = None,
 ) -> None:
     """Take part in a run: its settings, data and weights come from the nodes that are there, and are checked."""
-    from p2ptrain.daemon.launch import join as take_part
-
     node = _node_config(config, data_dir, bootstrap, listen, log_level, log_format)
+    from p2ptrain.daemon.launch import join as take_part  # torch takes two seconds, in which an error could be told
+
     status = take_part(node, run, ticket)
     if status:
         raise typer.Exit(status)
@@ -160,11 +162,11 @@ def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = 
 
 def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile = None) -> None:
     """List the runs that the nodes at these addresses take part in."""
-    from p2ptrain.daemon.launch import list_runs
-
     node = _node_config(config, None, bootstrap)
     if not node.network.bootstrap:
         raise ConfigError("whom to ask?", key="--bootstrap", fix="Name the address of a node of the run")
+    from p2ptrain.daemon.launch import list_runs
+
     found = list_runs(node)
     if as_json:
         typer.echo(json.dumps(found, indent=2))

@@ -238,6 +238,7 @@ class Node:
         if len(peers) < PEERS_MAX and event.peer != self.context.me:
             peers[event.peer] = None
             self.repair.greet(self.here, event.peer)
+            self.work.peer_seen()
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         self.context.peers.pop(event.peer, None)

@@ -196,6 +196,11 @@ class Work:
         self.is_astray = self.is_quarantined = False
         self._carry_root()
 
+    def peer_seen(self) -> None:
+        """It may have the state that nobody had."""
+        if self.catching is None:
+            self.retry_at = None
+
     def catch_up_failed(self, attempt: int) -> None:
         if self.catching is None or attempt != self.attempt:
             return

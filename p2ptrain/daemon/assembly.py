@@ -24,7 +24,7 @@ from p2ptrain.identity import Identity, RunSigner
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net import inquiry
 from p2ptrain.net.bulk import Server
-from p2ptrain.net.connections import Connections
+from p2ptrain.net.connections import Connections, Source
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.line import Ask, AskHistory, Deliver, LineMessage, Lines
@@ -54,11 +54,17 @@ class Launch:
         return bytes.fromhex(self.run.run_id)
 
 
-async def assemble(stack: AsyncExitStack, launch: Launch) -> tuple[Daemon, ev.Started]:
-    """A daemon that is about to start, and the event that it starts with; `stack` takes it apart again."""
+async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None = None) -> tuple[Daemon, ev.Started]:
+    """A daemon that is about to start, and the event that it starts with; `stack` takes it apart again.
+
+    It trains with `device` if it is given one, and then leaves closing it to who did.
+    """
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
     me = launch.identity.key
-    store, device = await _open(stack, launch)
+    store = _open_store(stack, launch)
+    if device is None:
+        device = await Device.open(run, config.device, launch.data)
+        stack.callback(device.close)
     signer, rng = NotingSigner(RunSigner(launch.identity, run_id)), SystemRandom()
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
@@ -104,9 +110,9 @@ async def assemble(stack: AsyncExitStack, launch: Launch) -> tuple[Daemon, ev.St
 
     connections = Connections(transport, run_id, speaks, lambda peer: driver.give(ev.PeerSeen(peer)), lost, rng)
     for address in store.peers():
-        _add(connections, address)
+        _add(connections, address, Source.REMEMBERED)
     for address in config.network.bootstrap:
-        _add(connections, address, is_bootstrap=True)
+        _add(connections, address, Source.USER)
     edges = Edges(
         run, run_id, transport, store, launch.data, library, lines, fetcher, connections, CHECKPOINT_ROUNDS,
         needed=lambda: node.parts.payloads.held,
@@ -124,24 +130,22 @@ async def assemble(stack: AsyncExitStack, launch: Launch) -> tuple[Daemon, ev.St
     return daemon, started
 
 
-async def _open(stack: AsyncExitStack, launch: Launch) -> tuple[Store, Device]:
-    """What the node has on its disk, and what it trains with."""
+def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
+    """What the node has on its disk."""
     run, run_id = launch.run, launch.run_id
     founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
     beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
     directory, key_file = run_directory(launch.config, run_id), identity_file(launch.config)
     store = Store.open(directory, run, beginning, launch.identity.key, key_file)
     stack.callback(store.close)
-    device = await Device.open(run, launch.config.device, launch.data)
-    stack.callback(device.close)
-    return store, device
+    return store
 
 
-def _add(connections: Connections, address: str, *, is_bootstrap: bool = False) -> None:
+def _add(connections: Connections, address: str, source: Source) -> None:
     try:
-        connections.add(address, is_bootstrap=is_bootstrap)
+        connections.add(address, source)
     except P2ptrainError as error:
-        if is_bootstrap:
+        if source is Source.USER:
             raise ConfigError(f"{address}: {error}", key="--bootstrap", fix="Check that it was copied whole") from error
 
 

@@ -68,7 +68,7 @@ class Control:
     async def _reply(self, line: bytes) -> dict[str, Any]:
         try:
             request = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {"error": "not JSON"}
         if not isinstance(request, dict):
             return {"error": "not an object"}
@@ -85,11 +85,14 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float = CLIENT_SECONDS
         path, pid = str(note["socket"]), int(note["pid"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoDaemonError(f"no daemon runs in {data_dir}") from error
+    line = json.dumps(request).encode() + b"\n"
+    if len(line) > REQUEST_BYTES_MAX:
+        raise P2ptrainError(f"a request of {len(line)} bytes, the limit is {REQUEST_BYTES_MAX}")
     try:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(seconds)
             client.connect(path)
-            client.sendall(json.dumps(request).encode() + b"\n")
+            client.sendall(line)
             reply = bytearray()
             while not reply.endswith(b"\n"):
                 part = client.recv(65_536)

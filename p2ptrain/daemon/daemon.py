@@ -25,7 +25,7 @@ from p2ptrain.net.connections import topic_of
 LAG_SECONDS = 0.25  # between looks at the event loop's lag
 LAG_KEPT = 240  # looks: the worst of the last minute is told
 TELL_SECONDS = 1.0
-REMEMBER_SECONDS = 30.0  # between saves of the peers' addresses
+REMEMBER_SECONDS = 5.0  # between saves of the peers' addresses, if they have changed
 SAMPLE_TOKENS_MAX = 4_096
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -64,6 +64,7 @@ class Daemon:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """What the owner asks over the control socket."""
+        await self.driver.has_begun.wait()
         match request:
             case {"do": "status"}:
                 return status_of(self)
@@ -88,7 +89,8 @@ class Daemon:
 
     def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
         """What any peer may ask."""
-        state, edges = self.driver.node.line.state, self.edges
+        edges, has_begun = self.edges, self.driver.has_begun.is_set()
+        state = self.driver.node.line.state if has_begun else edges.store.genesis
         is_ours = isinstance(question, inquiry.AskRuns) or question.run_id == edges.run_id
         match question:
             case inquiry.AskRuns():
@@ -98,7 +100,10 @@ class Daemon:
             case inquiry.AskStates():
                 return inquiry.States(edges.library.states() if is_ours else ())
             case inquiry.AskPeers():
-                return inquiry.Peers(edges.connections.reachable(but=peer)[: inquiry.PEERS_MAX] if is_ours else ())
+                if not is_ours:
+                    return inquiry.Peers()
+                edges.connections.takes_part(peer)
+                return inquiry.Peers(edges.connections.reachable(but=peer)[: inquiry.PEERS_MAX])
 
 
 async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
@@ -136,14 +141,18 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
 
 
 async def _remember(daemon: Daemon) -> None:
+    saved: list[str] = []
     while True:
         await asyncio.sleep(REMEMBER_SECONDS)
-        await daemon.edges.on_disk(_remember_now, daemon)
+        addresses = daemon.edges.connections.remembered()
+        if addresses and addresses != saved:  # while all are away, those of before are the best there are
+            await daemon.edges.on_disk(_save_peers, daemon.edges, addresses)
+            saved = addresses
 
 
-def _remember_now(daemon: Daemon) -> None:
+def _save_peers(edges: Edges, addresses: list[str]) -> None:
     try:
-        daemon.edges.store.remember_peers(daemon.edges.connections.remembered())
+        edges.store.remember_peers(addresses)
     except DataError as error:
         log.warning("%s", error)
 
@@ -155,4 +164,5 @@ async def save_last(daemon: Daemon) -> None:
     entry, root = node.line.entry(number), node.work.roots.get(number)
     if entry is not None and root:
         await daemon.edges.keep_checkpoint(device, entry.manifest, root, now=True)
-    _remember_now(daemon)
+    if addresses := daemon.edges.connections.remembered():
+        _save_peers(daemon.edges, addresses)

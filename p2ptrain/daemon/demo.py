@@ -58,7 +58,7 @@ LISTEN = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 90.0  # until a node answers: four imports of torch share two cores
 STUCK_SECONDS = 120.0  # without a new round the demo has failed
 DOWN_SECONDS = 5.0  # that the killed node stays away
-STOP_SECONDS = 45.0  # for all to leave properly
+STOP_SECONDS = 20.0  # for one to leave properly
 POLL_SECONDS = 0.5
 LINES_SECONDS = 5.0  # between lines where there is no terminal
 SAMPLE_TOKENS = 240
@@ -278,14 +278,12 @@ class Demo:
         return str(ask(self.nodes[0].directory, request, seconds=120.0)["text"])
 
     def close(self) -> None:
-        """Let all leave properly; who does not is ended."""
-        for node in self.nodes:
+        """Let one after the other leave properly, as long as there are others to agree to it; who does not is ended."""
+        for node in reversed(self.nodes):
             node.end(signal.SIGTERM)
-        deadline = monotonic() + STOP_SECONDS
-        for node in self.nodes:
             if node.process is not None:
                 try:
-                    node.process.wait(max(0.1, deadline - monotonic()))
+                    node.process.wait(STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     node.end(signal.SIGKILL)
                     node.process.wait()

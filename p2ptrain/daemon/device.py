@@ -38,7 +38,9 @@ class Device:
         self.held_out_loss: float | None = None
         self.step = 0  # of the round in training
         self.trained_rounds = 0
+        self.training_seconds = 0.0
         self.tokens = 0
+        self.adopted = 0  # states that were taken over
         self.is_stopping = False  # training ends after the step that it is at
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = ThreadPoolExecutor(1, "trainer")
@@ -55,7 +57,8 @@ class Device:
         return device
 
     def close(self) -> None:
-        """Do not begin what waits; what runs now ends by itself."""
+        """Do not begin what waits; what runs now ends by itself, training after its step."""
+        self.is_stopping = True
         self._trainer_thread.shutdown(wait=False, cancel_futures=True)
         self._check_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -88,7 +91,9 @@ class Device:
         payload = self.trainer.contribute(number)
         self.loss = sum(result.loss for result in results) / len(results)
         tokens = sum(result.tokens for result in results)
-        self._rates.append(tokens / max(perf_counter() - before, 1e-9))
+        seconds = perf_counter() - before
+        self._rates.append(tokens / max(seconds, 1e-9))
+        self.training_seconds += seconds
         self.tokens += tokens
         self.trained_rounds += 1
         return payload
@@ -98,15 +103,19 @@ class Device:
         if self.is_stopping:
             raise StoppedError("the node ends")
 
-    async def apply(self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes) -> bytes | None:
+    async def apply(
+        self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes, adopted: int
+    ) -> bytes | None:
         """Apply what round `number` agreed on; `mine` are the rounds of my contributions in it.
 
-        The new root; None if a state was taken over meanwhile, which that round does not follow.
+        The new root; None if more states than `adopted` were taken over meanwhile: it follows another.
         """
-        return await self.run(self._apply, number, payloads, mine, manifest)
+        return await self.run(self._apply, number, payloads, mine, manifest, adopted)
 
-    def _apply(self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes) -> bytes | None:
-        if self.trainer.round != number - 1:
+    def _apply(
+        self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes, adopted: int
+    ) -> bytes | None:
+        if (self.trainer.round, self.adopted) != (number - 1, adopted):
             return None
         self.trainer.apply(number - 1, payloads)
         for taken in mine:
@@ -117,7 +126,11 @@ class Device:
         await self.run(self.trainer.restore, number)
 
     async def adopt(self, number: int, state: bytes | memoryview) -> None:
-        await self.run(self.trainer.adopt, number, state)
+        await self.run(self._adopt, number, state)
+
+    def _adopt(self, number: int, state: bytes | memoryview) -> None:
+        self.trainer.adopt(number, state)
+        self.adopted += 1
 
     async def evaluate(self, sequences: int) -> float:
         self.held_out_loss = await self.run(self.trainer.evaluate, sequences)

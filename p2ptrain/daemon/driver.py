@@ -32,6 +32,7 @@ from p2ptrain.net.transport import TransportError
 EVENTS_MAX = 4_096  # beyond it, gossip is dropped: at 100 nodes a round has 600 messages a node
 EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
 OUTBOX_MAX = 1_024  # messages that wait to be published; beyond it the oldest goes, and is said again in time
+TIMER_SECONDS = 0.001  # the shortest that a timer is set to
 EVENTS_IN_A_ROW = 32  # until others on the loop get their turn
 DISK_SECONDS = 5.0  # between tries to write to a disk in trouble
 SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
@@ -52,12 +53,15 @@ class Driver:
         self.outbox: deque[bytes] = deque()
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect]], None] | None = None
+        self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
+        self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
         self._has_events, self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._written = 0  # of the effects that wait, how many records are on the disk
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._checking = 0  # attachments that wait for the device, or are at it
+        self._is_running = False
         self._group: asyncio.TaskGroup
         self._actions: dict[type, Callable[[Any], object]] = {
             ev.Publish: self._publish,
@@ -67,7 +71,7 @@ class Driver:
             ev.SendHistory: lambda effect: edges.lines.post(effect.peer, TellHistory(encode_history(effect.history))),
             ev.Fetch: self._fetch,
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
-            ev.Apply: lambda effect: self._spawn(self._apply(effect), "apply"),
+            ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
             ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
             ev.CatchUp: self._catch_up,
             ev.Disconnect: self._disconnect,
@@ -83,7 +87,7 @@ class Driver:
 
     def hear(self, sender: bytes, data: bytes) -> None:
         """A gossiped message, or one that a peer handed over."""
-        if len(self.events) >= EVENTS_MAX:
+        if len(self.events) + self._checking >= EVENTS_MAX:
             self.counters["events dropped"] += 1
             return
         try:
@@ -91,10 +95,11 @@ class Driver:
         except RemoteProtocolError as error:
             self.give(ev.MalformedReceived(sender, error.why))
             return
-        if received.attachment:
-            self._spawn(self._check_attachment(sender, received), "check")
-        else:
+        if not received.attachment:
             self.give(ev.MessageReceived(sender, received))
+        elif self._is_running:  # peers can be heard a little earlier and later, and it will be said again
+            self._checking += 1
+            self._spawn(self._check_attachment(sender, received), "check")
 
     def heard_deliver(self, peer: bytes, envelopes: Sequence[bytes]) -> None:
         for envelope in envelopes:
@@ -108,7 +113,10 @@ class Driver:
 
     async def _check_attachment(self, sender: bytes, received: Received) -> None:
         assert isinstance(received.message, Announcement), "nothing else has an attachment"
-        why = await self.device.check(received.attachment)
+        try:
+            why = await self.device.check(received.attachment)
+        finally:
+            self._checking -= 1
         if why is None:
             self.edges.put(received.message.payload, received.attachment)
         self.give(ev.MessageReceived(sender, received, why is None))
@@ -119,14 +127,16 @@ class Driver:
     async def run(self, started: ev.Started) -> str:
         """Until the node has nothing more to do; why."""
         async with asyncio.TaskGroup() as group:
-            self._group = group
-            self.give(started)
+            self._group, self._is_running = group, True
+            self.events.appendleft(started)  # peers may have said something already
+            self._has_events.set()
             tasks = [
                 group.create_task(self._handle_for_ever(), name="events"),
                 group.create_task(self._carry_out_for_ever(), name="effects"),
                 group.create_task(self._publish_for_ever(), name="outbox"),
             ]
             why = await self.stopped
+            self._is_running = False
             self.device.is_stopping = True
             await self._drain()
             for task in tasks:
@@ -161,9 +171,13 @@ class Driver:
                 await asyncio.sleep(DISK_SECONDS / 10)
             event = self.events.popleft() if self.events else ev.Tick()
             now = loop.time()
-            effects = self.node.handle(event, now)
-            if self.on_event is not None:
-                self.on_event(now, event, effects)
+            effects: Sequence[ev.Effect] | None = None
+            try:
+                effects = self.node.handle(event, now)
+            finally:  # an event that the core does not survive is the one that matters most
+                if self.on_event is not None:
+                    self.on_event(now, event, effects)
+            self.has_begun.set()
             if effects:
                 self.effects.extend(effects)
                 self._has_effects.set()
@@ -172,17 +186,17 @@ class Driver:
                 await asyncio.sleep(0)
 
     async def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """For an event, or for the core's deadline."""
-        self._has_events.clear()
+        """For an event, or for the core's deadline. uvloop counts milliseconds, and may wake us up just before it."""
         deadline = self.node.deadline
-        timer = loop.call_at(deadline, self._has_events.set) if deadline is not None else None
-        try:
-            while not self.events and (deadline is None or loop.time() < deadline):
+        while not self.events and (deadline is None or loop.time() < deadline):
+            self._has_events.clear()
+            due = deadline if deadline is None else max(deadline, loop.time() + TIMER_SECONDS)
+            timer = None if due is None else loop.call_at(due, self._has_events.set)
+            try:
                 await self._has_events.wait()
-                self._has_events.clear()
-        finally:
-            if timer is not None:
-                timer.cancel()
+            finally:
+                if timer is not None:
+                    timer.cancel()
 
     async def _carry_out_for_ever(self) -> None:
         while True:
@@ -252,7 +266,7 @@ class Driver:
         """One fetch of a payload at a time; the next has other sources, and may find it here."""
         if before is not None:
             await asyncio.wait([before])
-        payload = await asyncio.to_thread(self.edges.store.payloads.get, effect.payload)
+        payload = await self._stored(effect.payload)
         if payload is None:
             failed = dict.fromkeys(effect.sources, "")
 
@@ -273,6 +287,14 @@ class Driver:
         if why is not None:
             log.info("a contribution is refused: %s", why)
         self.give(ev.PayloadArrived(effect.payload, why is None, len(payload)))
+
+    async def _stored(self, payload: bytes) -> bytes | None:
+        """If it is here; a disk that does not answer has nothing."""
+        try:
+            return await asyncio.to_thread(self.edges.store.payloads.get, payload)
+        except DataError as error:
+            log.error("%s", error)
+            return None
 
     # -----------------------------------------------------------------------------------------------
     # The device
@@ -296,11 +318,12 @@ class Driver:
         is_inline = len(payload) <= self.node.context.run.agreement.inline_bytes_max
         self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
 
-    async def _apply(self, effect: ev.Apply) -> None:
+    async def _apply(self, effect: ev.Apply, adopted: int) -> None:
+        """To the state that was there when the core said so, and not to one that was taken over since."""
         manifest = effect.manifest
         good = [await self._payload_of(taken) for taken in manifest.taken]
         mine = [taken.round for taken in manifest.taken if taken.author == self.node.context.me]
-        root = await self.device.apply(manifest.round, good, mine, manifest.digest)
+        root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
         if root is None:
             return
         self.give(ev.Applied(manifest.branch, manifest.round, root))
@@ -309,7 +332,7 @@ class Driver:
 
     async def _payload_of(self, taken: Taken) -> bytes:
         """It was here, or the core would not apply it; if the disk has lost it since, peers still have it."""
-        payload = await asyncio.to_thread(self.edges.store.payloads.get, taken.payload)
+        payload = await self._stored(taken.payload)
         while payload is None:
             log.warning("payload %s of an agreed round is lost, and is fetched again", taken.payload.hex()[:16])
             name, sources = BlobName("payload", taken.payload), list(self.edges.connections.linked)

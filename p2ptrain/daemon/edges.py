@@ -55,15 +55,24 @@ class Library:
 
     def states(self) -> tuple[tuple[int, bytes], ...]:
         """Round and root of those that can be had here, the newest first."""
+        for root in [root for root, (checkpoint, _) in self._states.items() if not checkpoint.path.exists()]:
+            del self._states[root]  # pruned
         found = sorted(((checkpoint.round, root) for root, (checkpoint, _) in self._states.items()), reverse=True)
         return tuple(found[: inquiry.STATES_MAX])
 
     def state(self, root: bytes) -> Checkpoint | None:
         return self._states[root][0] if root in self._states else None
 
+    def _payload(self, name: bytes) -> bytes | None:
+        try:
+            return self.store.payloads.get(name)
+        except DataError as error:
+            log.error("%s", error)
+            return None
+
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         if name.kind == "payload":
-            payload = self.store.payloads.get(name.name)
+            payload = self._payload(name.name)
             being_fetched = self.fetcher.in_progress(name) if self.fetcher else None
             return being_fetched if payload is None else MemoryBlob.tree(payload)
         if name.kind == "state":
@@ -132,9 +141,12 @@ class Edges:
             async with places:
                 await self._fetch_piece(piece)
 
-        async with asyncio.TaskGroup() as group:
-            for piece in missing:
-                group.create_task(fetch(piece))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for piece in missing:
+                    group.create_task(fetch(piece))
+        except* DataError as errors:
+            raise DataError(str(errors.exceptions[0])) from errors
 
     async def _fetch_piece(self, piece: bytes) -> None:
         """As long as it takes: without its data a node cannot train, and peers come and go."""
@@ -179,7 +191,11 @@ class Edges:
                 log.warning("the saved state of round %d is damaged, and is fetched", wanted[root])
                 state = None
             if state is None and root in holders:
-                sink = await self.fetcher.fetch(BlobName("state", root), size, holders[root], failed=ignore)
+                try:
+                    sink = await self.fetcher.fetch(BlobName("state", root), size, holders[root], failed=ignore)
+                except FetchError as error:  # whoever told of it may lie: others may have an older one
+                    log.info("%s", error)
+                    continue
                 state = sink.data()
             if state is not None:
                 return wanted[root], root, state
@@ -229,8 +245,11 @@ class Edges:
 
     def put(self, payload: bytes, content: bytes) -> None:
         """Hold a payload that is about to be told to the core."""
-        self.store.payloads.put(payload, content)
         self.fresh[payload] = monotonic()
+        try:
+            self.store.payloads.put(payload, content)
+        except DataError as error:  # an older one finds no room on the disk, and this one is in memory
+            log.error("%s", error)
 
     async def let_go(self, manifest: Manifest) -> None:
         """Now and then, forget what nobody needs any more."""
@@ -238,7 +257,8 @@ class Edges:
             try:
                 now = monotonic()
                 self.fresh = {payload: at for payload, at in self.fresh.items() if now - at < FRESH_SECONDS}
-                await self.on_disk(self.store.prune, {*self.needed(), *self.fresh})
+                known = self.store.payloads.in_memory()  # what comes from now on, `needed` cannot name
+                await self.on_disk(self.store.prune, {*self.needed(), *self.fresh}, known)
             except DataError as error:
                 log.error("%s", error)
 

@@ -33,7 +33,7 @@ class EventFile:
                 old.unlink()
             number = int(names[-1].stem) + 1 if names and names[-1].stem.isdigit() else 1
             self.path = directory / f"{number:08d}.jsonl"
-            self._file = self.path.open("wb", buffering=2**16)
+            self._file = self.path.open("wb", buffering=0)  # a node that is killed because it hangs should tell why
             EventLog(self._file).begin(header)
         except OSError as error:
             self._give_up(error)

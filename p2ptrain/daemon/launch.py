@@ -7,12 +7,14 @@ everything is put together (assembly.py) and lives (daemon.py) until the node ha
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,14 +31,20 @@ from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtoco
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset
 from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import split
 from p2ptrain.net.bulk import FetchError
+from p2ptrain.net.connections import tell
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.store.lock import Lock
 
 FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
-FIND_SECONDS_MAX = 30.0
+FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
+REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run
+ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
+PRIVATE_PREFIX = "p2ptrain-"
+BASE_MAX = 40  # characters of where sockets lie: a socket's path may have 107, and p2pd's has 60 after this
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
@@ -58,6 +66,7 @@ def join(config: NodeConfig, run: str | None, ticket: Path | None) -> int:
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
     """`p2ptrain runs`: what the bootstraps take part in."""
+    _check_addresses(config.network)
 
     async def look() -> list[dict[str, Any]]:
         async with AsyncExitStack() as stack:
@@ -77,12 +86,25 @@ def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as this process's life; errors of a task group come out as what they are."""
+    """Run a coroutine as this process's life; errors of a task group come out as what they are.
+
+    Until `live` takes the signals over there is nothing to leave: then SIGTERM ends as Ctrl-C does.
+    """
+
+    async def life() -> T:
+        me = asyncio.current_task()
+        assert me is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+        return await work
+
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(work)
-    except* P2ptrainError as group:
-        raise _first(group) from group
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                return runner.run(life())
+        except* P2ptrainError as group:
+            raise _first(group) from group
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None  # the user does not want to wait
 
 
 def _first(group: BaseExceptionGroup[P2ptrainError]) -> P2ptrainError:
@@ -109,6 +131,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> in
     from p2ptrain.learn.begin import begin  # noqa: PLC0415  # torch takes two seconds, in which an error could be told
 
     set_up(config.logging)
+    _check_addresses(config.network)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         log.info("making or reading the data and the first weights of %s", run.name)
@@ -121,6 +144,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> in
 
 async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None) -> int:
     set_up(config.logging)
+    _check_addresses(config.network)
     ticket = _read_ticket(ticket_file)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
@@ -132,6 +156,15 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         else:
             data = await _fetch_dataset(transport, run, directory, sources)
         return await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket))
+
+
+def _check_addresses(network: NetworkConfig) -> None:
+    """One that cannot be right should not be tried for ever."""
+    for address in network.bootstrap:
+        try:
+            split(address)
+        except TransportError as error:
+            raise ConfigError(str(error), key="network.bootstrap", fix="Check that it was copied whole") from error
 
 
 def _read_ticket(path: Path | None) -> bytes:
@@ -146,10 +179,22 @@ def _read_ticket(path: Path | None) -> bytes:
 
 def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:
     """The key, and the sole right to the directory and to speak with it."""
+    _make_writable(data_directory(config))
     stack.enter_context(Lock.of_directory(data_directory(config)))
     path = identity_file(config)
     stack.enter_context(Lock.of_identity(path))
     return Identity.load_or_make(path)
+
+
+def _make_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        fix = "Choose another with --data-dir"
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", source=str(directory), key="storage.directory", fix=fix
+        ) from error
 
 
 async def _open_transport(stack: AsyncExitStack, identity: Path, network: NetworkConfig) -> Transport:
@@ -172,14 +217,28 @@ async def _ask_around(transport: Transport, addresses: tuple[str, ...] | list[st
     async def ask(address: str) -> None:
         try:
             peer = await transport.connect(address)
-            for info in await inquiry.ask_runs(transport, peer):
-                found.setdefault(info.run_id, (info, []))[1].append(peer)
-        except (TransportError, RemoteProtocolError) as error:
-            problems.append(f"{address}: {error}")
+        except TransportError as error:
+            problems.append(str(error))
+            return
+        try:
+            runs = await inquiry.ask_runs(transport, peer)
+        except (TransportError, RemoteProtocolError):
+            problems.append(f"{address} answers, but {await inquiry.why_not(transport, peer)}")
+            return
+        for info in runs:
+            found.setdefault(info.run_id, (info, []))[1].append(peer)
 
-    async with asyncio.TaskGroup() as group:
-        for address in addresses:
-            group.create_task(ask(address))
+    tasks = {asyncio.create_task(ask(address), name=f"asking {address}") for address in addresses}
+    try:
+        waiting = tasks
+        while waiting and not found:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            await asyncio.wait(waiting, timeout=REST_SECONDS)
+    finally:
+        for task in tasks:
+            task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     return found, problems
 
 
@@ -189,12 +248,16 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
     addresses = config.network.bootstrap
     if not addresses and not stored:
         raise ConfigError("whom to ask?", key="--bootstrap", fix="Name the address of a node of the run")
-    wait, told = FIND_SECONDS, False
+    wait, told = FIND_SECONDS, dict[str, float]()
     while True:
-        found, problems = await _ask_around(transport, addresses)
-        for problem in problems if not told else []:
-            log.warning("%s; will go on trying", problem)
-        told = True
+        found: Found = {}
+        problems: list[str] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_SECONDS if len(stored) == 1 else None):
+                found, problems = await _ask_around(transport, addresses)
+        now = asyncio.get_running_loop().time()
+        for problem in problems:
+            tell(told, problem, now)
         matching = {run_id: each for run_id, each in found.items() if run_id.hex().startswith(wanted or "")}
         if len(matching) > 1:
             names = "\n".join(f"  {run_id.hex()}  {info.name}" for run_id, (info, _) in sorted(matching.items()))
@@ -297,10 +360,30 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
 @contextmanager
 def private_directory() -> Iterator[Path]:
     """For sockets: short, because their paths may have 107 bytes, and open to nobody else."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = base if base and len(base) < 60 and os.access(base, os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="p2ptrain-", dir=usable))  # 0700
+    places = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp", "/var/tmp")  # noqa: S108  # mkdtemp
+    usable = [Path(place) for place in places if place and len(place) <= BASE_MAX and os.access(place, os.W_OK)]
+    if not usable:
+        fix = f"Name a directory with at most {BASE_MAX} characters where this user may write"
+        raise ConfigError("no place for sockets", key="XDG_RUNTIME_DIR", fix=fix)
+    base = usable[0]
+    _remove_left(base)
+    path = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=base))  # 0700
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as long as this process lives
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(base: Path) -> None:
+    """What processes left that were killed: their locks are free."""
+    for path in base.glob(f"{PRIVATE_PREFIX}*/lock"):
+        with suppress(OSError):  # another user's, in use, or gone
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -37,6 +37,7 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "step": device.step,
         "tokens": device.tokens,
         "tokens_per_second": round(device.tokens_per_second, 1),
+        "training_seconds": round(device.training_seconds, 3),
         "peers": sorted(peer_id_of(peer) for peer in daemon.edges.connections.linked),
         "roster": [peer_id_of(key) for key in snapshot.members],
         "quorum": snapshot.quorum,

@@ -269,7 +269,10 @@ class Trainer:
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
         metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
-        save_file(tensors, path, metadata)
+        try:
+            save_file(tensors, path, metadata)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: cannot be written ({error})") from error
 
     @torch.no_grad()
     def load(self, path: Path) -> None:

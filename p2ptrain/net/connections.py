@@ -1,11 +1,16 @@
 """Who to be connected with, and keeping it so: p2pd neither reconnects nor tells when a peer comes or goes.
 
-Addresses come from the user (bootstraps), from the last time (remembered), and as hints from the DHT, where each node
-announces its own under the run's id. A hint costs at most a failed dial: who answers proves its key in the handshake.
+Addresses come from the user (bootstraps), from the last time (remembered), from peers, and as hints from the DHT,
+where each node announces its own under the run's id. A peer that has come is asked at once for its own addresses and
+for those of others: where a connection came from is a port that nobody listens on. A hint costs at most a failed dial:
+who answers proves its key in the handshake; but what others tell never displaces what the user said, what a peer told
+of itself, or what has worked.
+
 Only a peer that speaks the run's protocol counts as connected; a bootstrap of another run is told apart and said so.
 
-Small swarms are fully connected. In larger ones a node keeps LINKS_MAX connections: bootstraps and members of the
-roster first, and some on purpose in address ranges of their own, so that one network cannot surround it (an eclipse).
+Small swarms are fully connected. In larger ones a node dials up to LINKS_MAX connections: bootstraps and members of the
+roster first, for whom there are as many places again should strangers fill these, and some on purpose in address ranges
+of their own, so that one network cannot surround it (an eclipse).
 Dials that fail are repeated with growing waits and jitter, for ever: an outage may last a weekend.
 """
 
@@ -17,6 +22,7 @@ import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from random import Random
 
 import msgspec
@@ -27,6 +33,10 @@ from p2ptrain.net import inquiry
 from p2ptrain.net.transport import Transport, TransportError
 
 LOOK_SECONDS = 1.0  # between looks at who is connected: a unix socket and a few hundred bytes
+SPEAKS_SECONDS = 1.0  # until a peer that does not speak our protocol is asked again: it may be starting; doubles
+SPEAKS_SECONDS_MAX = 30.0
+STRANGER_TRIES = 3  # until it is said of a bootstrap that it takes no part
+MEETINGS_AT_ONCE = 8
 DIAL_SECONDS = 1.0  # until a dial that failed is repeated; doubles each time
 DIAL_SECONDS_MAX = 60.0
 DIALS_AT_ONCE = 4
@@ -40,7 +50,8 @@ HINT_SECONDS = 1_800.0  # how long such a hint stands
 SEARCH_SECONDS = 2.0  # between looks into the DHT; doubles up to
 SEARCH_SECONDS_MAX = 60.0
 ASKED = 3  # peers, each time, for others that they know
-TELL_SECONDS = 60.0  # between two lines about the same address that does not answer
+TELL_SECONDS = 60.0  # between two lines about the same thing that is wrong with an address
+TOLD_MAX = 64
 
 log = logging.getLogger("p2ptrain.net")
 _HINT_ENCODER = msgspec.msgpack.Encoder()
@@ -49,16 +60,47 @@ _HINT = msgspec.msgpack.Decoder(list[str])
 Seen = Callable[[bytes], None]
 
 
+class Source(IntEnum):
+    """Who says where a peer is, the most certain last."""
+
+    HEARSAY = 0
+    REMEMBERED = 1
+    ITSELF = 2
+    USER = 3
+
+
 @dataclass(slots=True)
 class Known:
-    """A peer whose address we know."""
+    """A peer whose addresses we know."""
 
-    addresses: list[str]
+    sources: dict[str, Source] = field(default_factory=dict)  # by address
+    worked: str = ""  # the address under which it was reached last
     is_bootstrap: bool = False
     tries: int = 0
     next_at: float = 0.0
-    told_at: float = -TELL_SECONDS
+    told: dict[str, float] = field(default_factory=dict)  # what was said of it in the log, and when
     was_reached: bool = False
+
+    @property
+    def addresses(self) -> list[str]:
+        """What worked, then the most certain, and of those as certain the newest."""
+        found = list(self.sources)[::-1]
+        found.sort(key=lambda address: (address != self.worked, -self.sources[address]))
+        return found
+
+    def add(self, address: str, source: Source) -> None:
+        known = self.sources.pop(address, source)
+        self.sources[address] = max(known, source)
+        if len(self.sources) > ADDRESSES_MAX:
+            del self.sources[self.addresses[-1]]
+
+
+@dataclass(slots=True)
+class Stranger:
+    """A peer that is connected, and does not speak our run's protocol."""
+
+    tries: int = 0
+    next_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,39 +115,57 @@ class Connections:
     rng: Random
     known: dict[bytes, Known] = field(default_factory=dict)
     linked: dict[bytes, None] = field(default_factory=dict)  # connected, and of our run
-    strangers: dict[bytes, float] = field(default_factory=dict)  # connected, of another run; when we last asked
+    strangers: dict[bytes, Stranger] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()
     shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, until when
     dialling: set[bytes] = field(default_factory=set)
+    meeting: set[bytes] = field(default_factory=set)  # being asked whether they speak our protocol
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # somebody may have come: look now
 
     # -----------------------------------------------------------------------------------------------
     # What is known
 
-    def add(self, address: str, *, is_bootstrap: bool = False) -> None:
+    def add(self, address: str, source: Source = Source.HEARSAY) -> None:
         """Somebody may be found at this address, which ends with its id."""
         if len(address) > ADDRESS_BYTES_MAX:
             return
         key = key_of(address.rpartition("/p2p/")[2])
         if key == self.transport.me:
             return
-        known = self.known.setdefault(key, Known([]))
-        known.is_bootstrap = known.is_bootstrap or is_bootstrap
-        if address in known.addresses:
-            known.addresses.remove(address)
-        known.addresses.insert(0, address)
-        del known.addresses[ADDRESSES_MAX:]
-        if len(self.known) > KNOWN_MAX:
-            spare = (peer for peer, each in self.known.items() if not (each.is_bootstrap or each.was_reached))
-            del self.known[next(spare, next(iter(self.known)))]
+        known = self._of(key)
+        known.is_bootstrap = known.is_bootstrap or source is Source.USER
+        known.add(address, source)
+
+    def _of(self, peer: bytes) -> Known:
+        """What is known of a peer. For one more than there is room for, another is forgotten: the least useful, which
+        was never reached if there is such a one, and longest ago of those."""
+        if peer not in self.known:
+            if len(self.known) >= KNOWN_MAX:
+                del self.known[min(self.known, key=self._use)]
+            self.known[peer] = Known()
+        return self.known[peer]
+
+    def _use(self, peer: bytes) -> tuple[bool, bool, bool]:
+        known = self.known[peer]
+        return (known.is_bootstrap, peer in self.linked, known.was_reached and bool(known.sources))
 
     def remembered(self) -> list[str]:
-        """Addresses that have worked, for the next start."""
-        return [each.addresses[0] for each in self.known.values() if each.was_reached and each.addresses][:KNOWN_MAX]
+        """Of peers that were reached, for the next start: where that was, and where they say that they are."""
+        found = []
+        for each in self.known.values():
+            if each.was_reached:
+                found += [
+                    address
+                    for address in each.addresses
+                    if each.sources[address] >= Source.ITSELF or address == each.worked
+                ][:2]
+        return found[:KNOWN_MAX]
 
     def reachable(self, but: bytes) -> tuple[str, ...]:
-        """Addresses of peers that are connected, for others to dial."""
+        """My own addresses, and one of each peer that is connected, for others to dial."""
         places = [self.known[peer].addresses[:1] for peer in self.linked if peer in self.known and peer != but]
-        return tuple(address for each in places for address in each)
+        mine = [each for each in self.transport.addresses() if len(each) <= ADDRESS_BYTES_MAX][:ADDRESSES_MAX]
+        return (*mine, *(address for each in places for address in each))
 
     def shun(self, peer: bytes, until: float) -> None:
         """Do not dial this peer for a while."""
@@ -119,19 +179,24 @@ class Connections:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._look_for_ever(), name="who is connected")
+            group.create_task(self._look_for_ever(group), name="who is connected")
             group.create_task(self._dial_for_ever(group), name="dialling")
             group.create_task(self._announce_for_ever(), name="announcing addresses")
             group.create_task(self._search_for_ever(), name="searching peers")
 
-    async def _look_for_ever(self) -> None:
+    async def _look_for_ever(self, group: asyncio.TaskGroup) -> None:
         while True:
+            self.changed.clear()
             with contextlib.suppress(TransportError):
-                await self.look()
-            await asyncio.sleep(LOOK_SECONDS)
+                for peer in await self.look():
+                    self.meeting.add(peer)
+                    group.create_task(self._meet(peer), name="meeting")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self.changed.wait()
 
-    async def look(self) -> None:
-        """See who has come and who has gone."""
+    async def look(self) -> list[bytes]:
+        """See who has gone; who has come, and is still to be asked whether it takes part."""
         now = asyncio.get_running_loop().time()
         connected = await self.transport.peers()
         for peer in [peer for peer in self.linked if peer not in connected]:
@@ -139,26 +204,40 @@ class Connections:
             if peer in self.known:
                 self.known[peer].next_at = now  # at once, then with growing waits
             self.lost(peer)
-        self.strangers = {peer: at for peer, at in self.strangers.items() if peer in connected}
-        for peer, addresses in connected.items():
-            if peer in self.linked or now < self.strangers.get(peer, 0.0):
-                continue
+        self.strangers = {peer: each for peer, each in self.strangers.items() if peer in connected}
+        come = [peer for peer in connected if peer not in self.linked and peer not in self.meeting]
+        due = [peer for peer in come if peer not in self.strangers or now >= self.strangers[peer].next_at]
+        return due[: MEETINGS_AT_ONCE - len(self.meeting)]
+
+    async def _meet(self, peer: bytes) -> None:
+        """One that does not answer must not hold up the others."""
+        try:
             if not await self.speaks(peer):
-                self._is_stranger(peer, now)
-                continue
+                await self._is_stranger(peer)
+                return
             self.strangers.pop(peer, None)
             self.linked[peer] = None
-            for address in addresses:
-                self.add(address)
-            if peer in self.known:
-                self.known[peer].was_reached, self.known[peer].tries = True, 0
+            known = self._of(peer)
+            known.was_reached, known.tries = True, 0
             self.seen(peer)
+            await self._ask_around(peer)
+        finally:
+            self.meeting.discard(peer)
 
-    def _is_stranger(self, peer: bytes, now: float) -> None:
+    def takes_part(self, peer: bytes) -> None:
+        """It has said so itself: a stranger a moment ago, it was only starting."""
+        if peer not in self.linked:
+            self.strangers.pop(peer, None)
+            self.changed.set()
+
+    async def _is_stranger(self, peer: bytes) -> None:
+        now = asyncio.get_running_loop().time()
+        stranger = self.strangers.setdefault(peer, Stranger())
+        stranger.next_at = now + min(SPEAKS_SECONDS * 2.0 ** min(stranger.tries, 16), SPEAKS_SECONDS_MAX)
+        stranger.tries += 1
         known = self.known.get(peer)
-        if known is not None and known.is_bootstrap and peer not in self.strangers:
-            log.warning("%s answers, but takes no part in this run, or speaks another version", known.addresses[0])
-        self.strangers[peer] = now + 5.0
+        if known is not None and known.is_bootstrap and stranger.tries == STRANGER_TRIES:
+            log.warning("%s answers, but %s", known.addresses[0], await inquiry.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
@@ -177,7 +256,8 @@ class Connections:
             if known.next_at <= now and not (peer in self.linked or peer in self.strangers or peer in self.dialling)
             and peer not in self.shunned and known.addresses
         ]  # fmt: skip
-        ranges = {address_range(known.addresses[0]) for peer in self.linked if (known := self.known.get(peer))}
+        linked = [self.known[peer].addresses for peer in self.linked if peer in self.known]
+        ranges = {address_range(addresses[0]) for addresses in linked if addresses}
 
         def rank(peer: bytes) -> tuple[bool, bool, bool, float]:
             known = self.known[peer]
@@ -186,27 +266,36 @@ class Connections:
 
         wanted.sort(key=rank)
         room = LINKS_MAX - len(self.linked) - len(self.dialling)
-        return wanted[: max(0, room)]
+        # Whoever fills all places must not keep us from those whom we need: they have as many places of their own.
+        needed = [peer for peer in wanted if self._is_needed(peer)]
+        taken = sum(map(self._is_needed, self.linked)) + len(self.dialling)
+        return wanted[: max(0, room, min(len(needed), LINKS_MAX - taken))]
+
+    def _is_needed(self, peer: bytes) -> bool:
+        return peer in self.members or (peer in self.known and self.known[peer].is_bootstrap)
 
     async def _dial(self, peer: bytes) -> None:
         known, loop = self.known.get(peer), asyncio.get_running_loop()
         try:
             if known is None:
                 return
-            problem: TransportError | None = None
-            for address in list(known.addresses):
+            problems = []
+            for address in known.addresses:
                 try:
                     await self.transport.connect(address)
+                    known.worked = address
                     known.next_at = loop.time() + DIAL_SECONDS  # `look` has to find it first
+                    self.changed.set()
                     return
                 except TransportError as error:
-                    problem = error
+                    problems.append(str(error))
+                    if known.worked == address:
+                        known.worked = ""
             wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
             known.tries += 1
             known.next_at = loop.time() + wait * self.rng.uniform(0.5, 1.5)
-            if known.is_bootstrap and loop.time() >= known.told_at + TELL_SECONDS:
-                known.told_at = loop.time()
-                log.warning("cannot reach %s: %s; will go on trying", known.addresses[0], problem)
+            if known.is_bootstrap:
+                tell(known.told, problems[0], loop.time())
         finally:
             self.dialling.discard(peer)
 
@@ -224,19 +313,18 @@ class Connections:
         wait = SEARCH_SECONDS
         while True:
             if self.linked:
-                await self._ask_around()
+                asked = self.rng.sample(list(self.linked), min(ASKED, len(self.linked)))
+                await asyncio.gather(*(self._ask_around(peer) for peer in asked))
                 with contextlib.suppress(TransportError):
                     self._take_hints(await self.transport.look_up(topic_of(self.run_id)))
                 wait = min(2 * wait, SEARCH_SECONDS_MAX)
             await asyncio.sleep(wait)
 
-    async def _ask_around(self) -> None:
-        """Peers know peers; more certain than the DHT, and at once."""
-        for peer in self.rng.sample(list(self.linked), min(ASKED, len(self.linked))):
-            with contextlib.suppress(TransportError, RemoteProtocolError):
-                for address in await inquiry.ask_peers(self.transport, peer, self.run_id):
-                    with contextlib.suppress(PeerIdError):
-                        self.add(address)
+    async def _ask_around(self, peer: bytes) -> None:
+        """Peers know peers, and themselves; more certain than the DHT, and at once."""
+        with contextlib.suppress(TransportError, RemoteProtocolError):
+            for address in await inquiry.ask_peers(self.transport, peer, self.run_id):
+                self._take_hint(address, peer)
 
     def _take_hints(self, hints: dict[bytes, bytes]) -> None:
         for peer, value in hints.items():
@@ -247,11 +335,26 @@ class Connections:
             self.tell(peer, addresses)
 
     def tell(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """A hint about where this peer is; addresses of another are not its to tell."""
+        """A hint about where this peer is, which it has signed; addresses of another are not its to tell."""
         for address in list(addresses)[:ADDRESSES_MAX]:
             with contextlib.suppress(PeerIdError):
                 if key_of(address.rpartition("/p2p/")[2]) == peer:
-                    self.add(address)
+                    self.add(address, Source.ITSELF)
+
+    def _take_hint(self, address: str, teller: bytes) -> None:
+        with contextlib.suppress(PeerIdError):
+            is_its_own = key_of(address.rpartition("/p2p/")[2]) == teller
+            self.add(address, Source.ITSELF if is_its_own else Source.HEARSAY)
+
+
+def tell(told: dict[str, float], problem: str, now: float) -> None:
+    """Say what is wrong, each thing now and then; what is new at once."""
+    if now < told.get(problem, now):
+        return
+    told[problem] = now + TELL_SECONDS
+    while len(told) > TOLD_MAX:
+        del told[next(iter(told))]
+    log.warning("%s; will go on trying", problem)
 
 
 def topic_of(run_id: bytes) -> str:

@@ -51,7 +51,7 @@ class AskPeers(Struct, frozen=True, array_like=True, tag="peers"):
 
 class RunInfo(Struct, frozen=True, array_like=True):
     run_id: Digest
-    name: Annotated[str, Meta(max_length=NAME_MAX)]
+    name: Annotated[str, Meta(max_length=NAME_MAX, pattern="^[A-Za-z0-9._-]*$")]  # a terminal obeys some other signs
     round: Number
     members: Annotated[int, Meta(ge=0, le=2**16)]
 
@@ -142,3 +142,15 @@ async def ask_peers(transport: Transport, peer: bytes, run_id: bytes) -> tuple[s
     if not isinstance(answer, Peers):
         raise RemoteProtocolError("an answer to another question")
     return answer.addresses
+
+
+async def why_not(transport: Transport, peer: bytes) -> str:
+    """What a peer that takes no part in our run is instead."""
+    try:
+        runs = await ask_runs(transport, peer)
+    except TransportError:
+        return "is no node of p2ptrain, or of a version that this one does not speak"
+    except RemoteProtocolError as error:
+        return f"what it says is not understood, it may be of another version: {error}"
+    names = ", ".join(f"{info.name} ({info.run_id.hex()[:16]})" for info in runs[:4])
+    return f"takes part in another run: {names}" if names else "takes part in no run"

@@ -31,6 +31,7 @@ class Payloads:
 
     def __init__(self, directory: Path, memory_bytes: int = MEMORY_BYTES) -> None:
         self.directory, self.memory_bytes = directory, memory_bytes
+        make_directory(directory)
         self._memory: OrderedDict[bytes, bytes] = OrderedDict()  # the longest unused first
         self._bytes = 0  # in memory
         self._lasting: set[bytes] = set()  # by this process
@@ -63,9 +64,9 @@ class Payloads:
                 else:  # what was spilled is written again: a sync that once failed would not say so twice
                     self._write(name, content, is_synced=True)
                     written.append(name)
-            for folder in sorted({self._path_of(name).parent for name in written}):
-                with trouble(folder):
-                    sync(folder)
+            if written:
+                with trouble(self.directory):
+                    sync(self.directory)
             self._lasting.update(written)
             self._spilled.difference_update(written)
         return missing
@@ -128,28 +129,29 @@ class Payloads:
     def __contains__(self, name: bytes) -> bool:
         return self.size(name) is not None
 
-    def prune(self, keep: Collection[bytes]) -> None:
-        """Forget all others."""
+    def in_memory(self) -> set[bytes]:
         with self._lock:
-            for name in [name for name in self._memory if name not in keep]:
+            return set(self._memory)
+
+    def prune(self, keep: Collection[bytes], known: Collection[bytes] | None = None) -> None:
+        """Forget all others; in memory, of those that were there when `keep` was made."""
+        with self._lock:
+            for name in [name for name in self._memory if name not in keep and (known is None or name in known)]:
                 self._drop(name)
             self._lasting.intersection_update(keep)
             self._spilled.intersection_update(keep)
-            for folder in entries(self.directory):
-                for path in entries(folder):
-                    if not (_NAME.fullmatch(path.name) and bytes.fromhex(path.name) in keep):
-                        forget(path)
+            for path in entries(self.directory):
+                if not (_NAME.fullmatch(path.name) and bytes.fromhex(path.name) in keep):
+                    forget(path)
 
     def _drop(self, name: bytes) -> None:
         self._bytes -= len(self._memory.pop(name))
 
     def _path_of(self, name: bytes) -> Path:
-        text = name.hex()
-        return self.directory / text[:2] / text
+        return self.directory / name.hex()
 
     def _write(self, name: bytes, content: bytes, is_synced: bool) -> None:
         path = self._path_of(name)
-        make_directory(path.parent)
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         with trouble(path):
             try:

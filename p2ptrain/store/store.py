@@ -127,14 +127,14 @@ class Store:
         self.payloads.keep(self.payloads.fleeting(taken))
         self.log.append(records)
 
-    def prune(self, payloads: Collection[bytes] = ()) -> None:
+    def prune(self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None) -> None:
         """Forget payloads that neither the history nor our words rest on, but for these; and old checkpoints.
 
         Once in a few rounds: it also makes last what came after its round was decided.
         """
         needed = self.journal.payloads
         self.payloads.keep(self.payloads.fleeting(needed))
-        self.payloads.prune(needed.union(payloads))
+        self.payloads.prune(needed.union(payloads), known)
         self.checkpoints.prune(CHECKPOINTS_KEPT, self.journal)
 
     # -----------------------------------------------------------------------------------------------

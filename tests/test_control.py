@@ -1,0 +1,196 @@
+"""The owner's line to the daemon: what comes over it, and what it says when nobody is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.daemon import control
+from p2ptrain.daemon.control import CONNECTIONS_MAX, NAME, REQUEST_BYTES_MAX, Control, ask
+from p2ptrain.errors import DataError, NoDaemonError, P2ptrainError
+
+
+async def answer(request: dict[str, Any]) -> dict[str, Any]:
+    if request.get("do") == "fail":
+        raise DataError("the disk is full")
+    return {"asked": request}
+
+
+@asynccontextmanager
+async def running(data: Path) -> AsyncIterator[Control]:
+    with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:  # pytest's own paths are too long for sockets
+        made = Control(data, Path(runtime), answer)
+        await made.start()
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+async def asked(data: Path, request: dict[str, Any], seconds: float = 20.0) -> dict[str, Any]:
+    return await asyncio.to_thread(ask, data, request, seconds)
+
+
+async def raw(made: Control, request: bytes) -> bytes:
+    """What comes back for these bytes."""
+    reader, writer = await asyncio.open_unix_connection(made.socket)
+    try:
+        writer.write(request)
+        return await reader.readline()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_what_is_asked_is_answered_and_only_the_owner_can_ask(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        assert await asked(tmp_path, {"do": "x", "ß": [1, None]}) == {"asked": {"do": "x", "ß": [1, None]}}
+        with pytest.raises(P2ptrainError, match=r"^the disk is full$"):
+            await asked(tmp_path, {"do": "fail"})
+        assert made.socket.stat().st_mode & 0o777 == 0o600
+    assert not made.socket.exists()
+    assert not (tmp_path / NAME).exists()
+
+
+async def test_the_longest_request_is_answered_and_a_longer_one_is_refused_by_name(tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        room = REQUEST_BYTES_MAX - len(json.dumps({"prompt": ""})) - 1
+        assert await asked(tmp_path, {"prompt": "x" * room}) == {"asked": {"prompt": "x" * room}}
+        with pytest.raises(P2ptrainError, match=f"the limit is {REQUEST_BYTES_MAX}") as raised:
+            await asked(tmp_path, {"prompt": "x" * (room + 1)})
+        assert not isinstance(raised.value, NoDaemonError)
+        assert await raw(made, b"x" * (2 * REQUEST_BYTES_MAX) + b"\n") == b""
+        assert await asked(tmp_path, {}) == {"asked": {}}
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "reply"),
+    [
+        (b"nonsense\n", b'{"error": "not JSON"}\n'),
+        (b"\xff\xfe\n", b'{"error": "not JSON"}\n'),
+        (b"\n", b'{"error": "not JSON"}\n'),
+        (b"[" * 60_000 + b"\n", b'{"error": "not JSON"}\n'),
+        (b"[1]\n", b'{"error": "not an object"}\n'),
+        (b"null\n", b'{"error": "not an object"}\n'),
+        (b'{"do": 1}\nand more\n', b'{"asked": {"do": 1}}\n'),
+    ],
+    ids=lambda content: repr(content[:16]),
+)
+async def test_what_is_no_request_is_told_so(request_bytes: bytes, reply: bytes, tmp_path: Path) -> None:
+    async with running(tmp_path) as made:
+        assert await raw(made, request_bytes) == reply
+        assert await asked(tmp_path, {}) == {"asked": {}}
+
+
+async def test_many_connections_are_closed_and_those_that_ask_nothing_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "CLIENT_SECONDS", 0.3)
+    async with running(tmp_path) as made:
+        idle = [await asyncio.open_unix_connection(made.socket) for _ in range(CONNECTIONS_MAX)]
+        assert await raw(made, b"{}\n") == b""
+        for reader, writer in idle:
+            assert await reader.read() == b""
+            writer.close()
+        assert await asked(tmp_path, {}) == {"asked": {}}
+
+
+async def test_what_an_earlier_daemon_left_does_not_stop_the_next(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:
+        first = Control(tmp_path, Path(runtime), answer)
+        await first.start()
+        assert first._server is not None
+        first._server.close()  # killed: nothing is removed
+        with pytest.raises(NoDaemonError, match="did not end properly"):
+            await asked(tmp_path, {})
+        second = Control(tmp_path, Path(runtime), answer)
+        await second.start()
+        assert await asked(tmp_path, {}) == {"asked": {}}
+        await second.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Nobody is there
+
+
+def note(data: Path, content: str) -> None:
+    (data / NAME).write_text(content)
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "[]", "{}", '{"socket": "x"}', '{"socket": "x", "pid": "y"}', "7"])
+def test_a_note_that_says_nothing_is_no_daemon(content: str, tmp_path: Path) -> None:
+    with pytest.raises(NoDaemonError, match=f"^no daemon runs in {tmp_path}$"):
+        ask(tmp_path, {})
+    note(tmp_path, content)
+    with pytest.raises(NoDaemonError, match=f"^no daemon runs in {tmp_path}$"):
+        ask(tmp_path, {})
+
+
+@pytest.mark.parametrize("place", ["gone.sock", "a" * 200, "daemon.json"])
+def test_a_socket_on_which_nobody_listens_is_no_daemon(place: str, tmp_path: Path) -> None:
+    note(tmp_path, json.dumps({"socket": str(tmp_path / place), "pid": 77}))
+    with pytest.raises(NoDaemonError, match="the last one, pid 77, did not end properly"):
+        ask(tmp_path, {})
+
+
+@asynccontextmanager
+async def saying(data: Path, *parts: bytes, ends: bool = True) -> AsyncIterator[None]:
+    """Something listens there, and says this."""
+    over = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        for part in parts:
+            writer.write(part)
+        if not ends:
+            await over.wait()
+        writer.close()
+
+    with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:
+        path = Path(runtime) / "x"
+        server = await asyncio.start_unix_server(serve, path)
+        note(data, json.dumps({"socket": str(path), "pid": 77}))
+        yield
+        over.set()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ((), "did not end properly"),
+        ((b"nonsense\n",), "did not end properly"),
+        ((b"[1]\n",), "is no daemon"),
+        ((b'{"half": ',), "did not end properly"),
+    ],
+)
+async def test_an_answer_that_is_none_is_no_daemon(parts: tuple[bytes, ...], why: str, tmp_path: Path) -> None:
+    async with saying(tmp_path, *parts):
+        with pytest.raises(NoDaemonError, match=why):
+            await asked(tmp_path, {})
+
+
+async def test_an_answer_without_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "REPLY_BYTES_MAX", 100_000)
+    async with saying(tmp_path, b" " * 2_000_000):
+        with pytest.raises(NoDaemonError):
+            await asked(tmp_path, {})
+
+
+async def test_a_daemon_that_is_stopped_does_not_answer_and_it_is_said_so(tmp_path: Path) -> None:
+    async with saying(tmp_path, ends=False):
+        with pytest.raises(NoDaemonError, match=r"\(pid 77\) does not answer; it may be stopped"):
+            await asked(tmp_path, {}, seconds=0.2)
+
+
+async def test_a_part_that_comes_in_parts_is_one_answer(tmp_path: Path) -> None:
+    async with saying(tmp_path, b'{"a"', b": 1}", b"\n"):
+        assert await asked(tmp_path, {}) == {"a": 1}

@@ -1,0 +1,375 @@
+"""The driver: effects in order, the disk before the word, and nothing lost that is our own."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_known import KEYS, FakeSigner, announced, payload, signed
+from driver_known import ME, OTHER, PAYLOAD_BYTES, PEER, THIRD, Bench, a_message, bench
+from net_known import at, skipping_time, some_bytes, until
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.messages import decode, payload_digest
+from p2ptrain.daemon import driver as driver_module
+from p2ptrain.daemon.driver import DISK_SECONDS, EVENTS_MAX, OUTBOX_MAX
+from p2ptrain.net.connections import topic_of
+from p2ptrain.net.line import Deliver
+
+
+def send(number: int, peer: bytes = PEER) -> ev.Send:
+    return ev.Send(peer, (bytes([number]),))
+
+
+def said(number: int, peer: bytes = PEER) -> tuple[str, bytes, Deliver]:
+    """What `send` comes to."""
+    return ("post", peer, Deliver((bytes([number]),)))
+
+
+def persist(number: int) -> ev.Persist:
+    return ev.Persist(ev.Observed(bytes([number])))
+
+
+def answering(each: Bench, effects: dict[bytes, list[ev.Effect]]) -> None:
+    """When a peer is seen, do this."""
+    each.node.answer = lambda event: effects.get(event.peer, []) if isinstance(event, ev.PeerSeen) else []
+
+
+async def now_is(moment: float) -> None:
+    await at(moment)
+
+
+def iterations(counts: list[int]) -> None:
+    """Count how often the loop goes round."""
+    loop: Any = asyncio.get_running_loop()
+    select = loop._clock.select
+
+    def counted(timeout: float | None = None) -> Any:
+        counts.append(1)
+        return select(timeout)
+
+    loop._clock.select = counted
+
+
+# ---------------------------------------------------------------------------------------------------
+# Effects and the disk
+
+
+@skipping_time
+async def test_effects_are_carried_out_in_order_and_what_follows_a_persist_waits_for_the_disk(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        each.edges.disk_seconds = 10.0
+        answering(each, {PEER: [send(1), persist(1), send(2), persist(2), ev.Publish(b"3"), send(4)]})
+        async with each.running():
+            each.driver.give(ev.PeerSeen(PEER))
+            await now_is(9.9)
+            assert each.done == [said(1)]
+            assert each.edges.writes == []
+            await until(lambda: len(each.done) == 4)
+            assert asyncio.get_running_loop().time() == pytest.approx(10.0, abs=0.2)  # both went in one write
+            assert sorted(each.done[1:], key=lambda one: one[0] == "publish") == [said(2), said(4), ("publish", b"3")]
+            assert each.edges.writes == [[ev.Observed(b"\1"), ev.Observed(b"\2")]]
+    assert each.store.journal.scores == b"\2"
+
+
+@skipping_time
+async def test_all_that_waits_for_the_disk_goes_in_one_write(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        each.edges.disk_seconds = 1.0
+        answering(each, {key: [persist(seat), send(seat, key)] for seat, key in enumerate(KEYS)})
+        async with each.running():
+            each.driver.give(ev.PeerSeen(KEYS[0]))
+            await now_is(0.5)
+            for key in KEYS[1:8]:
+                each.driver.give(ev.PeerSeen(key))
+            await until(lambda: len(each.done) == 8)
+            assert asyncio.get_running_loop().time() == pytest.approx(2.0, abs=0.2)
+        assert each.done == [said(seat, key) for seat, key in enumerate(KEYS[:8])]
+        assert [len(records) for records in each.edges.writes] == [1, 7]
+
+
+@skipping_time
+async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path) as each:
+        answering(each, {PEER: [persist(1), send(1)], OTHER: [persist(2), send(2)], THIRD: [send(3)]})
+        each.edges.trouble = ["the disk is full"] * 3
+        async with each.running():
+            each.driver.give(ev.PeerSeen(PEER))
+            await now_is(2.0)
+            assert each.driver.disk_trouble == "the disk is full"
+            each.driver.give(ev.PeerSeen(OTHER))
+            each.driver.give(ev.PeerSeen(THIRD))
+            await now_is(3 * DISK_SECONDS - 0.5)
+            assert each.done == []
+            assert each.driver.disk_trouble == "the disk is full"
+            assert ev.PeerSeen(THIRD) in each.node.events  # the core goes on
+            await until(lambda: len(each.done) == 3)
+            assert each.driver.disk_trouble == ""
+        assert each.done == [said(1), said(2), said(3)]
+        assert each.edges.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
+    told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
+    assert told == [
+        "the disk is full; nothing is said or applied until it can be saved",
+        "the disk takes data again",
+    ]
+
+
+@skipping_time
+async def test_while_the_disk_fails_the_core_stops_when_too_much_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "EFFECTS_MAX", 8)
+    async with bench(tmp_path) as each:
+        answering(each, {key: [persist(seat), send(seat, key)] for seat, key in enumerate(KEYS)})
+        each.edges.trouble = ["the disk is full"] * 3
+        async with each.running():
+            for key in KEYS:
+                each.driver.give(ev.PeerSeen(key))
+            await now_is(3 * DISK_SECONDS - 0.5)
+            assert len(each.driver.effects) == 10
+            assert len(each.node.events) == 5
+            await until(lambda: len(each.done) == len(KEYS))
+        assert each.done == [said(seat, key) for seat, key in enumerate(KEYS)]
+
+
+@skipping_time
+async def test_what_cannot_be_published_is_counted_and_the_rest_goes_out(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        heard: list[bytes] = []
+        peer = each.network.transport(PEER)
+        await peer.subscribe(topic_of(each.edges.run_id), lambda author, data: heard.append(data))
+        await each.transport.connect(peer.addresses()[0])
+        answering(each, {PEER: [ev.Publish(bytes([number % 251])) for number in range(OUTBOX_MAX + 5)]})
+        async with each.running():
+            each.driver.give(ev.PeerSeen(PEER))
+            await until(lambda: len(heard) == OUTBOX_MAX)
+        assert sorted(heard) == sorted(bytes([number % 251]) for number in range(5, OUTBOX_MAX + 5))  # the oldest went
+        assert each.driver.counters == {"messages not published": 5}
+
+
+@skipping_time
+async def test_a_network_that_is_down_loses_messages_and_no_more(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        answering(each, {PEER: [ev.Publish(b"1"), ev.Publish(b"2"), persist(1), send(3)]})
+        async with each.running():
+            each.network.kill(ME)
+            each.driver.give(ev.PeerSeen(PEER))
+            await until(lambda: each.driver.counters["messages not published"] == 2)
+            await until(lambda: said(3) in each.done)
+
+
+@skipping_time
+async def test_what_is_published_last_goes_out_before_the_end(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        last: list[ev.Effect] = [ev.Publish(bytes([number])) for number in range(3)]
+        answering(each, {PEER: [persist(1), *last, ev.Stop("left"), ev.Stop("again")]})
+        publish = each.transport.publish
+
+        async def slowly(topic: str, data: bytes) -> None:
+            await at(asyncio.get_running_loop().time() + 0.1)
+            await publish(topic, data)
+
+        each.transport.publish = slowly  # type: ignore[method-assign]
+        async with each.running() as task:
+            each.driver.give(ev.PeerSeen(PEER))
+            assert await task == "left"
+        assert each.done == [("publish", bytes([number])) for number in range(3)]
+        assert each.device.is_stopping
+
+
+@skipping_time
+async def test_a_core_that_fails_ends_the_driver(tmp_path: Path) -> None:
+    def fail(event: ev.Event) -> list[ev.Effect]:
+        assert not isinstance(event, ev.PeerLost), "the core has made a mistake"
+        return []
+
+    async with bench(tmp_path) as each:
+        each.node.answer = fail
+        task = asyncio.create_task(each.driver.run(each.started))
+        each.driver.give(ev.PeerLost(PEER))
+        with pytest.raises(ExceptionGroup) as raised:
+            await task
+        assert raised.group_contains(AssertionError, match="the core has made a mistake")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Events
+
+
+@skipping_time
+async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        for number in range(EVENTS_MAX + 10):
+            each.driver.hear(PEER, a_message(number=number))
+        each.driver.heard_deliver(OTHER, (b"nonsense", a_message()))
+        own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
+        for event in own:
+            each.driver.give(event)
+        assert each.driver.counters == {"events dropped": 12}
+        async with each.running():
+            await each.heard(own[-1])
+        assert isinstance(each.node.handled[0][1], ev.Started)
+        heard = each.node.events
+        received = [event for event in heard if isinstance(event, ev.MessageReceived)]
+        assert [event.received.message.round for event in received] == list(range(EVENTS_MAX))  # type: ignore[union-attr]
+        assert heard[EVENTS_MAX : EVENTS_MAX + 3] == own
+
+
+@skipping_time
+async def test_what_does_not_decode_is_told_with_the_reason(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        each.driver.hear(PEER, b"nonsense")
+        each.driver.heard_deliver(OTHER, (bytes(1), a_message()))
+        async with each.running():
+            await until(lambda: len(each.node.events) == 3)
+        first, second, third = each.node.events
+        assert isinstance(first, ev.MalformedReceived) and first.sender == PEER and first.why
+        assert isinstance(second, ev.MalformedReceived) and second.sender == OTHER and second.why
+        assert third == ev.MessageReceived(OTHER, decode(a_message(), FakeSigner()))
+
+
+@skipping_time
+async def test_a_history_that_does_not_decode_has_failed(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        each.driver.history_came(PEER, b"nonsense")
+        await until(lambda: bool(each.node.events))
+        [event] = each.node.events
+        assert isinstance(event, ev.HistoryFailed) and event.peer == PEER and event.why
+
+
+@skipping_time
+async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        body = some_bytes(PAYLOAD_BYTES)
+        good = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        bad = signed(announced(OTHER, inline=True), payload(OTHER, 1))
+        opened = asyncio.Event()
+        each.device.gate = opened.wait  # type: ignore[assignment]
+        async with each.running():
+            each.driver.hear(PEER, good.envelope)
+            each.driver.hear(THIRD, bad.envelope)
+            await now_is(1.0)
+            assert each.node.events == []
+            opened.set()
+            await until(lambda: len(each.node.events) == 2)
+        assert each.node.events == [ev.MessageReceived(PEER, good, True), ev.MessageReceived(THIRD, bad, False)]
+        assert each.store.payloads.get(payload_digest(body)) == body
+        assert payload_digest(bad.attachment) not in each.store.payloads
+        assert list(each.edges.fresh) == [payload_digest(body)]
+
+
+@skipping_time
+async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -> None:
+    """Anybody can sign announcements under keys of their own, and checks take longer than a frame does to arrive."""
+    async with bench(tmp_path) as each:
+        shut, opened = some_bytes(PAYLOAD_BYTES), asyncio.Event()
+        each.device.gate = opened.wait  # type: ignore[assignment]
+        offer = signed(announced(PEER, payload=payload_digest(shut), payload_bytes=len(shut)), shut).envelope
+        async with each.running():
+            await now_is(0.1)
+            for _ in range(EVENTS_MAX + 10):
+                each.driver.hear(PEER, offer)
+            assert each.driver.counters["events dropped"] >= 10
+            opened.set()
+
+
+@skipping_time
+async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tmp_path: Path) -> None:
+    """Lines are open, and the topic is subscribed to, before the driver runs and for a while after."""
+    async with bench(tmp_path) as each:
+        body = some_bytes(PAYLOAD_BYTES)
+        offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        each.driver.hear(PEER, a_message())
+        each.driver.hear(PEER, offer.envelope)
+        async with each.running() as task:
+            await until(lambda: bool(each.node.events))
+            each.driver.give(ev.StopRequested())
+            await task
+            each.driver.hear(PEER, offer.envelope)
+            each.driver.hear(PEER, a_message())
+        assert isinstance(each.node.handled[0][1], ev.Started)
+
+
+@skipping_time
+async def test_others_get_their_turn_while_events_come_without_end(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        for number in range(1_000):
+            each.driver.give(ev.PeerSeen(number.to_bytes(32, "big")))
+        counts = [0]
+        task = asyncio.create_task(each.driver.run(each.started))
+        while counts[-1] <= 1_000:
+            await asyncio.sleep(0)
+            counts.append(len(each.node.handled))
+        assert max(later - earlier for earlier, later in pairwise(counts)) <= 64
+        each.driver.give(ev.StopRequested())
+        await task
+
+
+# ---------------------------------------------------------------------------------------------------
+# The deadline
+
+
+@skipping_time
+async def test_the_deadline_wakes_the_core_without_any_event_and_without_a_busy_loop(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        node, loop = each.node, asyncio.get_running_loop()
+
+        def answer(event: ev.Event) -> list[ev.Effect]:
+            node.deadline = loop.time() + 5.0
+            return []
+
+        node.answer = answer
+        rounds: list[int] = []
+        async with each.running():
+            await until(lambda: bool(node.handled))
+            iterations(rounds)
+            await now_is(101.0)
+            ticked = [now for now, event in node.handled if isinstance(event, ev.Tick)]
+            assert ticked == [pytest.approx(5.0 * number, abs=0.1) for number in range(1, 21)]
+            assert len(rounds) < 100
+            node.answer = lambda event: []
+            node.deadline = None
+            each.driver.give(ev.PeerSeen(PEER))
+            await until(lambda: len(node.handled) == 22)
+            await now_is(1_000.0)
+            assert len(node.handled) == 22
+            assert len(rounds) < 200
+
+
+@skipping_time
+async def test_a_timer_that_comes_early_is_set_again(tmp_path: Path) -> None:
+    """uvloop rounds to milliseconds: of its timers, every third comes before its time."""
+    async with bench(tmp_path) as each:
+        loop: Any = asyncio.get_running_loop()
+        call_at = loop.call_at
+        loop.call_at = lambda when, *rest, **more: call_at(max(loop.time(), when - 0.0004), *rest, **more)
+        node = each.node
+
+        def answer(event: ev.Event) -> list[ev.Effect]:
+            node.deadline = 5.0 if isinstance(event, ev.Started) else None
+            return []
+
+        node.answer = answer
+        async with each.running():
+            await now_is(6.0)
+            [(now, event)] = node.handled[1:]
+            assert now == pytest.approx(5.0, abs=0.01)
+            assert event == ev.Tick()
+
+
+@skipping_time
+async def test_an_event_before_the_deadline_is_handled_at_once(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        each.node.deadline = 50.0
+        async with each.running():
+            await now_is(1.0)
+            each.driver.give(ev.PeerSeen(PEER))
+            await each.heard(ev.PeerSeen(PEER))
+            assert asyncio.get_running_loop().time() < 1.1
+            each.node.deadline = None
+            each.driver.give(ev.PeerSeen(OTHER))

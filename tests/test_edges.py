@@ -1,0 +1,438 @@
+"""The driver's edges: payloads, states and data are fetched, applied and served, whoever lies and whatever is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bulk_known import Node
+from core_known import KEYS
+from driver_known import (
+    DATA,
+    PAYLOAD_BYTES,
+    STATE,
+    STATE_BYTES,
+    Bench,
+    a_dataset,
+    a_manifest,
+    bench,
+    root_of,
+)
+from net_known import at, skipping_time, some_bytes, until
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.messages import payload_digest
+from p2ptrain.daemon.driver import DISK_SECONDS
+from p2ptrain.errors import DataError
+from p2ptrain.learn.data import piece_digest
+from p2ptrain.learn.trainer import Trainer
+from p2ptrain.net import inquiry
+from p2ptrain.net.blobs import BlobName, MemoryBlob
+from p2ptrain.store.payloads import Payloads
+
+ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
+BODY = some_bytes(PAYLOAD_BYTES, 7)
+NAME = payload_digest(BODY)
+BLOB = BlobName("payload", NAME)
+FETCH = ev.Fetch(NAME, PAYLOAD_BYTES, (PEER,))
+ARRIVED = ev.PayloadArrived(NAME, True, PAYLOAD_BYTES)
+NEWER = some_bytes(STATE_BYTES, 8)
+
+
+def doing(each: Bench, *effects: ev.Effect) -> None:
+    """Have the core want this."""
+    each.driver.effects.extend(effects)
+    each.driver._has_effects.set()
+
+
+def of_kind(each: Bench, *kinds: type) -> list[ev.Event]:
+    return [event for event in each.node.events if isinstance(event, kinds)]
+
+
+class Counted(MemoryBlob):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def read(self, index: int) -> bytes:
+        self.reads += 1
+        return super().read(index)
+
+
+async def tells_states(node: Node, *states: tuple[int, bytes]) -> None:
+    await inquiry.serve(node.transport, lambda peer, question: inquiry.States(states))
+
+
+def state_blob(state: bytes) -> dict[BlobName, MemoryBlob]:
+    return {BlobName("state", root_of(state)): MemoryBlob.tree(state)}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Payloads
+
+
+@skipping_time
+async def test_a_payload_that_is_wanted_twice_at_once_is_fetched_once(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        server, blob = await each.serve(PEER), Counted.tree(BODY)
+        counted = Counted(BODY, is_tree=True)
+        server.blobs[BLOB] = counted
+        assert blob.name == NAME
+        doing(each, FETCH, FETCH, FETCH)
+        await until(lambda: len(each.node.events) == 3)
+        assert each.node.events == [ARRIVED] * 3
+        assert counted.reads == 1
+        assert each.store.payloads.get(NAME) == BODY
+        assert NAME in each.edges.fresh
+        assert each.driver._fetching == {}
+
+
+@skipping_time
+async def test_when_no_source_has_a_payload_each_has_failed_and_the_next_fetch_asks_others(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        await each.serve(PEER)
+        (await each.serve(OTHER)).blobs[BLOB] = MemoryBlob.tree(BODY[:-1] + b"x")
+        (await each.serve(THIRD)).blobs[BLOB] = MemoryBlob.tree(BODY)
+        doing(each, ev.Fetch(NAME, PAYLOAD_BYTES, (PEER, FAR, ME, OTHER)), ev.Fetch(NAME, PAYLOAD_BYTES, (THIRD,)))
+        await each.heard(ARRIVED)
+        *failed, last = each.node.events
+        assert last == ARRIVED
+        assert all(isinstance(event, ev.FetchFailed) and event.payload == NAME and event.why for event in failed)
+        assert sorted(event.peer for event in failed) == sorted([PEER, FAR, ME, OTHER])  # type: ignore[union-attr]
+        assert [peer for peer, _ in each.blamed] == [OTHER]
+
+
+@skipping_time
+async def test_a_payload_that_is_here_is_not_fetched(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        each.store.payloads.put(NAME, BODY)
+        doing(each, ev.Fetch(NAME, PAYLOAD_BYTES, ()))
+        await each.heard(ARRIVED)
+
+
+@skipping_time
+async def test_a_payload_that_is_no_contribution_arrives_as_a_bad_one(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        body = some_bytes(50)
+        (await each.serve(PEER)).blobs[BlobName("payload", payload_digest(body))] = MemoryBlob.tree(body)
+        doing(each, ev.Fetch(payload_digest(body), 50, (PEER,)))
+        await each.heard(ev.PayloadArrived(payload_digest(body), False, 50))
+
+
+@skipping_time
+async def test_a_disk_that_cannot_be_read_or_is_full_does_not_end_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held may be spilled to the disk, and what is sought may lie there."""
+
+    def broken(self: Payloads, *arguments: object) -> None:
+        raise DataError("the disk does not answer")
+
+    async with bench(tmp_path) as each, each.running() as task:
+        (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
+        for method in ("get", "put"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Payloads, method, broken)
+                before = len(each.node.events)
+                doing(each, FETCH)
+                await until(lambda: len(each.node.events) > before or task.done())  # noqa: B023
+                assert not task.done()
+                assert of_kind(each, ev.FetchFailed, ev.PayloadArrived)
+                await until(lambda: not each.driver._fetching)
+
+
+@skipping_time
+async def test_a_payload_whose_file_cannot_be_read_is_not_served_and_the_server_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: bytes) -> None:
+        raise DataError("the disk does not answer")
+
+    async with bench(tmp_path) as each:
+        peer = await each.serve(PEER)
+        mine = await each.serve(OTHER, connected=False)
+        mine.find = each.edges.library.find  # type: ignore[method-assign]
+        await peer.transport.connect(mine.transport.addresses()[0])
+        monkeypatch.setattr(each.store.payloads, "get", broken)
+        with pytest.raises(Exception, match="not to be had"):
+            await peer.fetch(BLOB, PAYLOAD_BYTES, OTHER)
+        monkeypatch.undo()
+        each.store.payloads.put(NAME, BODY)
+        assert await peer.fetch(BLOB, PAYLOAD_BYTES, OTHER) == BODY
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rounds
+
+
+def held(each: Bench, number: int, count: int = 2) -> Any:
+    """The manifest of a round whose payloads are here."""
+    bodies = [some_bytes(PAYLOAD_BYTES, 100 * number + seat) for seat in range(count)]
+    for body in bodies:
+        each.store.payloads.put(payload_digest(body), body)
+    return a_manifest(each.genesis, number, bodies)
+
+
+@skipping_time
+async def test_a_round_is_applied_and_its_contribution_forgotten(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        manifest = held(each, 1)
+        doing(each, ev.Apply(manifest))
+        await until(lambda: bool(each.node.events))
+        assert each.node.events == [ev.Applied(manifest.branch, 1, root_of(each.trainer.state))]
+        assert each.trainer.done == [("apply", 1, 2), ("forget", 1)]
+
+
+@skipping_time
+async def test_a_lost_payload_of_an_agreed_round_is_fetched_until_somebody_has_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        each.store.payloads.put(NAME, BODY)
+        lost = some_bytes(PAYLOAD_BYTES, 9)
+        manifest = a_manifest(each.genesis, 1, [BODY, lost])
+        server = await each.serve(PEER)
+        doing(each, ev.Apply(manifest))
+        await at(2.5 * DISK_SECONDS)
+        assert each.node.events == []
+        server.blobs[BlobName("payload", payload_digest(lost))] = MemoryBlob.tree(lost)
+        await until(lambda: bool(each.node.events))
+        assert each.node.events == [ev.Applied(manifest.branch, 1, root_of(each.trainer.state))]
+        assert each.store.payloads.get(payload_digest(lost)) == lost
+
+
+@skipping_time
+async def test_a_round_that_does_not_follow_the_state_is_not_applied(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        each.trainer.adopt(7, NEWER)
+        doing(each, ev.Apply(held(each, 4)), ev.Apply(held(each, 8)))
+        await until(lambda: bool(each.node.events))
+        [applied] = each.node.events
+        assert isinstance(applied, ev.Applied) and applied.round == 8
+        await until(lambda: bool(each.store.checkpoints.present()))
+        assert [checkpoint.round for checkpoint in each.store.checkpoints.present()] == [8]  # round 4 has left none
+
+
+@skipping_time
+async def test_a_round_of_a_line_that_was_left_is_not_applied_to_the_state_that_was_taken_over(tmp_path: Path) -> None:
+    """It waited for a payload while the state of another line came, of the round before it."""
+    async with bench(tmp_path) as each, each.running():
+        lost = some_bytes(PAYLOAD_BYTES, 9)
+        server = await each.serve(PEER)
+        server.blobs |= state_blob(NEWER)
+        await tells_states(server, (0, root_of(NEWER)))
+        doing(each, ev.Apply(a_manifest(each.genesis, 1, [lost])))
+        await at(1.0)
+        doing(each, ev.CatchUp(((0, root_of(NEWER)),), (PEER,), 1))
+        await each.heard(ev.CaughtUp(0, root_of(NEWER), 1))
+        server.blobs[BlobName("payload", payload_digest(lost))] = MemoryBlob.tree(lost)
+        await at(4 * DISK_SECONDS)
+        assert each.trainer.state == NEWER
+        assert of_kind(each, ev.Applied) == []
+
+
+@skipping_time
+async def test_every_few_rounds_the_state_is_saved_and_served(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        for number in range(1, 9):
+            doing(each, ev.Apply(held(each, number)))
+            await until(lambda: len(of_kind(each, ev.Applied)) == number)  # noqa: B023
+        await until(lambda: len(each.edges.library.states()) == 2)
+        [(newest, root), (older, _)] = each.edges.library.states()
+        assert (newest, older, root) == (8, 4, root_of(each.trainer.state))
+        peer = await each.serve(PEER)
+        mine = await each.serve(OTHER, connected=False)
+        mine.find = each.edges.library.find  # type: ignore[method-assign]
+        await peer.transport.connect(mine.transport.addresses()[0])
+        assert await peer.fetch(BlobName("state", root), STATE_BYTES, OTHER) == each.trainer.state
+
+
+@skipping_time
+async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path) as each, each.running():
+
+        def broken(path: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(each.trainer, "save", broken)
+        each.trainer.adopt(3, NEWER)
+        for number in (4, 5):
+            doing(each, ev.Apply(held(each, number)))
+            await until(lambda: len(of_kind(each, ev.Applied)) == number - 3)  # noqa: B023
+        assert each.store.checkpoints.present() == []
+    assert [record.levelname for record in caplog.records if "no checkpoint of round 4" in record.getMessage()] == [
+        "ERROR"
+    ]
+
+
+def test_a_trainer_that_finds_no_room_for_its_state_says_so_as_a_disk_does(tmp_path: Path) -> None:
+    """safetensors has an error of its own for that, which is no OSError."""
+    recipe = SimpleNamespace(residual=SimpleNamespace(kept={}))
+    trainer: Any = SimpleNamespace(_tensors=dict, recipe=recipe, round=4, _run_digest=str)
+    with pytest.raises(DataError):
+        Trainer.save(trainer, tmp_path / "gone" / "trainer.safetensors")
+
+
+# ---------------------------------------------------------------------------------------------------
+# States
+
+
+@skipping_time
+async def test_a_newer_catching_up_replaces_the_one_before_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        silent, good = await each.serve(PEER), await each.serve(OTHER)
+        await tells_states(silent, (5, root_of(STATE)))  # and never gives it
+        good.blobs |= state_blob(NEWER)
+        await tells_states(good, (6, root_of(NEWER)))
+        silent.blobs |= state_blob(STATE)
+        silent.upload.rate = 1  # a state a fortnight
+        doing(each, ev.CatchUp(((5, root_of(STATE)),), (PEER,), 1))
+        await at(1.0)
+        doing(each, ev.CatchUp(((6, root_of(NEWER)),), (OTHER,), 2))
+        await each.heard(ev.CaughtUp(6, root_of(NEWER), 2))
+        await at(300.0)
+        assert each.node.events == [ev.CaughtUp(6, root_of(NEWER), 2)]
+        assert each.trainer.done == [("adopt", 6)]
+
+
+@skipping_time
+async def test_the_newest_state_that_somebody_has_is_taken(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        one, other = await each.serve(PEER), await each.serve(OTHER)
+        one.blobs |= state_blob(STATE)
+        other.blobs |= state_blob(STATE) | state_blob(NEWER)
+        await tells_states(one, (8, root_of(STATE)))
+        await tells_states(other, (8, root_of(STATE)), (16, root_of(NEWER)))
+        doing(each, ev.CatchUp(((24, bytes(32)), (16, root_of(NEWER)), (8, root_of(STATE))), (PEER, OTHER, FAR), 3))
+        await until(lambda: bool(each.node.events))
+        assert each.node.events == [ev.CaughtUp(16, root_of(NEWER), 3)]
+        assert (each.trainer.round, each.trainer.state) == (16, NEWER)
+
+
+@skipping_time
+async def test_who_claims_the_newest_state_and_does_not_give_it_keeps_nobody_from_an_older_one(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        liar, good = await each.serve(PEER), await each.serve(OTHER)
+        await tells_states(liar, (16, root_of(NEWER)), (8, root_of(STATE)))
+        good.blobs |= state_blob(STATE)
+        await tells_states(good, (8, root_of(STATE)))
+        doing(each, ev.CatchUp(((16, root_of(NEWER)), (8, root_of(STATE))), (PEER, OTHER), 1))
+        await until(lambda: bool(each.node.events))
+        assert each.node.events == [ev.CaughtUp(8, root_of(STATE), 1)]
+
+
+@skipping_time
+async def test_when_nobody_has_a_state_that_would_do_catching_up_has_failed(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        await tells_states(await each.serve(PEER), (8, root_of(STATE)))
+        doing(each, ev.CatchUp(((16, root_of(NEWER)),), (PEER, FAR), 1))
+        await until(lambda: bool(each.node.events))
+        [failed] = each.node.events
+        assert isinstance(failed, ev.CatchUpFailed) and failed.attempt == 1
+        assert failed.why == "none of 2 peers has a state of the 1 that would do"
+
+
+@skipping_time
+async def test_my_own_checkpoint_is_read_before_anybody_is_asked_for_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        mine = each.edges.save_first(each.device, STATE, root_of(STATE))
+        doing(each, ev.CatchUp(((0, root_of(STATE)),), (), 1))
+        await each.heard(ev.CaughtUp(0, root_of(STATE), 1))
+        (mine.path / "state.bin").write_bytes(NEWER)  # damaged: then others are asked
+        good = await each.serve(PEER)
+        good.blobs |= state_blob(STATE)
+        await tells_states(good, (0, root_of(STATE)))
+        doing(each, ev.CatchUp(((0, root_of(STATE)),), (PEER,), 2))
+        await each.heard(ev.CaughtUp(0, root_of(STATE), 2))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Training
+
+
+@skipping_time
+async def test_training_fetches_its_data_first_and_announces_what_came_of_it(tmp_path: Path) -> None:
+    data = a_dataset(tmp_path / "missing", is_whole=False)
+    async with bench(tmp_path, data) as each, each.running():
+        each.trainer.dataset = data
+        server = await each.serve(PEER)
+        doing(each, ev.Train(1, 0, 1, 4))
+        await at(30.0)
+        assert each.node.events == []
+        server.blobs[BlobName("data", bytes.fromhex(piece_digest(DATA)))] = MemoryBlob(DATA)
+        await until(lambda: bool(each.node.events))
+        [finished] = each.node.events
+        assert isinstance(finished, ev.TrainingFinished) and finished.round == 1
+        assert payload_digest(finished.attachment) == finished.payload  # it is small enough to ride along
+        assert each.store.payloads.get(finished.payload) == finished.attachment
+        assert data.missing_anywhere() == []
+
+
+@skipping_time
+async def test_data_that_nobody_has_makes_the_round_fail_in_time(tmp_path: Path) -> None:
+    data = a_dataset(tmp_path / "missing", is_whole=False)
+    async with bench(tmp_path, data) as each, each.running():
+        each.trainer.dataset = data
+        doing(each, ev.Train(1, 0, 1, 4))
+        await until(lambda: bool(each.node.events))
+        [failed] = each.node.events
+        assert isinstance(failed, ev.TrainingFailed) and failed.round == 1
+        assert 100 < asyncio.get_running_loop().time() < 140
+
+
+@skipping_time
+async def test_data_that_finds_no_room_makes_the_round_fail_and_not_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = a_dataset(tmp_path / "missing", is_whole=False)
+
+    def full(name: bytes, piece: bytes) -> None:
+        raise DataError("the disk is full")
+
+    monkeypatch.setattr(data, "add_piece", full)
+    async with bench(tmp_path, data) as each, each.running() as task:
+        each.trainer.dataset = data
+        server = await each.serve(PEER)
+        server.blobs[BlobName("data", bytes.fromhex(piece_digest(DATA)))] = MemoryBlob(DATA)
+        doing(each, ev.Train(1, 0, 1, 4))
+        await until(lambda: bool(each.node.events) or task.done())
+        assert each.node.events == [ev.TrainingFailed(1, "the disk is full")]
+
+
+@skipping_time
+async def test_a_round_in_training_ends_with_the_node(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running() as task:
+        doing(each, ev.Train(1, 0, 1, 4))
+        await at(0.5)
+        each.driver.give(ev.StopRequested())
+        assert await task == "the test is over"
+        assert each.node.events == []
+
+
+@skipping_time
+async def test_a_contribution_that_nobody_took_goes_back(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        doing(each, ev.Train(1, 0, 1, 4))
+        await until(lambda: bool(each.node.events))
+        assert each.trainer.kept_rounds == (1,)
+        doing(each, ev.Return(1))
+        await until(lambda: each.trainer.kept_rounds == ())
+
+
+@skipping_time
+async def test_run_and_data_are_served_and_nothing_of_other_runs(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        library = each.edges.library
+
+        def found(kind: Any, name: bytes) -> bytes | None:
+            blob = library.find(BlobName(kind, name), PEER)
+            return None if blob is None else blob.read(0)
+
+        assert found("data", bytes.fromhex(piece_digest(DATA))) == DATA
+        manifest = bytes.fromhex(each.run.data.manifest)
+        assert found("manifest", manifest) == each.edges.dataset.manifest_bytes()
+        for kind in ("data", "manifest", "tokenizer", "payload", "state", "config"):
+            assert found(kind, bytes(32)) is None

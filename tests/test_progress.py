@@ -1,0 +1,134 @@
+"""Progress for a person: a line, and one JSON object a round where no terminal is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from p2ptrain.daemon.logs import LINE_MAX, JsonLines, TextLines
+from p2ptrain.daemon.progress import Progress, count_of, line_of, lines_of
+
+STATUS: dict[str, Any] = {
+    "run_id": "ab" * 32,
+    "run_name": "tiny",
+    "peer_id": "12D3KooWx",
+    "addresses": ["/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWx", "/ip6/2001:db8::7/tcp/4001/p2p/12D3KooWx"],
+    "round": 13,
+    "phase": "collect",
+    "view": 0,
+    "applied_round": 12,
+    "state_root": "cd" * 32,
+    "loss": 2.34567,
+    "tokens_per_second": 12_345.6,
+    "peers": ["a", "b"],
+    "roster": ["a", "b", "c"],
+    "quorum": 2,
+    "fault_tolerance": {"liars": 0, "crashes": 1, "mode": "crash-only"},
+    "health": [],
+    "http": None,
+    "bytes": {"bytes sent": 1_234, "bytes received": 56_789_000},
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1_000, "1.0 KB"), (99_940, "99.9 KB"), (123_456, "123 KB"), (2.5e6, "2.5 MB"),
+     (7e9, "7.0 GB"), (7e13, "70000 GB")],
+)  # fmt: skip
+def test_a_number_of_bytes_is_told_in_few_characters(size: float, text: str) -> None:
+    assert count_of(size) == text
+
+
+def test_a_node_in_one_line() -> None:
+    assert line_of(STATUS) == (
+        "round 13 collect · loss 2.346 · 2 peers · 3 in the roster · 12,346 tokens/s · "
+        "sent 1.2 KB, received 56.8 MB · root cdcdcdcdcdcd"
+    )
+    new = STATUS | {"loss": None, "state_root": "", "bytes": {}, "health": ["degraded: the disk is full", "no peers"]}
+    assert line_of(new) == (
+        "round 13 collect · loss - · 2 peers · 3 in the roster · 12,346 tokens/s · "
+        "sent 0 B, received 0 B · root - · degraded: the disk is full"
+    )
+
+
+def test_a_node_in_some_lines() -> None:
+    lines = lines_of(STATUS | {"health": ["degraded: the disk is full", "no peers"]}).split("\n")
+    rows = {line[:11].strip(): line[12:] for line in lines if line[:11].strip()}
+    assert rows == {
+        "run": f"tiny  {'ab' * 32}",
+        "peer id": "12D3KooWx",
+        "addresses": STATUS["addresses"][0],
+        "round": "13, collect; 12 applied",
+        "state root": "cd" * 32,
+        "loss": "2.3457 nats a token",
+        "speed": "12,346 tokens/s",
+        "peers": "2",
+        "roster": "3 members, of which 2 decide; 1 may crash, 0 may lie",
+        "health": "degraded: the disk is full",
+        "http": "off",
+    }
+    assert [line[12:] for line in lines if not line[:11].strip()] == [STATUS["addresses"][1], "no peers"]
+    empty = lines_of(STATUS | {"addresses": [], "health": [], "loss": None, "state_root": ""})
+    assert "addresses   none yet\n" in empty
+    assert "health      good\n" in empty
+    assert "state root  none yet\n" in empty
+
+
+def test_where_there_is_no_terminal_a_round_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    status = dict(STATUS)
+    progress = Progress("json", lambda: status)
+    with caplog.at_level(logging.INFO):
+        progress.start()
+        for applied in (12, 12, 13, 13, 13, 12):  # another branch has won, and it goes back
+            status["applied_round"] = applied
+            progress.tell()
+        progress.stop()
+    assert len(caplog.records) == 3
+    line = json.loads(JsonLines().format(caplog.records[0]))
+    assert line.pop("at").endswith("+00:00")
+    assert line == {
+        "level": "info",
+        "message": line_of(STATUS),
+        "round": 13,
+        "phase": "collect",
+        "loss": 2.34567,
+        "tokens_per_second": 12_345.6,
+        "state_root": "cd" * 32,
+        "peers": 2,
+        "roster": 3,
+    }
+
+
+def test_on_a_terminal_one_line_stays_and_is_cleared(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before = root.handlers
+    status = dict(STATUS)
+    progress = Progress("auto", lambda: status)
+    progress._console = Console(stderr=True, force_terminal=True, width=60)
+    try:
+        progress.start()
+        progress.tell()
+        status["round"] = 14
+        progress.tell()
+        progress.stop()
+        progress.stop()
+    finally:
+        root.handlers = before
+    shown = capsys.readouterr().err
+    assert "round 14 collect" in shown
+    assert shown.count("\n") <= 2  # it is overwritten, not repeated
+
+
+def test_what_a_peer_makes_us_write_is_neither_endless_nor_obeyed_by_a_terminal() -> None:
+    record = logging.LogRecord("p2ptrain", logging.WARNING, "", 0, "a\x1b[2J\r%s", ("x" * 10_000,), None)
+    for form in (TextLines(), JsonLines()):
+        text = form.format(record)
+        assert len(text) < LINE_MAX + 200
+        assert "\x1b" not in text
+        assert "\\u001b" not in text
+        assert "\r" not in text
+    assert TextLines().format(record)[8:].startswith(" warning: a?[2J?xxx")
