@@ -347,6 +347,10 @@ async def test_my_own_checkpoint_is_read_before_anybody_is_asked_for_it(tmp_path
         await tells_states(good, (0, root_of(STATE)))
         doing(each, ev.CatchUp(((0, root_of(STATE)),), (PEER,), 2))
         await each.heard(ev.CaughtUp(0, root_of(STATE), 2))
+        (mine.path / "state.bin").unlink()
+        (mine.path / "state.bin").mkdir()  # what is there cannot be read
+        doing(each, ev.CatchUp(((0, root_of(STATE)),), (PEER,), 3))
+        await each.heard(ev.CaughtUp(0, root_of(STATE), 3))
 
 
 # ---------------------------------------------------------------------------------------------------

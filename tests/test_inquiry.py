@@ -91,6 +91,7 @@ BAD_ANSWERS: list[bytes] = [
     encode(["runs", [[RUN, "name", -1, 1]]]),
     encode(["runs", [[RUN[:31], "name", 1, 1]]]),
     encode(["runs", [[RUN, "na\x1b[2Jme", 1, 1]]]),  # what a terminal would obey
+    encode(["runs", [[RUN, "name\n", 1, 1]]]),
     encode(["runs", [[RUN, "name", 1, 1]] * (RUNS_MAX + 1)]),
     encode(["config", b""]),
     encode(["states", []]),

@@ -217,8 +217,10 @@ class Anyone(RuleBasedStateMachine):
         here = self.node.here
         names = sorted(each[0].digest for each in here.available.values())[: here.roster.quorum - (pick == 0)]
         names = sorted({*names, NOWHERE}) if pick == 1 or not names else names
-        found = here._manifest(tuple(names)) if is_right and NOWHERE not in names else None
-        self.node.context.effects.clear()  # what working it out here has asked for
+        found = None
+        for node in (self.node, self.twin) if is_right and NOWHERE not in names else ():
+            found = node.here._manifest(tuple(names))  # each remembers what it has worked out
+            node.context.effects.clear()  # what that has asked for
         proposer = here.agreement.proposer(view)
         author = self.author(peer) if pick == 2 or proposer == self.bench.me else proposer
         manifest = found.digest if found else self.manifest(pick)

@@ -288,10 +288,26 @@ def test_who_has_no_vote_follows_a_few_only_when_nothing_was_decided_for_long() 
     assert each.may_follow(few)
 
 
+def test_one_who_has_not_called_yet_follows_only_most_of_those_who_are_still_heard() -> None:
+    """A lone liar was the quickest to sign a set, and took over what was left of a swarm (seed 10225)."""
+    each = regrouping()
+    each.context.now += each.context.run.agreement.stall_seconds
+    lone, pair = begun(KEYS[2:3], KEYS[2:3], each.state), begun(KEYS[2:4], KEYS[2:4], each.state)
+    each.context.heard_at = dict.fromkeys(KEYS[3:6], each.context.now)
+    assert [each.may_follow(lone), each.may_follow(pair)] == [False, False]
+    each.context.heard_at = dict.fromkeys(KEYS[3:5], each.context.now)
+    assert [each.may_follow(lone), each.may_follow(pair)] == [False, True]
+    each.context.heard_at = {}
+    assert each.may_follow(lone)
+
+
 def test_who_has_lost_the_quorum_follows_more_than_answer_its_own_call() -> None:
     each = regrouping()
     each.attempt = 0
     each.calls[0] = {ME: signed(call(ME))}
+    each.last_new_at = each.context.now
+    assert not each.may_follow(begun(KEYS[2:4], KEYS[2:4], each.state)), "others may still answer"
+    each.context.now += each.context.run.agreement.settle_seconds
     assert each.may_follow(begun(KEYS[2:4], KEYS[2:4], each.state))
     each.calls[0][KEYS[5]] = signed(call(KEYS[5]))
     assert not each.may_follow(begun(KEYS[2:4], KEYS[2:4], each.state))

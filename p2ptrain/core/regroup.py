@@ -196,15 +196,19 @@ class Regrouping:
         """Whether a branch from our head binds us, and is not a few liars taking over a swarm that is well.
 
         It does if we signed it; if f + 1 members signed, of whom one is honest and has lost the quorum; or if we have
-        lost it ourselves, and more members signed than answer our own call. Who has no vote has no call, and waits.
+        lost it ourselves, and more members signed than answer our own call, or, before there is one, more than half of
+        those that are still heard. Who has no vote has no call, and waits.
         """
         signers = beginning.signers
         if self.context.me in signers or len(signers) > self.state.roster.tolerated:
             return True
         if not self.is_member:
             return self.has_waited
-        has_lost = self.attempt >= 0 or self._is_lost(SHARE_CALLED) or self._is_deserted()
-        return has_lost and len(signers) > len(self.calls.get(self.attempt, ()))
+        now, agreement = self.context.now, self.context.run.agreement
+        if self.attempt >= 0:  # others had time to answer our call
+            has_settled = now >= self.last_new_at + agreement.settle_seconds
+            return has_settled and len(signers) > len(self.calls.get(self.attempt, ()))
+        return self._is_deserted() and 2 * len(signers) > self._present(agreement.stall_seconds)
 
     @property
     def has_waited(self) -> bool:

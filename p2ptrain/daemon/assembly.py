@@ -121,6 +121,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header)
     stack.callback(events.close)
+    stack.callback(edges.disk.shutdown)
     driver.on_event = events.note
     daemon = Daemon(run, config, driver, edges)
     started = ev.Started(await _restore(store, device, edges, launch.state), store.is_forgetful, launch.ticket)

@@ -268,7 +268,11 @@ def ignore(peer: bytes, why: str) -> None:
 
 
 def _read_state(checkpoint: Checkpoint) -> bytes | None:
-    pieces = [checkpoint.read_piece(index) for index in range(-(-checkpoint.state_bytes // PIECE_BYTES))]
+    try:
+        pieces = [checkpoint.read_piece(index) for index in range(-(-checkpoint.state_bytes // PIECE_BYTES))]
+    except DataError as error:  # peers may have it
+        log.error("%s", error)
+        return None
     return None if any(piece is None for piece in pieces) else b"".join(piece for piece in pieces if piece)
 
 

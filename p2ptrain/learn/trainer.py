@@ -271,7 +271,7 @@ class Trainer:
         metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
         try:
             save_file(tensors, path, metadata)
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise DataError(f"{path}: cannot be written ({error})") from error
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ class AskPeers(Struct, frozen=True, array_like=True, tag="peers"):
 
 class RunInfo(Struct, frozen=True, array_like=True):
     run_id: Digest
-    name: Annotated[str, Meta(max_length=NAME_MAX, pattern="^[A-Za-z0-9._-]*$")]  # a terminal obeys some other signs
+    name: Annotated[str, Meta(max_length=NAME_MAX, pattern=r"^[A-Za-z0-9._-]*\Z")]  # a terminal obeys some other signs
     round: Number
     members: Annotated[int, Meta(ge=0, le=2**16)]
 

@@ -412,8 +412,8 @@ class Cluster:
         dismissed. Where two quorums need not share a member without fault, not even that is, and the run ends.
 
         Faulty are liars, and who has lost its memory: it is silent for as long as it may have spoken. A roster of
-        liars alone does not come into force, and whoever believes in one is to be brought back; only a member that had
-        lost its quorum may have had nothing better to follow.
+        liars alone does not come into force, and whoever believes in one is to be brought back; but where a quorum was
+        lost before, there may have been nothing better to follow.
         """
         if not was_lost and are_liars(self, state.members):
             return

@@ -123,13 +123,13 @@ class Driver:
             node.disk.write(record, message)
             if type(record) is ev.Certified:
                 if node.honest and record.state.members != members:
-                    was_lost = node.key in members and self._has_lost_the_quorum(node)
+                    was_lost = any(map(self._has_lost_the_quorum, self.cluster.honest))
                     self.cluster.roster_came_into_force(record.state, was_lost)
                 self.cluster.metrics.certified(node, record)
                 node.shelf.turn(record.state.round)
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
-        """Ever: then it may have had good reason to follow whoever was left."""
+        """Ever: then others may have had good reason to follow whoever was left."""
         counters = node.core.context.counters if node.core else {}
         return bool(self.cluster.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
 
