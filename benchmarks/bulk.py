@@ -69,7 +69,9 @@ async def start(stack: AsyncExitStack, directory: Path, count: int) -> list[Node
         identity = directory / f"{number}.key"
         Identity.make(identity)
         network = NetworkConfig(listen=("/ip4/127.0.0.1/tcp/0",), nat=False)
-        transport = await P2pd.start(identity, network, directory / "run")
+        sockets = directory / str(number)
+        sockets.mkdir(mode=0o700)
+        transport = await P2pd.start(identity, network, sockets)
         stack.push_async_callback(transport.close)
         node = Node(transport)
         await stack.enter_async_context(node.server)

@@ -34,8 +34,9 @@ class Make:
         Identity.make(identity_file)
         named = {name: options.pop(name) for name in ("announce", "nat", "trusted_relays") if name in options}
         network = NetworkConfig(**{"listen": listen, "nat": False, **named})
-        runtime = options.pop("runtime", self.runtime)
-        self.nodes.append(await P2pd.start(identity_file, network, runtime, **options))
+        directory = self.runtime / identity_file.stem
+        directory.mkdir(mode=0o700)
+        self.nodes.append(await P2pd.start(identity_file, network, directory, **options))
         return self.nodes[-1]
 
 
@@ -44,13 +45,12 @@ async def nodes_in(tmp_path: Path) -> AsyncIterator[Make]:
     """At the end all nodes are closed, and nothing of them is left."""
     tasks_before = asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:  # pytest's own paths are too long for sockets
-        make = Make(tmp_path, Path(runtime) / "run")
+        make = Make(tmp_path, Path(runtime))
         yield make
         children = [node._supervisor.process.pid for node in make.nodes]
         for node in make.nodes:
             await node.close()
         assert [pid for pid in children if psutil.pid_exists(pid)] == []
-        assert [node._directory for node in make.nodes if node._directory.exists()] == []
         assert asyncio.all_tasks() <= tasks_before | {asyncio.current_task()}
 
 

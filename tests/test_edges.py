@@ -233,6 +233,22 @@ async def test_a_round_of_a_line_that_was_left_is_not_applied_to_the_state_that_
 
 
 @skipping_time
+async def test_payloads_of_a_line_that_was_left_are_not_fetched_for_ever(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        server = await each.serve(PEER)
+        server.blobs |= state_blob(NEWER)
+        await tells_states(server, (0, root_of(NEWER)))
+        before = len(each.driver._tasks)
+        doing(each, ev.Apply(a_manifest(each.genesis, 1, [some_bytes(PAYLOAD_BYTES, 9)])))
+        await at(1.0)
+        assert len(each.driver._tasks) == before + 1
+        doing(each, ev.CatchUp(((0, root_of(NEWER)),), (PEER,), 1))
+        await each.heard(ev.CaughtUp(0, root_of(NEWER), 1))
+        await at(4 * DISK_SECONDS)
+        assert len(each.driver._tasks) == before
+
+
+@skipping_time
 async def test_every_few_rounds_the_state_is_saved_and_served(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
         for number in range(1, 9):

@@ -72,16 +72,16 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     driver: Driver
 
     def blame(peer: bytes, why: str) -> None:
-        driver.give(ev.MalformedReceived(peer, why))
+        driver.give_of_peer(ev.MalformedReceived(peer, why))
 
     def hear_line(peer: bytes, message: LineMessage) -> None:
         match message:
             case Deliver(envelopes):
                 driver.heard_deliver(peer, envelopes)
             case Ask(names):
-                driver.give(ev.Asked(peer, names))
+                driver.give_of_peer(ev.Asked(peer, names))
             case AskHistory(branch, number):
-                driver.give(ev.HistoryAsked(peer, branch, number))
+                driver.give_of_peer(ev.HistoryAsked(peer, branch, number))
 
     lines = Lines(
         transport,

@@ -4,8 +4,8 @@ Effects are carried out in order, and what follows a `Persist` waits for the dis
 the disk becomes free goes in one write. What takes long (training, applying, fetching) is a task of its own and comes
 back as an event. Nothing here decides about rounds.
 
-Gossip may be dropped when the queue of events is full (and is counted): the core asks for what it misses. What our own
-edges report is never dropped; of that there is only as much as the core has asked for.
+What peers say may be dropped when the queue of events is full (and is counted): the core asks for what it misses, and
+so do they. What our own edges report is never dropped; of that there is only as much as the core has asked for.
 """
 
 from __future__ import annotations
@@ -85,10 +85,20 @@ class Driver:
         self.events.append(event)
         self._has_events.set()
 
+    def give_of_peer(self, event: ev.Event) -> None:
+        """What a peer brings about by itself, and might as often as it likes."""
+        if self._has_room():
+            self.give(event)
+
+    def _has_room(self) -> bool:
+        if len(self.events) + self._checking < EVENTS_MAX:
+            return True
+        self.counters["events dropped"] += 1
+        return False
+
     def hear(self, sender: bytes, data: bytes) -> None:
         """A gossiped message, or one that a peer handed over."""
-        if len(self.events) + self._checking >= EVENTS_MAX:
-            self.counters["events dropped"] += 1
+        if not self._has_room():
             return
         try:
             received = decode(data, self.signer)
@@ -321,7 +331,12 @@ class Driver:
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """To the state that was there when the core said so, and not to one that was taken over since."""
         manifest = effect.manifest
-        good = [await self._payload_of(taken) for taken in manifest.taken]
+        good = []
+        for taken in manifest.taken:
+            payload = await self._payload_of(taken, adopted)
+            if payload is None:
+                return
+            good.append(payload)
         mine = [taken.round for taken in manifest.taken if taken.author == self.node.context.me]
         root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
         if root is None:
@@ -330,10 +345,13 @@ class Driver:
         await self.edges.keep_checkpoint(self.device, manifest, root)
         await self.edges.let_go(manifest)
 
-    async def _payload_of(self, taken: Taken) -> bytes:
-        """It was here, or the core would not apply it; if the disk has lost it since, peers still have it."""
+    async def _payload_of(self, taken: Taken, adopted: int) -> bytes | None:
+        """It was here, or the core would not apply it; if the disk has lost it since, peers still have it.
+
+        None once it is of no use, because a state was taken over.
+        """
         payload = await self._stored(taken.payload)
-        while payload is None:
+        while payload is None and self.device.adopted == adopted:
             log.warning("payload %s of an agreed round is lost, and is fetched again", taken.payload.hex()[:16])
             name, sources = BlobName("payload", taken.payload), list(self.edges.connections.linked)
             try:

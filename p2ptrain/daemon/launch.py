@@ -7,14 +7,11 @@ everything is put together (assembly.py) and lives (daemon.py) until the node ha
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
-import shutil
 import signal
 import tempfile
-from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +21,7 @@ from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.daemon import live, save_last
 from p2ptrain.daemon.edges import fetch_manifest, fetch_tokenizer
 from p2ptrain.daemon.logs import set_up
-from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file
+from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
 from p2ptrain.daemon.progress import Progress
 from p2ptrain.daemon.status import status_of
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
@@ -43,8 +40,6 @@ FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles u
 FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
 REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run
 ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
-PRIVATE_PREFIX = "p2ptrain-"
-BASE_MAX = 40  # characters of where sockets lie: a socket's path may have 107, and p2pd's has 60 after this
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
@@ -70,10 +65,11 @@ def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
 
     async def look() -> list[dict[str, Any]]:
         async with AsyncExitStack() as stack:
-            identity = Path(stack.enter_context(private_directory())) / "identity.key"
+            sockets = stack.enter_context(private_directory())
+            identity = sockets / "identity.key"
             Identity.make(identity)  # one for this question alone: the node's own may be in use
             quiet = config.network.model_copy(update={"listen": ("/ip4/127.0.0.1/tcp/0",), "announce": ()})
-            transport = await _open_transport(stack, identity, quiet)
+            transport = await _open_transport(stack, identity, quiet, sockets)
             found, problems = await _ask_around(transport, config.network.bootstrap)
             if not found and problems:
                 raise DataError("\n".join(problems))
@@ -138,8 +134,9 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> in
         place = dataset_directory(config, run.data.manifest)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
-        transport = await _open_transport(stack, identity_file(config), config.network)
-        return await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state))
+        sockets = stack.enter_context(private_directory())
+        transport = await _open_transport(stack, identity_file(config), config.network, sockets)
+        return await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), sockets)
 
 
 async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None) -> int:
@@ -148,14 +145,15 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
     ticket = _read_ticket(ticket_file)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
-        transport = await _open_transport(stack, identity_file(config), config.network)
+        sockets = stack.enter_context(private_directory())
+        transport = await _open_transport(stack, identity_file(config), config.network, sockets)
         run, sources = await find_run(transport, config, wanted)
         directory = dataset_directory(config, run.data.manifest)
         if (directory / MANIFEST_NAME).exists():
             data = TokenDataset.open(directory, run.data.manifest)
         else:
             data = await _fetch_dataset(transport, run, directory, sources)
-        return await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket))
+        return await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket), sockets)
 
 
 def _check_addresses(network: NetworkConfig) -> None:
@@ -197,11 +195,10 @@ def _make_writable(directory: Path) -> None:
         ) from error
 
 
-async def _open_transport(stack: AsyncExitStack, identity: Path, network: NetworkConfig) -> Transport:
+async def _open_transport(stack: AsyncExitStack, identity: Path, network: NetworkConfig, sockets: Path) -> Transport:
     from p2ptrain.net.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
 
-    runtime = stack.enter_context(private_directory())
-    transport = await P2pd.start(identity, network, runtime)
+    transport = await P2pd.start(identity, network, sockets)
     stack.push_async_callback(transport.close)
     return transport
 
@@ -332,10 +329,10 @@ def _blame_nobody(peer: bytes, why: str) -> None:
 # Taking part
 
 
-async def _serve(stack: AsyncExitStack, launch: Launch) -> int:
+async def _serve(stack: AsyncExitStack, launch: Launch, sockets: Path) -> int:
     """Until the node has left; the exit status."""
     daemon, started = await assemble(stack, launch)
-    control = Control(data_directory(launch.config), stack.enter_context(private_directory()), daemon.answer)
+    control = Control(data_directory(launch.config), sockets, daemon.answer)
     await control.start()
     stack.push_async_callback(control.close)
     _tell_how_to_join(launch.transport, launch.run)
@@ -355,35 +352,3 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
         log.warning("no address that others could use yet; `p2ptrain status` tells when there is one")
     for address in addresses:
         print(f"p2ptrain join --bootstrap {address}", flush=True)  # noqa: T201  # what the user is waiting for
-
-
-@contextmanager
-def private_directory() -> Iterator[Path]:
-    """For sockets: short, because their paths may have 107 bytes, and open to nobody else."""
-    places = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp", "/var/tmp")  # noqa: S108  # mkdtemp
-    usable = [Path(place) for place in places if place and len(place) <= BASE_MAX and os.access(place, os.W_OK)]
-    if not usable:
-        fix = f"Name a directory with at most {BASE_MAX} characters where this user may write"
-        raise ConfigError("no place for sockets", key="XDG_RUNTIME_DIR", fix=fix)
-    base = usable[0]
-    _remove_left(base)
-    path = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=base))  # 0700
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as long as this process lives
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_left(base: Path) -> None:
-    """What processes left that were killed: their locks are free."""
-    for path in base.glob(f"{PRIVATE_PREFIX}*/lock"):
-        with suppress(OSError):  # another user's, in use, or gone
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
-            finally:
-                os.close(lock)

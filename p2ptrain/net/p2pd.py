@@ -17,7 +17,6 @@ import asyncio
 import heapq
 import logging
 import random
-import shutil
 import time
 import warnings
 from collections import Counter
@@ -35,7 +34,6 @@ from p2ptrain.net.process import (
     STREAMS_SOCKET,
     Process,
     make_arguments,
-    make_socket_directory,
     with_ports,
 )
 from p2ptrain.net.pubsub import Gossip, Mailbox
@@ -316,17 +314,18 @@ class P2pd:
         cls,
         identity_file: Path,
         network: NetworkConfig,
-        runtime_dir: Path,
+        directory: Path,
         *,
         on_crash: OnCrash = report_crash,
     ) -> Self:
-        """Returns when others can connect. ConfigError if an address cannot be listened on."""
+        """Returns when others can connect. ConfigError if an address cannot be listened on.
+
+        Sockets lie in `directory`, which must be ours alone: whoever can open them speaks as this node.
+        """
         identity = Identity.load(identity_file)
         listen = with_ports(network.listen)
-        directory = make_socket_directory(runtime_dir)
         arguments = make_arguments(directory / CONTROL_SOCKET, identity_file, listen, network)
         self = cls(identity, listen, arguments, directory, on_crash)
-        self._closing.callback(shutil.rmtree, directory, ignore_errors=True)
         is_up = False
         try:
             server = await asyncio.start_unix_server(

@@ -16,11 +16,9 @@ import errno
 import importlib.util
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -37,9 +35,6 @@ LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output, for error messages
 TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # lines before a stack or a list of options
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # p2pd closes the least useful when there are more
-SOCKET_PATH_MAX = 107  # bytes, of Linux
-SOCKET_NAME_MAX = 45  # bytes of what stands behind the directory given: one of ours, and names that hivemind makes
-DIRECTORY_PREFIX = "p2pd-"
 CONTROL_SOCKET, STREAMS_SOCKET = "p2pd.sock", "streams.sock"  # p2pd's, and ours for the streams that it brings
 LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 BECOME = (
@@ -206,29 +201,3 @@ def _try_to_listen(address: str) -> str:
         }.get(getattr(error, "errno", 0) or 0, (f"cannot be listened on: {error}", "Choose another address"))
         raise ConfigError(f"{address} {what}", key="network.listen", fix=fix) from error
     return f"/ip{match[1]}/{match[2]}/{kind}/{port}{match[5] or ''}"
-
-
-def make_socket_directory(wanted: Path) -> Path:
-    """A directory for sockets that only we can enter; in `wanted` if a socket's path fits the kernel's limit there."""
-    base = wanted.absolute()
-    try:
-        if len(os.fsencode(base)) > SOCKET_PATH_MAX - SOCKET_NAME_MAX:
-            base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-        else:
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in base.glob(f"{DIRECTORY_PREFIX}*/{STREAMS_SOCKET}"):
-            if _is_dead(left):
-                shutil.rmtree(left.parent, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=base))
-    except OSError as error:
-        fix = "Choose a place where this user may write"
-        raise ConfigError(
-            f"cannot make a directory for sockets: {error.strerror}", source=str(base), fix=fix
-        ) from error
-
-
-def _is_dead(path: Path) -> bool:
-    """Whether the process that listened on this socket was killed and could not tidy up."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED

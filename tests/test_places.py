@@ -1,0 +1,82 @@
+"""Where sockets lie: a directory that only we can enter, and that nobody takes away while we live."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.daemon import places
+from p2ptrain.daemon.places import BASE_MAX, private_directory
+from p2ptrain.errors import ConfigError
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="p2p-") as made:  # pytest's own paths are too long for sockets
+        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
+        yield Path(made)
+
+
+def test_it_is_ours_alone_and_goes_with_us(base: Path) -> None:
+    with private_directory() as path:
+        assert path.parent == base
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert list(base.iterdir()) == []
+
+
+def test_what_is_in_use_stays_and_what_is_left_goes(base: Path) -> None:
+    left = base / "p2ptrain-left"
+    left.mkdir()
+    (left / "lock").touch()
+    foreign = base / "p2ptrain-of-another-kind"
+    foreign.mkdir()
+    with private_directory() as one:
+        (one / "sock").touch()
+        with private_directory() as other:
+            assert one != other
+            assert (one / "sock").exists()
+            assert not left.exists()
+            assert foreign.exists()
+
+
+def test_one_that_another_start_removes_before_it_is_locked_is_made_again(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, removed = fcntl.flock, []
+
+    def flock(lock: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not removed:
+            [path] = base.iterdir()
+            shutil.rmtree(path)
+            removed.append(path)
+        real(lock, how)
+
+    monkeypatch.setattr(places.fcntl, "flock", flock)
+    with private_directory() as path:
+        assert removed
+        assert path not in removed
+        assert path.is_dir()
+
+
+def test_a_place_that_is_too_long_for_sockets_is_passed_over(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base / ("x" * BASE_MAX)))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    with private_directory() as path:
+        assert path.parent == base
+
+
+def test_without_any_place_it_is_said_what_to_do(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places.os, "access", lambda place, how: False)
+    with (
+        pytest.raises(
+            ConfigError, match=r"no place for sockets.*XDG_RUNTIME_DIR|XDG_RUNTIME_DIR.*no place for sockets"
+        ),
+        private_directory(),
+    ):
+        pass
