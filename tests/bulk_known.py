@@ -10,9 +10,10 @@ from random import Random
 
 from net_known import key, some_bytes
 
+from p2ptrain.core.wire import encode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.blobs import Blob, BlobName, Kind, MemoryBlob
-from p2ptrain.net.bulk import Given, Have, Reply, Request, Server, Want, bulk_protocol, decode_request, encode
+from p2ptrain.net.bulk import Given, Have, Reply, Request, Server, Want, bulk_protocol, decode_request
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.memory import MemoryTransport, Network

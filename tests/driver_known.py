@@ -28,7 +28,8 @@ from p2ptrain.core.messages import Hello, payload_digest
 from p2ptrain.core.state import AgreedState, Taken, genesis
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.driver import Driver
-from p2ptrain.daemon.edges import Edges, Library
+from p2ptrain.daemon.edges import Edges
+from p2ptrain.daemon.library import Library
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
 from p2ptrain.learn.assignment import Positions, shard
@@ -271,11 +272,10 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     base = genesis(RUN, KEYS[:4], root_of(STATE))
     store = Store.open(tmp_path / "run", run, base, ME, tmp_path / "key")
     node, device = ScriptedNode(run), LoopDevice(ChainTrainer())
-    library = Library(run, store, data)
     blamed: list[tuple[bytes, str]] = []
     done: list[tuple[Any, ...]] = []
     fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
-    library.fetcher = fetcher
+    library = Library(run, store, data, fetcher)
 
     async def speaks(peer: bytes) -> bool:
         return True

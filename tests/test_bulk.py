@@ -8,9 +8,10 @@ import pytest
 from bulk_known import BLOB, NAME, PIECE, Answer, account, given, honest, lie, now, swarm, tree, wrong_piece
 from net_known import at, key, skipping_time, some_bytes, until
 
+from p2ptrain.core.wire import encode
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs import BlobName, Kind, MemoryBlob, MemorySink
-from p2ptrain.net.bulk import FetchError, Given, Later, Nothing, Reply, Request, Want, encode
+from p2ptrain.net.bulk import FetchError, Given, Later, Nothing, Reply, Request, Want
 from p2ptrain.net.transport import FRAME_BYTES_MAX
 
 # ---------------------------------------------------------------------------------------------------

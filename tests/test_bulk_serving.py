@@ -9,8 +9,9 @@ import pytest
 from bulk_known import BLOB, NAME, PIECE, RUN, now, swarm, tree
 from net_known import at, skipping_time, until
 
+from p2ptrain.core.wire import encode
 from p2ptrain.net import bulk
-from p2ptrain.net.bulk import FetchError, Given, Have, Later, Piece, Reply, Request, Want, encode
+from p2ptrain.net.bulk import FetchError, Given, Have, Later, Piece, Reply, Request, Want
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 
 

@@ -26,6 +26,7 @@ from net_known import at, skipping_time, some_bytes, until
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.driver import DISK_SECONDS
+from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Trainer
@@ -145,10 +146,11 @@ async def test_a_disk_that_cannot_be_read_or_is_full_does_not_end_the_driver(
 
 
 @skipping_time
+@pytest.mark.parametrize("what", ["size", "get", "read_piece"])
 async def test_a_payload_whose_file_cannot_be_read_is_not_served_and_the_server_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(name: bytes) -> None:
+    def broken(*_: object) -> None:
         raise DataError("the disk does not answer")
 
     async with bench(tmp_path) as each:
@@ -156,12 +158,27 @@ async def test_a_payload_whose_file_cannot_be_read_is_not_served_and_the_server_
         mine = await each.serve(OTHER, connected=False)
         mine.find = each.edges.library.find  # type: ignore[method-assign]
         await peer.transport.connect(mine.transport.addresses()[0])
-        monkeypatch.setattr(each.store.payloads, "get", broken)
+        large = some_bytes(PIECE_BYTES + 1, 5)  # of two pieces: whoever fetches it asks for their digests
+        name = BlobName("payload", payload_digest(large))
+        each.store.payloads.put(name.name, large)
+        monkeypatch.setattr(each.store.payloads, what, broken)
         with pytest.raises(Exception, match="not to be had"):
-            await peer.fetch(BLOB, PAYLOAD_BYTES, OTHER)
+            await peer.fetch(name, len(large), OTHER)
         monkeypatch.undo()
-        each.store.payloads.put(NAME, BODY)
-        assert await peer.fetch(BLOB, PAYLOAD_BYTES, OTHER) == BODY
+        assert await peer.fetch(name, len(large), OTHER) == large
+
+
+@skipping_time
+async def test_a_payload_is_hashed_once_for_all_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(tmp_path) as each:
+        large = some_bytes(2 * PIECE_BYTES + 1, 5)
+        name = BlobName("payload", payload_digest(large))
+        each.store.payloads.put(name.name, large)
+        read, real = [], each.store.payloads.get
+        monkeypatch.setattr(each.store.payloads, "get", lambda name: read.append(name) or real(name))
+        leaves = [each.edges.library.find(name, key).leaves for key in (PEER, OTHER)]  # type: ignore[union-attr]
+        assert leaves == [MemoryBlob.tree(large).leaves] * 2
+        assert read == [name.name]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -454,5 +471,5 @@ async def test_run_and_data_are_served_and_nothing_of_other_runs(tmp_path: Path)
         assert found("data", bytes.fromhex(piece_digest(DATA))) == DATA
         manifest = bytes.fromhex(each.run.data.manifest)
         assert found("manifest", manifest) == each.edges.dataset.manifest_bytes()
-        for kind in ("data", "manifest", "tokenizer", "payload", "state", "config"):
+        for kind in ("data", "manifest", "tokenizer", "payload", "state"):
             assert found(kind, bytes(32)) is None

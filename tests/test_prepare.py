@@ -300,7 +300,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"cannot be written: No space left on device"):
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
         prepared(tmp_path / "out", file)
 
 
@@ -358,15 +358,15 @@ def test_the_tokenizer_is_stored_with_what_it_made(tmp_path: Path, monkeypatch: 
     file, out = written(tmp_path / "a.txt", "hello\n"), tmp_path / "out"
     tokenizer = JsonTokenizer(tokenizer_json())
 
-    real = prepare_module.write_atomically
+    real = prepare_module.replace_file
 
-    def until_the_manifest(path: Path, content: bytes) -> None:
+    def until_the_manifest(path: Path, content: bytes, mode: int) -> None:
         if path.name == "manifest.json":
             raise KeyboardInterrupt
-        real(path, content)
+        real(path, content, mode=mode)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "write_atomically", until_the_manifest)
+        patch.setattr(prepare_module, "replace_file", until_the_manifest)
         with pytest.raises(KeyboardInterrupt):
             prepared(out, file, tokenizer=tokenizer)
     assert (out / "tokenizer.json").exists()

@@ -21,7 +21,7 @@ from p2ptrain.core.history import Entry
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.store.files import DiskError
+from p2ptrain.files import DiskError
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.payloads import Payloads
 from p2ptrain.store.store import ADDRESS_LENGTH_MAX, PEERS_MAX, Store, read_run
@@ -363,7 +363,7 @@ def test_a_directory_of_another_run_or_identity_is_refused_and_left_alone(tmp_pa
     ("code", "words"),
     [
         (errno.ENOSPC, "Free some space there"),
-        (errno.EROFS, "Let the node's user write there, or name another place in storage.directory"),
+        (errno.EROFS, "Let this user write there, or name another place"),
         (errno.EIO, "Check the disk"),
         (errno.EMFILE, "Nothing that was saved before is lost"),
     ],

@@ -13,13 +13,13 @@ import pytest
 import structlog
 from store_known import KEPT, Power, folded, some_records
 
+from p2ptrain import files
 from p2ptrain.core import events as ev
 from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import PIECE_BYTES, leaf_digests, merkle_root
-from p2ptrain.store import files
+from p2ptrain.files import DiskError
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
-from p2ptrain.store.files import DiskError
 
 RUN = b"r" * 32
 LOST = b"l" * 32  # a head that is on no history

@@ -17,8 +17,8 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError
+from p2ptrain.files import DiskError
 from p2ptrain.store import log as wal
-from p2ptrain.store.files import DiskError
 from p2ptrain.store.log import Log, frame, frames_of, header
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from p2ptrain.core import wire
 from p2ptrain.core.manifest import NO_SERIAL, Join, Request
 from p2ptrain.core.messages import (
     PROTOCOL_VERSION,
@@ -26,6 +27,7 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.core.reputation import convict
 from p2ptrain.core.state import AgreedState, Serial
+from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 
@@ -46,7 +48,6 @@ class Ticket(Struct, frozen=True, array_like=True):
     signature: Signature
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _TICKET = msgspec.msgpack.Decoder(Ticket)
 
 
@@ -59,19 +60,14 @@ def ticket_signed_bytes(run_id: bytes, serial: bytes, last_round: int) -> bytes:
 def make_ticket(signer: bytes, sign: Callable[[bytes], bytes], run_id: bytes, serial: bytes, last_round: int) -> bytes:
     """An invitation, encoded."""
     signature = sign(ticket_signed_bytes(run_id, serial, last_round))
-    encoded = _ENCODER.encode(Ticket(signer, serial, last_round, signature))
+    encoded = wire.encode(Ticket(signer, serial, last_round, signature))
     assert len(encoded) <= TICKET_BYTES_MAX, "a ticket fits its place in a request"
     return encoded
 
 
 def read_ticket(encoded: bytes, run: RunConfig, verifier: Verifier) -> Ticket:
     """The invitation; RemoteProtocolError unless a key of the run's config signed it for this run."""
-    try:
-        ticket = _TICKET.decode(encoded)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not an invitation: {str(error)[:200]}") from error
-    if _ENCODER.encode(ticket) != encoded:
-        raise RemoteProtocolError("an invitation in another than its canonical encoding")
+    ticket = decode_strictly(_TICKET, encoded, "an invitation")
     if ticket.signer.hex() not in run.admission.keys:
         raise RemoteProtocolError("an invitation by a key that may not invite")
     if not verifier(

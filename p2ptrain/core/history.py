@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from p2ptrain.core import wire
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import (
     SEATS_MAX,
@@ -33,6 +34,7 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.core.roster import Roster, quorum_of, roster_of
 from p2ptrain.core.state import AgreedState
+from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 
@@ -88,30 +90,23 @@ class History(Struct, frozen=True, array_like=True):
     steps: Annotated[tuple[Step, ...], Meta(max_length=ENTRIES_MAX)]
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _HISTORY = msgspec.msgpack.Decoder(History)
 
 
 def branch_of(parent_branch: bytes, parent: bytes, attempt: int, members: tuple[bytes, ...]) -> bytes:
     """The id of the branch that a regroup begins: the same for all who sign the same set."""
-    return digest("branch", _ENCODER.encode((parent_branch, parent, attempt, members)))
+    return digest("branch", wire.encode((parent_branch, parent, attempt, members)))
 
 
 def encode_history(history: History) -> bytes:
-    return _ENCODER.encode(history)
+    return wire.encode(history)
 
 
 def decode_history(data: bytes) -> History:
     """A history in its one encoding; whether it proves anything is for `follow` to say."""
     if len(data) > HISTORY_BYTES_MAX:
         raise RemoteProtocolError(f"history of {len(data)} bytes, the limit is {HISTORY_BYTES_MAX}")
-    try:
-        history = _HISTORY.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a history: {str(error)[:200]}") from error
-    if _ENCODER.encode(history) != data:
-        raise RemoteProtocolError("a history in another than its canonical encoding")
-    return history
+    return decode_strictly(_HISTORY, data, "a history")
 
 
 def follow(state: AgreedState, step: Step, run: RunConfig, verifier: Verifier) -> AgreedState:

@@ -25,6 +25,8 @@ from typing import Annotated, Protocol, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from p2ptrain.core import wire
+from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import DIGEST_BYTES, digest, leaf_digests, merkle_root
 from p2ptrain.errors import RemoteProtocolError
 
@@ -32,9 +34,7 @@ PROTOCOL_VERSION = 1
 ENVELOPE_BYTES_MAX = 1_000_000  # gossipsub drops what passes 1,048,446 bytes without a word to anyone
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-SHORT_BYTES = (
-    16  # names an announcement within a round: 2**64 tries to make two that share it, and both are the author's
-)
+SHORT_BYTES = 16  # names an announcement within its round: two that share it take 2**64 tries, and are of one author
 SEATS_MAX = 256  # RunConfig.admission.seats_max
 ADMITTED_MAX = 1_024  # RunConfig.admission.contributors_max
 HELD_MAX = 2 * ADMITTED_MAX  # an author's oldest untaken announcement, and the second one that proves it lied
@@ -51,9 +51,8 @@ Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Short = Annotated[bytes, Meta(min_length=SHORT_BYTES, max_length=SHORT_BYTES)]
 Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
-SeatBits = Annotated[
-    bytes, Meta(max_length=SEATS_MAX // 8)
-]  # seat s is bit s % 8 of byte s // 8; no zero byte at the end
+# Seat s is bit s % 8 of byte s // 8; no zero byte at the end.
+SeatBits = Annotated[bytes, Meta(max_length=SEATS_MAX // 8)]
 
 NOTHING = bytes(DIGEST_BYTES)  # a vote for no manifest
 SETS = ("held", "refused", "requests", "availabilities", "members", "protocols")  # fields that rise strictly
@@ -222,7 +221,6 @@ def read(received: Received, kind: type[M]) -> M:
     return message
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _ENVELOPE = msgspec.msgpack.Decoder(Envelope)
 _MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -235,7 +233,7 @@ def kind_of(message: Message) -> str:
 
 def encode(message: Message, signature: bytes = b"", attachment: bytes = b"") -> bytes:
     """The envelope of a message."""
-    encoded = _ENCODER.encode(Envelope(_ENCODER.encode(message), signature, attachment))
+    encoded = wire.encode(Envelope(wire.encode(message), signature, attachment))
     assert len(encoded) <= ENVELOPE_BYTES_MAX, "the limits of the fields keep a message in an envelope"
     return encoded
 
@@ -248,7 +246,7 @@ def open_envelope(envelope: bytes) -> tuple[bytes, bytes, bytes]:
 
 def seal_envelope(body: bytes, signature: bytes) -> bytes:
     """An envelope without an attachment."""
-    return _ENCODER.encode(Envelope(body, signature, b""))
+    return wire.encode(Envelope(body, signature, b""))
 
 
 def signature_of(received: Received) -> bytes:
@@ -257,7 +255,7 @@ def signature_of(received: Received) -> bytes:
 
 
 def message_digest(message: Message) -> bytes:
-    return digest(f"message {kind_of(message)}", _ENCODER.encode(message))
+    return digest(f"message {kind_of(message)}", wire.encode(message))
 
 
 def payload_digest(payload: bytes) -> bytes:
@@ -275,13 +273,8 @@ def decode(data: bytes, verifier: Verifier) -> Received:
     """The message in an envelope; RemoteProtocolError with the reason if there is none that an honest node sends."""
     if len(data) > ENVELOPE_BYTES_MAX:
         raise RemoteProtocolError(f"message of {len(data)} bytes, the limit is {ENVELOPE_BYTES_MAX}")
-    try:
-        envelope = _ENVELOPE.decode(data)
-        message = _MESSAGE.decode(envelope.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message: {str(error)[:200]}") from error
-    if _ENCODER.encode(message) != envelope.body or _ENCODER.encode(envelope) != data:
-        raise RemoteProtocolError("a message in another than its canonical encoding")
+    envelope = decode_strictly(_ENVELOPE, data, "a message")
+    message = decode_strictly(_MESSAGE, envelope.body, "a message")
     _check_form(message)
     _check_attachment(message, envelope.attachment)
     if isinstance(message, Certificate | Evidence):

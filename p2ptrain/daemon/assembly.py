@@ -16,8 +16,9 @@ from p2ptrain.core.state import genesis
 from p2ptrain.daemon.daemon import Daemon
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.driver import Driver
-from p2ptrain.daemon.edges import Edges, Library
+from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.events import EventFile
+from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.errors import ConfigError, P2ptrainError
 from p2ptrain.identity import Identity, RunSigner
@@ -68,7 +69,6 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     signer, rng = NotingSigner(RunSigner(launch.identity, run_id)), SystemRandom()
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
-    library = Library(run, store, launch.data)
     driver: Driver
 
     def blame(peer: bytes, why: str) -> None:
@@ -93,7 +93,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     )
     limits = config.limits
     fetcher = Fetcher(transport, run_id, download=TokenBucket(limits.download_bytes_per_second), blame=blame)
-    library.fetcher = fetcher
+    library = Library(run, store, launch.data, fetcher)
     server = Server(transport, run_id, library, upload=TokenBucket(limits.upload_bytes_per_second), blame=blame)
 
     async def speaks(peer: bytes) -> bool:

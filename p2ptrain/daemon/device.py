@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 
@@ -35,9 +34,7 @@ class Device:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.loss: float | None = None  # the mean of the last round that was trained here
-        self.held_out_loss: float | None = None
         self.step = 0  # of the round in training
-        self.trained_rounds = 0
         self.training_seconds = 0.0
         self.tokens = 0
         self.adopted = 0  # states that were taken over
@@ -95,7 +92,6 @@ class Device:
         self._rates.append(tokens / max(seconds, 1e-9))
         self.training_seconds += seconds
         self.tokens += tokens
-        self.trained_rounds += 1
         return payload
 
     def _note_step(self, result: StepResult) -> None:
@@ -131,16 +127,6 @@ class Device:
     def _adopt(self, number: int, state: bytes | memoryview) -> None:
         self.trainer.adopt(number, state)
         self.adopted += 1
-
-    async def evaluate(self, sequences: int) -> float:
-        self.held_out_loss = await self.run(self.trainer.evaluate, sequences)
-        return self.held_out_loss
-
-    async def save(self, path: Path) -> None:
-        await self.run(self.trainer.save, path)
-
-    async def state(self) -> bytes:
-        return await self.run(self.trainer.state_bytes)
 
     async def check(self, payload: bytes) -> str | None:
         """Why a payload is refused; None if it is good."""

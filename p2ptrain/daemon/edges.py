@@ -14,13 +14,14 @@ from typing import TypeVar
 from p2ptrain.config import RunConfig
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.daemon.device import Device
-from p2ptrain.digest import PIECE_BYTES, leaf_digests, merkle_root
+from p2ptrain.daemon.library import Library, leaves_of, read_state
+from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.learn.assignment import Positions
 from p2ptrain.learn.data import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
 from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import Blob, BlobName, MemoryBlob
+from p2ptrain.net.blobs import BlobName
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.connections import Connections, topic_of
 from p2ptrain.net.fetch import Fetcher
@@ -31,78 +32,11 @@ from p2ptrain.store.store import Store
 
 PIECES_AT_ONCE = 4  # of training data
 DATA_SOURCES = 8  # peers that are asked for a piece
-STATES_SERVED = 8  # leaves of so many states are kept for serving
 FRESH_SECONDS = 60.0  # until a payload that arrived is counted by the core, or is of no use
 PRUNE_ROUNDS = 8  # between looks at what the store may forget
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
-
-
-class Library:
-    """What this node serves: payloads, states, training data, the run's config."""
-
-    def __init__(self, run: RunConfig, store: Store, dataset: TokenDataset) -> None:
-        self.run, self.store, self.dataset = run, store, dataset
-        self.fetcher: Fetcher | None = None
-        self._states: dict[bytes, tuple[Checkpoint, bytes]] = {}  # by root: where it lies, and its leaves
-
-    def offer_state(self, checkpoint: Checkpoint, leaves: bytes) -> None:
-        self._states.pop(checkpoint.root, None)
-        self._states[checkpoint.root] = checkpoint, leaves
-        while len(self._states) > STATES_SERVED:
-            del self._states[next(iter(self._states))]
-
-    def states(self) -> tuple[tuple[int, bytes], ...]:
-        """Round and root of those that can be had here, the newest first."""
-        for root in [root for root, (checkpoint, _) in self._states.items() if not checkpoint.path.exists()]:
-            del self._states[root]  # pruned
-        found = sorted(((checkpoint.round, root) for root, (checkpoint, _) in self._states.items()), reverse=True)
-        return tuple(found[: inquiry.STATES_MAX])
-
-    def state(self, root: bytes) -> Checkpoint | None:
-        return self._states[root][0] if root in self._states else None
-
-    def _payload(self, name: bytes) -> bytes | None:
-        try:
-            return self.store.payloads.get(name)
-        except DataError as error:
-            log.error("%s", error)
-            return None
-
-    def find(self, name: BlobName, peer: bytes) -> Blob | None:
-        if name.kind == "payload":
-            payload = self._payload(name.name)
-            being_fetched = self.fetcher.in_progress(name) if self.fetcher else None
-            return being_fetched if payload is None else MemoryBlob.tree(payload)
-        if name.kind == "state":
-            found = self._states.get(name.name)
-            return StateBlob(*found) if found else None
-        content: bytes | None = None
-        if name.kind == "data":
-            content = self.dataset.piece(name.name)
-        elif name.kind == "manifest" and name.name.hex() == self.run.data.manifest:
-            content = self.dataset.manifest_bytes()
-        elif name.kind == "tokenizer" and name.name.hex() == self.run.tokenizer.digest:
-            content = self.dataset.tokenizer_bytes()
-        return None if content is None else MemoryBlob(content)
-
-
-class StateBlob:
-    """The agreed weights of a checkpoint."""
-
-    is_quick = False
-
-    def __init__(self, checkpoint: Checkpoint, leaves: bytes) -> None:
-        self._checkpoint, self.leaves = checkpoint, leaves
-        self.size = checkpoint.state_bytes
-        self.held = (1 << (len(leaves) // 32)) - 1
-
-    def read(self, index: int) -> bytes:
-        piece = self._checkpoint.read_piece(index)
-        if piece is None:
-            raise DataError(f"the state of round {self._checkpoint.round} is not there any more")
-        return piece
 
 
 @dataclass(slots=True)
@@ -132,9 +66,6 @@ class Edges:
     async def fetch_data(self, positions: Positions) -> None:
         """Have all pieces that these sequences need."""
         missing = await asyncio.to_thread(self.dataset.missing, positions, self.run.model.sequence_length)
-        await self.fetch_pieces(missing)
-
-    async def fetch_pieces(self, missing: Sequence[bytes]) -> None:
         places = asyncio.Semaphore(PIECES_AT_ONCE)
 
         async def fetch(piece: bytes) -> None:
@@ -186,10 +117,8 @@ class Edges:
         mine = {root for root in wanted if self.library.state(root)}
         for root in sorted(mine | holders.keys(), key=lambda root: -wanted[root]):
             checkpoint = self.library.state(root)
-            state = await asyncio.to_thread(_read_state, checkpoint) if checkpoint else None
-            if state is not None and merkle_root(leaf_digests(state), len(state)) != root:
-                log.warning("the saved state of round %d is damaged, and is fetched", wanted[root])
-                state = None
+            found = await asyncio.to_thread(read_state, checkpoint) if checkpoint else None
+            state = found and found[0]
             if state is None and root in holders:
                 try:
                     sink = await self.fetcher.fetch(BlobName("state", root), size, holders[root], failed=ignore)
@@ -225,19 +154,15 @@ class Edges:
             log.error("no checkpoint of round %d: %s", number, error)
 
     def _write(self, device: Device, number: int, branch: bytes, head: bytes, root: bytes, state: bytes) -> Checkpoint:
-        leaves = leaf_digests(state)
         checkpoint = self.store.checkpoints.write(number, branch, head, root, device.trainer.save, state)
-        if merkle_root(leaves, len(state)) == root:  # a partial root proves no pieces
-            self.library.offer_state(checkpoint, b"".join(leaves))
+        if leaves := leaves_of(state, root):  # a partial root proves no pieces
+            self.library.offer_state(checkpoint, leaves)
         return checkpoint
 
     def offer(self, checkpoint: Checkpoint) -> None:
         """Serve what an earlier life has saved."""
-        state = _read_state(checkpoint)
-        if state is not None:
-            leaves = leaf_digests(state)
-            if merkle_root(leaves, len(state)) == checkpoint.root:
-                self.library.offer_state(checkpoint, b"".join(leaves))
+        if found := read_state(checkpoint):
+            self.library.offer_state(checkpoint, found[1])
 
     async def on_disk(self, job: Callable[..., T], *arguments: object) -> T:
         """Do something with the store, in the one thread that writes there."""
@@ -265,15 +190,6 @@ class Edges:
 
 def ignore(peer: bytes, why: str) -> None:
     log.debug("%s: %s", peer.hex()[:16], why)
-
-
-def _read_state(checkpoint: Checkpoint) -> bytes | None:
-    try:
-        pieces = [checkpoint.read_piece(index) for index in range(-(-checkpoint.state_bytes // PIECE_BYTES))]
-    except DataError as error:  # peers may have it
-        log.error("%s", error)
-        return None
-    return None if any(piece is None for piece in pieces) else b"".join(piece for piece in pieces if piece)
 
 
 async def fetch_manifest(fetcher: Fetcher, run: RunConfig, directory: Path, sources: Sequence[bytes]) -> TokenDataset:

@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.files import replace_file, trouble, write_atomically
 from p2ptrain.learn.assignment import Positions
 from p2ptrain.learn.tokenizer import (
     TOKENIZER_BYTES_MAX,
@@ -50,7 +51,6 @@ from p2ptrain.learn.tokenizer import (
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 PIECES_NAME = "pieces"
-PARTIAL_SUFFIX = ".partial"
 PIECES_MAX = 1_000_000  # of a stream: a tebibyte of tokens, which is more than anyone has sent to volunteers
 MANIFEST_BYTES_MAX = 128 * 2**20  # holds two full streams at 67 bytes a piece; a newcomer reads it as a whole
 OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, and 1,024 is a usual limit of those
@@ -138,12 +138,9 @@ def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> Tok
         dataset = TokenDataset(directory, decode_manifest(encoded))
     except ValueError as error:  # the run's creator made it like that: not the fault of who sends it
         raise DataError(f"data manifest {expected_digest}: {error}") from error
-    try:
+    with trouble(directory):
         (directory / PIECES_NAME).mkdir(parents=True, exist_ok=True)
         write_atomically(directory / MANIFEST_NAME, encoded)
-        sync_directory(directory)
-    except OSError as error:
-        raise DataError(f"{directory} cannot be written: {error.strerror}") from error
     return dataset
 
 
@@ -292,12 +289,9 @@ class TokenDataset:
         ]
 
     def _write(self, path: Path, content: bytes) -> None:
-        try:
+        with self._writing, trouble(path):
             path.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{path} cannot be written: {error.strerror}") from error
-        with self._writing:
-            write_atomically(path, content)
+            replace_file(path, content)
 
     def _remove(self, name: str) -> None:
         """A damaged piece is of use to nobody, and its place is free to be filled again."""
@@ -396,25 +390,3 @@ def _read_file(path: Path, size_max: int) -> bytes | None:
         # Asked for the limit outright, read would allocate it whatever the file's size.
         content = file.read(min(os.fstat(file.fileno()).st_size, size_max) + 1)
     return content if len(content) <= size_max else None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Under its name the file is whole, or is not there."""
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names of files in `directory` as lasting as their contents."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,10 +27,10 @@ import numpy as np
 
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError
+from p2ptrain.files import PARTIAL_SUFFIX, replace_file, sync
 from p2ptrain.learn.corpus import Document, Source, documents, embedded_sources, file_sources
 from p2ptrain.learn.data import (
     MANIFEST_NAME,
-    PARTIAL_SUFFIX,
     PIECES_MAX,
     PIECES_NAME,
     TOKENIZER_NAME,
@@ -40,14 +40,13 @@ from p2ptrain.learn.data import (
     decode_manifest,
     manifest_digest,
     piece_digest,
-    sync_directory,
-    write_atomically,
 )
 from p2ptrain.learn.tokenizer import Tokenizer, Tokens, token_type
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of how many have been read."""
 
+READABLE = 0o644  # a data set is nobody's secret, as far as the user's umask allows
 BATCH_BYTES = 2**20  # text that is tokenized at a time: enough to keep every core busy
 
 
@@ -105,11 +104,11 @@ def prepare(
         )
         encoded = manifest.encode()
         decode_manifest(encoded)  # what nobody could open is our mistake, and must not be written
-        sync_directory(out / PIECES_NAME)
+        sync(out / PIECES_NAME)
         if tokenizer.file_bytes:
-            write_atomically(out / TOKENIZER_NAME, tokenizer.file_bytes)
-        write_atomically(out / MANIFEST_NAME, encoded)
-        sync_directory(out)
+            replace_file(out / TOKENIZER_NAME, tokenizer.file_bytes, mode=READABLE)
+        replace_file(out / MANIFEST_NAME, encoded, mode=READABLE)
+        sync(out)
     return Prepared(
         digest=manifest_digest(encoded),
         tokens=split.training.tokens,
@@ -208,7 +207,7 @@ class _StreamWriter:
         del self._buffer[:size]
         name = piece_digest(piece)
         if not (path := self._directory / name).exists():  # text that repeats is stored once
-            write_atomically(path, piece)
+            replace_file(path, piece, mode=READABLE)
         self._pieces.append(name)
 
 

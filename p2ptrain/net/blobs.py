@@ -18,7 +18,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, leaf_digest, leaf_digests, merkle_root, piece_count
 from p2ptrain.errors import DataError
 
-Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "config", "tokenizer"]
+Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
 TREES = ("payload", "state")
 PIECES_MAX = 60_000  # of a blob, 63 GB: the digests and counts of all of them fit a frame
 

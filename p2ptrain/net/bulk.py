@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2ptrain.core.messages import Digest, Key
+from p2ptrain.core.wire import decode_strictly, encode
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
 from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, Library, all_pieces
@@ -100,33 +101,16 @@ class Nothing(Struct, frozen=True, array_like=True, tag="nothing"):
 Request: TypeAlias = Want | Piece
 Reply: TypeAlias = Have | Given | Later | Nothing
 
-_ENCODER = msgspec.msgpack.Encoder()
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(word: Request | Reply) -> bytes:
-    return _ENCODER.encode(word)
-
-
 def decode_request(data: bytes) -> Request:
-    try:
-        request = _REQUEST.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a request: {str(error)[:WHY_MAX]}") from error
-    if _ENCODER.encode(request) != data:
-        raise RemoteProtocolError("a request in another than its canonical encoding")
-    return request
+    return decode_strictly(_REQUEST, data, "a request")
 
 
 def decode_reply(data: bytes) -> Reply:
-    try:
-        reply = _REPLY.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a reply: {str(error)[:WHY_MAX]}") from error
-    if _ENCODER.encode(reply) != data:
-        raise RemoteProtocolError("a reply in another than its canonical encoding")
-    return reply
+    return decode_strictly(_REPLY, data, "a reply")
 
 
 def bulk_protocol(run_id: bytes) -> str:
@@ -229,19 +213,27 @@ class Server:
                     name, blob = BlobName(request.kind, request.name), None
                 if blob is None or blob.held != all_pieces(blob.size):  # what is complete stays so while it is served
                     blob = self._library.find(name, stream.peer) or blob
-                reply = Nothing("not here") if blob is None else self._have(name, blob, request, stream.peer)
-                await self._send(stream, reply)
+                await self._send(stream, await self._have(name, blob, request, stream.peer))
             elif name is None or blob is None or request.index >= piece_count(blob.size):
                 raise RemoteProtocolError(f"piece {request.index} of what it was not told of")
             else:
                 await self._give(stream, name, blob, request)
             await asyncio.sleep(0)  # one peer's flood lets others have their turn
 
-    def _have(self, name: BlobName, blob: Blob, want: Want, peer: bytes) -> Have:
+    async def _have(self, name: BlobName, blob: Blob | None, want: Want, peer: bytes) -> Have | Nothing:
+        if blob is None:
+            return Nothing("not here")
+        leaves = b""
+        if want.leaves:
+            try:
+                leaves = blob.leaves if blob.is_quick else await asyncio.to_thread(lambda: blob.leaves)
+            except DataError as error:
+                log.warning("%s cannot be served: %s", name, error)
+                return Nothing("not here any more")
         tally = self._tally(name, blob)
         holders = [each for each in reversed(tally.peers) if each != peer][:HOLDERS_MAX]
         held = blob.held.to_bytes(-(-piece_count(blob.size) // 8), "little")
-        return Have(blob.size, blob.leaves if want.leaves else b"", held, bytes(tally.counts), tuple(holders))
+        return Have(blob.size, leaves, held, bytes(tally.counts), tuple(holders))
 
     def _tally(self, name: BlobName, blob: Blob) -> Tally:
         tally, now = self._tallies.get(name), asyncio.get_running_loop().time()

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2ptrain.config import CONFIG_BYTES_MAX
+from p2ptrain.core import wire
 from p2ptrain.core.messages import Digest, Number
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.transport import Stream, Transport, TransportError
@@ -75,7 +76,6 @@ class Peers(Struct, frozen=True, array_like=True, tag="peers"):
 Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers
 Answer: TypeAlias = Runs | Config | States | Peers
 
-_ENCODER = msgspec.msgpack.Encoder()
 _QUESTION: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -86,8 +86,8 @@ async def serve(transport: Transport, answer: Callable[[bytes, Question], Answer
     async def handle(stream: Stream) -> None:
         try:
             async with asyncio.timeout(SECONDS):
-                question = _decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX))
-                await stream.send(_ENCODER.encode(answer(stream.peer, question)))
+                question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
+                await stream.send(wire.encode(answer(stream.peer, question)))
         except (TransportError, RemoteProtocolError, TimeoutError):
             stream.abort()
 
@@ -99,20 +99,12 @@ async def _ask(transport: Transport, peer: bytes, question: Question) -> Answer:
         async with asyncio.timeout(SECONDS):
             stream = await transport.open(peer, PROTOCOL)
             try:
-                await stream.send(_ENCODER.encode(question))
-                answer: Answer = _decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX))
-                return answer
+                await stream.send(wire.encode(question))
+                return wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
             finally:
                 stream.abort()
     except TimeoutError as error:
         raise TransportError(f"no answer within {SECONDS:.0f} s") from error
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Question] | msgspec.msgpack.Decoder[Answer], data: bytes):  # type: ignore[no-untyped-def]
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a question or an answer: {str(error)[:200]}") from error
 
 
 async def ask_runs(transport: Transport, peer: bytes) -> tuple[RunInfo, ...]:

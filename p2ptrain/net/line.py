@@ -21,8 +21,10 @@ from typing import Annotated, Self, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from p2ptrain.core import wire
 from p2ptrain.core.history import HISTORY_BYTES_MAX
 from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, Digest, Number, Short
+from p2ptrain.core.wire import decode_strictly
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
@@ -88,35 +90,28 @@ class HistoryPart(Struct, frozen=True, array_like=True, tag="part"):
 LineMessage: TypeAlias = Deliver | Ask | AskHistory
 Frame: TypeAlias = Deliver | Ask | AskHistory | HistoryBegins | HistoryPart
 
-_ENCODER = msgspec.msgpack.Encoder()
 _FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def decode_frame(data: bytes) -> Frame:
-    try:
-        frame = _FRAME.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of a line: {str(error)[:200]}") from error
-    if _ENCODER.encode(frame) != data:
-        raise RemoteProtocolError("a message of a line in another than its canonical encoding")
-    return frame
+    return decode_strictly(_FRAME, data, "a message of a line")
 
 
 def frames_of(message: LineMessage) -> Iterator[bytes]:
     """The frames of a message: envelopes go in several when one cannot hold them."""
     if not isinstance(message, Deliver):
-        yield _ENCODER.encode(message)
+        yield wire.encode(message)
         return
     waiting: list[bytes] = []
     size = 0
     for envelope in message.envelopes:
         assert 1 <= len(envelope) <= ENVELOPE_BYTES_MAX, "envelopes are checked when they are sealed"
         if waiting and (size + len(envelope) + ENVELOPE_ROOM > FRAME_BYTES_MAX - 64 or len(waiting) == ENVELOPES_MAX):
-            yield _ENCODER.encode(Deliver(tuple(waiting)))
+            yield wire.encode(Deliver(tuple(waiting)))
             waiting, size = [], 0
         waiting.append(envelope)
         size += len(envelope) + ENVELOPE_ROOM
-    yield _ENCODER.encode(Deliver(tuple(waiting)))
+    yield wire.encode(Deliver(tuple(waiting)))
 
 
 class Outgoing:
@@ -138,7 +133,7 @@ class Outgoing:
             return None
         at = self.history_sent
         part = HistoryBegins(len(self.history)) if at < 0 else HistoryPart(self.history[at : at + PART_BYTES])
-        self.part = _ENCODER.encode(part)
+        self.part = wire.encode(part)
         return self.part
 
     def sent(self, frame: bytes) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from random import Random
 
+from p2ptrain.core.wire import encode
 from p2ptrain.digest import piece_count
 from p2ptrain.errors import P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs import BlobName, all_pieces
@@ -22,7 +23,6 @@ from p2ptrain.net.bulk import (
     Request,
     bulk_protocol,
     decode_reply,
-    encode,
 )
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport

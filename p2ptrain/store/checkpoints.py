@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from p2ptrain.core.saving import Journal
 from p2ptrain.digest import PIECE_BYTES, digest, piece_count
 from p2ptrain.errors import DataError
-from p2ptrain.store.files import (
+from p2ptrain.files import (
     PARTIAL_SUFFIX,
     digest_of,
     entries,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.store.files import make_directory, trouble
+from p2ptrain.files import make_directory, trouble
 
 LOCK_NAME = "lock"
 LOCK_SUFFIX = ".lock"

@@ -32,7 +32,7 @@ from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.store.files import (
+from p2ptrain.files import (
     PARTIAL_SUFFIX,
     DiskError,
     cut,

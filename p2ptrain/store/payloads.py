@@ -18,7 +18,7 @@ import structlog
 
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
-from p2ptrain.store.files import PARTIAL_SUFFIX, entries, forget, make_directory, read, sync, trouble, write_file
+from p2ptrain.files import entries, forget, make_directory, read, replace_file, sync, trouble
 
 MEMORY_BYTES = 256 * 2**20  # a round of 256 contributions of 1 MB; a guess at what a laptop can spare
 
@@ -36,7 +36,8 @@ class Payloads:
         self._bytes = 0  # in memory
         self._lasting: set[bytes] = set()  # by this process
         self._spilled: set[bytes] = set()  # written by this process, and not synced
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the tables, never for as long as a disk may take
+        self._writing = threading.Lock()  # of a file; who has it does not ask for the other
 
     def put(self, name: bytes, content: bytes) -> None:
         """Hold a payload; whoever calls has checked its digest."""
@@ -48,7 +49,8 @@ class Payloads:
             while self._bytes > self.memory_bytes:
                 oldest = next(iter(self._memory))
                 if oldest not in self._lasting:
-                    self._write(oldest, self._memory[oldest], is_synced=False)
+                    with self._writing:
+                        replace_file(self._path_of(oldest), self._memory[oldest], is_synced=False)
                     self._spilled.add(oldest)
                 self._drop(oldest)
 
@@ -57,16 +59,19 @@ class Payloads:
         missing: list[bytes] = []
         written: list[bytes] = []
         with self._lock:
-            for name in sorted({*names} - self._lasting):
-                content = self.get(name)
-                if content is None:
-                    missing.append(name)
-                else:  # what was spilled is written again: a sync that once failed would not say so twice
-                    self._write(name, content, is_synced=True)
-                    written.append(name)
-            if written:
-                with trouble(self.directory):
-                    sync(self.directory)
+            fleeting = sorted({*names} - self._lasting)
+        for name in fleeting:
+            content = self.get(name)
+            if content is None:
+                missing.append(name)
+                continue
+            with self._writing:  # what was spilled is written again: a sync that once failed would not say so twice
+                replace_file(self._path_of(name), content)
+            written.append(name)
+        if written:
+            with trouble(self.directory):
+                sync(self.directory)
+        with self._lock:
             self._lasting.update(written)
             self._spilled.difference_update(written)
         return missing
@@ -129,6 +134,9 @@ class Payloads:
     def __contains__(self, name: bytes) -> bool:
         return self.size(name) is not None
 
+    def is_in_memory(self, name: bytes) -> bool:
+        return name in self._memory
+
     def in_memory(self) -> set[bytes]:
         with self._lock:
             return set(self._memory)
@@ -149,14 +157,3 @@ class Payloads:
 
     def _path_of(self, name: bytes) -> Path:
         return self.directory / name.hex()
-
-    def _write(self, name: bytes, content: bytes, is_synced: bool) -> None:
-        path = self._path_of(name)
-        partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        with trouble(path):
-            try:
-                write_file(partial, content, is_synced)
-                partial.replace(path)
-            except OSError:
-                forget(partial)
-                raise

@@ -28,8 +28,8 @@ from p2ptrain.core.history import Entry
 from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError
+from p2ptrain.files import make_directory, read, write_atomically
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
-from p2ptrain.store.files import make_directory, read, write_atomically
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.log import Log
 from p2ptrain.store.payloads import Payloads

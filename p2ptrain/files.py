@@ -1,4 +1,4 @@
-"""Files that survive a crash: the only place in which the store changes anything on the disk.
+"""Files that survive a crash: the only place in which store and data sets change anything on the disk.
 
 A file is written under a temporary name, synced, renamed, and its directory synced, so that after a power cut it is
 there as a whole or as it was before (Pillai et al., "All file systems are not created equal", OSDI 2014). What the
@@ -41,9 +41,9 @@ class DiskError(DataError):
 
 def _fix(code: int | None) -> str:
     if code in FULL:
-        return "Free some space there: nothing that was saved is lost, and the node goes on by itself"
+        return "Free some space there: nothing that was saved is lost"
     if code in FORBIDDEN:
-        return "Let the node's user write there, or name another place in storage.directory"
+        return "Let this user write there, or name another place"
     if code in BROKEN:
         return "Check the disk: what was saved should be copied elsewhere before it is used again"
     return "Nothing that was saved before is lost"
@@ -89,21 +89,27 @@ def make_directory(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Under its name the file is whole, or is as it was before."""
+    """Under its name the file is whole, or is as it was before; once this returns, it lasts."""
+    replace_file(path, content)
+    with trouble(path):
+        sync(path.parent)
+
+
+def replace_file(path: Path, content: bytes | memoryview, *, is_synced: bool = True, mode: int = 0o600) -> None:
+    """Under its name the file is whole, or is as it was before; which one lasts is open until its place is synced."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with trouble(path):
         try:
-            write_file(partial, content)
+            write_file(partial, content, is_synced=is_synced, mode=mode)
             partial.replace(path)
         except OSError:
             forget(partial)
             raise
-        sync(path.parent)
 
 
-def write_file(path: Path, content: bytes | memoryview, is_synced: bool = True) -> None:
+def write_file(path: Path, content: bytes | memoryview, *, is_synced: bool = True, mode: int = 0o600) -> None:
     """A new file in place of whatever has its name."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         write_all(descriptor, content)
         if is_synced:

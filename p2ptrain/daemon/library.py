@@ -1,0 +1,139 @@
+"""What this node serves to peers: payloads, states, training data and what belongs to it."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from functools import cached_property
+
+from p2ptrain.config import RunConfig
+from p2ptrain.digest import leaf_digests, piece_count
+from p2ptrain.errors import DataError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.net import inquiry
+from p2ptrain.net.blobs import Blob, BlobName, MemoryBlob, all_pieces, proves
+from p2ptrain.net.fetch import Fetcher
+from p2ptrain.store.checkpoints import Checkpoint
+from p2ptrain.store.payloads import Payloads
+from p2ptrain.store.store import Store
+
+STATES_SERVED = 8  # leaves of so many states are kept for serving
+LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes a MiB: those of a round and a few before it
+QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Library:
+    """Of one node in one run."""
+
+    def __init__(self, run: RunConfig, store: Store, dataset: TokenDataset, fetcher: Fetcher) -> None:
+        self.run, self.store, self.dataset, self.fetcher = run, store, dataset, fetcher
+        self._states: dict[bytes, StateBlob] = {}  # by root
+        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads
+
+    def offer_state(self, checkpoint: Checkpoint, leaves: bytes) -> None:
+        self._states.pop(checkpoint.root, None)
+        self._states[checkpoint.root] = StateBlob(checkpoint, leaves)
+        while len(self._states) > STATES_SERVED:
+            del self._states[next(iter(self._states))]
+
+    def states(self) -> tuple[tuple[int, bytes], ...]:
+        """Round and root of those that can be had here, the newest first."""
+        for root in [root for root, blob in self._states.items() if not blob.checkpoint.path.exists()]:
+            del self._states[root]  # pruned
+        found = sorted(((blob.checkpoint.round, root) for root, blob in self._states.items()), reverse=True)
+        return tuple(found[: inquiry.STATES_MAX])
+
+    def state(self, root: bytes) -> Checkpoint | None:
+        return self._states[root].checkpoint if root in self._states else None
+
+    def find(self, name: BlobName, peer: bytes) -> Blob | None:
+        match name.kind:
+            case "payload":
+                return self._payload(name.name) or self.fetcher.in_progress(name)
+            case "state":
+                return self._states.get(name.name)
+            case "data":
+                content = self.dataset.piece(name.name)
+            case "manifest" if name.name.hex() == self.run.data.manifest:
+                content = self.dataset.manifest_bytes()
+            case "tokenizer" if name.name.hex() == self.run.tokenizer.digest:
+                content = self.dataset.tokenizer_bytes()
+            case _:
+                content = None
+        return None if content is None else MemoryBlob(content)
+
+    def _payload(self, name: bytes) -> Blob | None:
+        try:
+            size = self.store.payloads.size(name)
+        except DataError as error:
+            log.error("%s", error)
+            return None
+        return None if size is None else PayloadBlob(self.store.payloads, name, size, self._leaves)
+
+
+class PayloadBlob:
+    """A contribution, in memory or on the disk. What has been damaged there is not served, or fails at whoever asks."""
+
+    def __init__(self, payloads: Payloads, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
+        self._payloads, self._name, self.size, self._known = payloads, name, size, leaves
+        self.held = all_pieces(size)
+        self.is_quick = size <= QUICK_BYTES and payloads.is_in_memory(name)
+
+    @cached_property
+    def leaves(self) -> bytes:
+        """Worked out once: whoever asks for them again costs nothing."""
+        known = self._known.get(self._name)
+        if known is None:
+            content = self._payloads.get(self._name)
+            if content is None:
+                raise DataError(f"payload {self._name.hex()} is not here any more")
+            known = self._known[self._name] = b"".join(leaf_digests(content))
+            if len(self._known) > LEAVES_KEPT:
+                self._known.popitem(last=False)
+        return known
+
+    def read(self, index: int) -> bytes:
+        piece = self._payloads.read_piece(self._name, index)
+        if piece is None:
+            raise DataError(f"payload {self._name.hex()} is not here any more")
+        return piece
+
+
+class StateBlob:
+    """The agreed weights of a checkpoint."""
+
+    is_quick = False
+
+    def __init__(self, checkpoint: Checkpoint, leaves: bytes) -> None:
+        self.checkpoint, self.leaves = checkpoint, leaves
+        self.size = checkpoint.state_bytes
+        self.held = all_pieces(self.size)
+
+    def read(self, index: int) -> bytes:
+        piece = self.checkpoint.read_piece(index)
+        if piece is None:
+            raise DataError(f"the state of round {self.checkpoint.round} is not there any more")
+        return piece
+
+
+def leaves_of(state: bytes | memoryview, root: bytes) -> bytes | None:
+    """The digests of a state's pieces; None if they do not lead to this root."""
+    leaves = b"".join(leaf_digests(state))
+    return leaves if proves(leaves, len(state), root) else None
+
+
+def read_state(checkpoint: Checkpoint) -> tuple[bytes, bytes] | None:
+    """The agreed weights and their leaves; None if they are not what the checkpoint says."""
+    try:
+        pieces = [checkpoint.read_piece(index) or b"" for index in range(piece_count(checkpoint.state_bytes))]
+    except DataError as error:  # peers may have it
+        log.error("%s", error)
+        return None
+    state = b"".join(pieces)
+    leaves = leaves_of(state, checkpoint.root)
+    if leaves is None:
+        log.warning("the saved state of round %d is damaged, and is fetched if it is needed", checkpoint.round)
+        return None
+    return state, leaves
