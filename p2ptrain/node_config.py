@@ -84,14 +84,14 @@ class DeviceConfig(Section):
 class LimitsConfig(Section):
     """What the node may take of this machine."""
 
-    upload_bytes_per_second: int = Field(0, ge=0, le=10**12, description="on average over a round; 0: no limit")
-    download_bytes_per_second: int = Field(0, ge=0, le=10**12, description="on average over a round; 0: no limit")
-    memory_bytes: int = Field(0, ge=0, le=2**50, description="main memory, not the device's; 0: no limit")
+    upload_bytes_per_second: int = Field(0, ge=0, le=10**12, description="on average over seconds; 0: no limit")
+    download_bytes_per_second: int = Field(0, ge=0, le=10**12, description="on average over seconds; 0: no limit")
+    memory_bytes: int = Field(0, ge=0, le=2**50, description="no effect yet; main memory; 0: no limit")
     hours: Annotated[
         str,
         Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),
         Words('hours such as "22:00-07:00", or nothing'),
-    ] = Field("", description="when it may train, in local time; empty: always")
+    ] = Field("", description="no effect yet; when it may train, in local time; empty: always")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -115,7 +115,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class HttpConfig(Section):
-    """The dashboard, and the status and metrics that other programs read."""
+    """The dashboard, and the status and metrics that other programs read: no effect yet."""
 
     host: Annotated[
         str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Words("an address or a host name of this machine")

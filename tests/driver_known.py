@@ -29,6 +29,8 @@ from p2ptrain.core.state import AgreedState, Taken, genesis
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
+from p2ptrain.daemon.fetching import Fetching
+from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
@@ -155,8 +157,8 @@ class LoopDevice(Device):
         return self.chain.check(payload)
 
 
-class LoopEdges(Edges):
-    """The real ones, whose disk is slow on the loop, and may fail."""
+class LoopKeeping(Keeping):
+    """The real one, whose disk is slow on the loop, and may fail."""
 
     writes: list[list[ev.Record]]
     trouble: list[str]  # why the next writes fail, one after the other
@@ -220,7 +222,8 @@ class Bench:
     store: Store
     node: ScriptedNode
     device: LoopDevice
-    edges: LoopEdges
+    edges: Edges
+    keeping: LoopKeeping
     driver: Driver
     started: ev.Started
     done: list[tuple[Any, ...]]  # what was said, in order
@@ -282,8 +285,10 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
     connections = Connections(transport, RUN, speaks, lambda peer: None, lambda peer: None, Random(0))
     lines: Any = NotedLines(done)
-    edges = LoopEdges(run, RUN, transport, store, data, library, lines, fetcher, connections, 4, needed=lambda: ())
-    edges.writes, edges.trouble, edges.disk_seconds = [], [], 0.01
+    fetching = Fetching(run, transport, connections, fetcher, data, library)
+    keeping = LoopKeeping(store, library, 4, needed=lambda: ())
+    keeping.writes, keeping.trouble, keeping.disk_seconds = [], [], 0.01
+    edges = Edges(RUN, transport, connections, lines, fetching, keeping, library)
     publish = transport.publish
 
     async def published(topic: str, data: bytes) -> None:
@@ -291,9 +296,10 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         await publish(topic, data)
 
     transport.publish = published  # type: ignore[method-assign]
-    driver = Driver(node, FakeSigner(ME), device, edges)  # type: ignore[arg-type]
+    driver = Driver(node, FakeSigner(ME), device)  # type: ignore[arg-type]
+    driver.edges = edges
     started = ev.Started(store.saved(None))
-    made = Bench(network, transport, run, base, store, node, device, edges, driver, started, done, blamed)
+    made = Bench(network, transport, run, base, store, node, device, edges, keeping, driver, started, done, blamed)
     try:
         yield made
     finally:
@@ -302,7 +308,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         for each in list(network.nodes.values()):
             await each.close()
         device.close()
-        edges.disk.shutdown()
+        keeping.close()
         store.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from core_known import KEYS, FakeSigner, announced, payload, signed
@@ -17,7 +17,7 @@ from p2ptrain.core.messages import decode, payload_digest
 from p2ptrain.daemon import driver as driver_module
 from p2ptrain.daemon.driver import DISK_SECONDS, EVENTS_MAX, OUTBOX_MAX
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.line import Deliver
+from p2ptrain.net.line import AskHistory, Deliver
 
 
 def send(number: int, peer: bytes = PEER) -> ev.Send:
@@ -58,27 +58,32 @@ def iterations(counts: list[int]) -> None:
 # Effects and the disk
 
 
+async def test_every_effect_of_the_core_is_carried_out(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        assert {*each.driver._actions, ev.Persist} == {*get_args(ev.Effect)}
+
+
 @skipping_time
 async def test_effects_are_carried_out_in_order_and_what_follows_a_persist_waits_for_the_disk(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        each.edges.disk_seconds = 10.0
+        each.keeping.disk_seconds = 10.0
         answering(each, {PEER: [send(1), persist(1), send(2), persist(2), ev.Publish(b"3"), send(4)]})
         async with each.running():
             each.driver.give(ev.PeerSeen(PEER))
             await now_is(9.9)
             assert each.done == [said(1)]
-            assert each.edges.writes == []
+            assert each.keeping.writes == []
             await until(lambda: len(each.done) == 4)
             assert asyncio.get_running_loop().time() == pytest.approx(10.0, abs=0.2)  # both went in one write
             assert sorted(each.done[1:], key=lambda one: one[0] == "publish") == [said(2), said(4), ("publish", b"3")]
-            assert each.edges.writes == [[ev.Observed(b"\1"), ev.Observed(b"\2")]]
+            assert each.keeping.writes == [[ev.Observed(b"\1"), ev.Observed(b"\2")]]
     assert each.store.journal.scores == b"\2"
 
 
 @skipping_time
 async def test_all_that_waits_for_the_disk_goes_in_one_write(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        each.edges.disk_seconds = 1.0
+        each.keeping.disk_seconds = 1.0
         answering(each, {key: [persist(seat), send(seat, key)] for seat, key in enumerate(KEYS)})
         async with each.running():
             each.driver.give(ev.PeerSeen(KEYS[0]))
@@ -88,7 +93,7 @@ async def test_all_that_waits_for_the_disk_goes_in_one_write(tmp_path: Path) -> 
             await until(lambda: len(each.done) == 8)
             assert asyncio.get_running_loop().time() == pytest.approx(2.0, abs=0.2)
         assert each.done == [said(seat, key) for seat, key in enumerate(KEYS[:8])]
-        assert [len(records) for records in each.edges.writes] == [1, 7]
+        assert [len(records) for records in each.keeping.writes] == [1, 7]
 
 
 @skipping_time
@@ -97,7 +102,7 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
 ) -> None:
     async with bench(tmp_path) as each:
         answering(each, {PEER: [persist(1), send(1)], OTHER: [persist(2), send(2)], THIRD: [send(3)]})
-        each.edges.trouble = ["the disk is full"] * 3
+        each.keeping.trouble = ["the disk is full"] * 3
         async with each.running():
             each.driver.give(ev.PeerSeen(PEER))
             await now_is(2.0)
@@ -111,7 +116,7 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
             await until(lambda: len(each.done) == 3)
             assert each.driver.disk_trouble == ""
         assert each.done == [said(1), said(2), said(3)]
-        assert each.edges.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
+        assert each.keeping.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
     told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
     assert told == [
         "the disk is full; nothing is said or applied until it can be saved",
@@ -126,7 +131,7 @@ async def test_while_the_disk_fails_the_core_stops_when_too_much_waits(
     monkeypatch.setattr(driver_module, "EFFECTS_MAX", 8)
     async with bench(tmp_path) as each:
         answering(each, {key: [persist(seat), send(seat, key)] for seat, key in enumerate(KEYS)})
-        each.edges.trouble = ["the disk is full"] * 3
+        each.keeping.trouble = ["the disk is full"] * 3
         async with each.running():
             for key in KEYS:
                 each.driver.give(ev.PeerSeen(key))
@@ -206,8 +211,8 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
     async with bench(tmp_path) as each:
         for number in range(EVENTS_MAX + 10):
             each.driver.hear(PEER, a_message(number=number))
-        each.driver.heard_deliver(OTHER, (b"nonsense", a_message()))
-        each.driver.give_of_peer(ev.HistoryAsked(OTHER, bytes(32), 1))
+        each.driver.hear_line(OTHER, Deliver((b"nonsense", a_message())))
+        each.driver.hear_line(OTHER, AskHistory(bytes(32), 1))
         own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
         for event in own:
             each.driver.give(event)
@@ -225,7 +230,7 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
 async def test_what_does_not_decode_is_told_with_the_reason(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         each.driver.hear(PEER, b"nonsense")
-        each.driver.heard_deliver(OTHER, (bytes(1), a_message()))
+        each.driver.hear_line(OTHER, Deliver((bytes(1), a_message())))
         async with each.running():
             await until(lambda: len(each.node.events) == 3)
         first, second, third = each.node.events
@@ -261,7 +266,7 @@ async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Pa
         assert each.node.events == [ev.MessageReceived(PEER, good, True), ev.MessageReceived(THIRD, bad, False)]
         assert each.store.payloads.get(payload_digest(body)) == body
         assert payload_digest(bad.attachment) not in each.store.payloads
-        assert list(each.edges.fresh) == [payload_digest(body)]
+        assert list(each.keeping.fresh) == [payload_digest(body)]
 
 
 @skipping_time

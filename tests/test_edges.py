@@ -87,7 +87,7 @@ async def test_a_payload_that_is_wanted_twice_at_once_is_fetched_once(tmp_path: 
         assert each.node.events == [ARRIVED] * 3
         assert counted.reads == 1
         assert each.store.payloads.get(NAME) == BODY
-        assert NAME in each.edges.fresh
+        assert NAME in each.keeping.fresh
         assert each.driver._fetching == {}
 
 
@@ -371,7 +371,7 @@ async def test_when_nobody_has_a_state_that_would_do_catching_up_has_failed(tmp_
 @skipping_time
 async def test_my_own_checkpoint_is_read_before_anybody_is_asked_for_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
-        mine = each.edges.save_first(each.device, STATE, root_of(STATE))
+        mine = each.keeping.checkpoint_first(each.device, STATE, root_of(STATE))
         doing(each, ev.CatchUp(((0, root_of(STATE)),), (), 1))
         await each.heard(ev.CaughtUp(0, root_of(STATE), 1))
         (mine.path / "state.bin").write_bytes(NEWER)  # damaged: then others are asked
@@ -470,6 +470,6 @@ async def test_run_and_data_are_served_and_nothing_of_other_runs(tmp_path: Path)
 
         assert found("data", bytes.fromhex(piece_digest(DATA))) == DATA
         manifest = bytes.fromhex(each.run.data.manifest)
-        assert found("manifest", manifest) == each.edges.dataset.manifest_bytes()
+        assert found("manifest", manifest) == each.edges.fetching.dataset.manifest_bytes()
         for kind in ("data", "manifest", "tokenizer", "payload", "state"):
             assert found(kind, bytes(32)) is None

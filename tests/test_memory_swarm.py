@@ -10,15 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from driver_known import STATE, ChainTrainer, LoopDevice, a_dataset, root_of
 from net_known import at, skipping_time, until
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.core import events as ev
-from p2ptrain.daemon import driver as driver_module
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.daemon import Daemon, save_last
 from p2ptrain.daemon.status import peers_of, status_of
@@ -85,7 +83,7 @@ class Member:
             stack.callback(self.device.close)
             launch = Launch(swarm.run, config, self.identity, transport, dataset, state=state)
             self.daemon, started = await assemble(stack, launch, self.device)
-            stack.callback(self.daemon.edges.disk.shutdown)
+            stack.callback(self.daemon.edges.keeping.close)
             driver = self.daemon.driver
             await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.hear)
             async with asyncio.TaskGroup() as group:
@@ -192,7 +190,7 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
             assert len(peers_of(node.daemon)["peers"]) == 3
             assert 8 in dict(node.daemon.edges.library.states())
             assert status["counters"]["contributions taken"] >= 8
-        directories = [node.daemon.edges.store.directory for node in made.nodes]
+        directories = [node.daemon.edges.keeping.store.directory for node in made.nodes]
     for directory in directories:
         logs = sorted((directory / "events").glob("*.jsonl"))
         assert logs
@@ -290,7 +288,7 @@ async def test_a_disk_in_trouble_is_told_in_the_status_and_stops_one_node_alone(
     async with swarm(tmp_path) as made:
         *others, victim = made.nodes
         await made.reach(4)
-        store, write = victim.daemon.edges.store, Store.write
+        store, write = victim.daemon.edges.keeping.store, Store.write
         full: Callable[..., None]
 
         def full(self: Store, records: Any) -> None:
@@ -321,8 +319,3 @@ async def test_all_stop_at_once_and_go_on_where_they_were(tmp_path: Path) -> Non
             await node.start()
         await made.reach(stood + 4)
         made.compare(stood + 4)
-
-
-def test_every_effect_of_the_core_is_known_to_the_driver() -> None:
-    text = Path(driver_module.__file__).read_text()
-    assert [kind.__name__ for kind in get_args(ev.Effect) if f"ev.{kind.__name__}" not in text] == []

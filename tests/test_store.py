@@ -24,7 +24,7 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import DiskError
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.payloads import Payloads
-from p2ptrain.store.store import ADDRESS_LENGTH_MAX, PEERS_MAX, Store, read_run
+from p2ptrain.store.store import ADDRESS_LENGTH_MAX, PEERS_MAX, Store
 
 ME = b"m" * 32
 
@@ -355,8 +355,6 @@ def test_a_directory_of_another_run_or_identity_is_refused_and_left_alone(tmp_pa
     with pytest.raises(DataError, match=f"identity: damaged, or .* not of the identity {'6f' * 8}"):
         opened(tmp_path, me=b"o" * 32)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"} == before
-    assert read_run(tmp_path / "run") == run_of().canonical()
-    assert read_run(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,7 @@ def start(
     what = load_run_config(run)
     from p2ptrain.daemon.launch import start as begin  # torch takes two seconds, in which an error could be told
 
-    status = begin(what, node, data)
-    if status:
-        raise typer.Exit(status)
+    begin(what, node, data)
 
 
 def join(
@@ -116,9 +114,7 @@ def join(
     node = _node_config(config, data_dir, bootstrap, listen, log_level, log_format)
     from p2ptrain.daemon.launch import join as take_part  # torch takes two seconds, in which an error could be told
 
-    status = take_part(node, run, ticket)
-    if status:
-        raise typer.Exit(status)
+    take_part(node, run, ticket)
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:

@@ -18,6 +18,8 @@ from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.events import EventFile
+from p2ptrain.daemon.fetching import Fetching
+from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.errors import ConfigError, P2ptrainError
@@ -28,8 +30,8 @@ from p2ptrain.net.bulk import Server
 from p2ptrain.net.connections import Connections, Source
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.line import Ask, AskHistory, Deliver, LineMessage, Lines
-from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.net.line import Lines
+from p2ptrain.net.transport import Transport
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.store import Store
 
@@ -69,62 +71,34 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     signer, rng = NotingSigner(RunSigner(launch.identity, run_id)), SystemRandom()
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
-    driver: Driver
-
-    def blame(peer: bytes, why: str) -> None:
-        driver.give_of_peer(ev.MalformedReceived(peer, why))
-
-    def hear_line(peer: bytes, message: LineMessage) -> None:
-        match message:
-            case Deliver(envelopes):
-                driver.heard_deliver(peer, envelopes)
-            case Ask(names):
-                driver.give_of_peer(ev.Asked(peer, names))
-            case AskHistory(branch, number):
-                driver.give_of_peer(ev.HistoryAsked(peer, branch, number))
-
+    driver = Driver(node, signer, device)
     lines = Lines(
         transport,
         run_id,
-        hear_line,
-        malformed=blame,
-        history=lambda peer, encoded: driver.history_came(peer, encoded),  # noqa: PLW0108  # there is none yet
-        no_history=lambda peer, why: driver.give(ev.HistoryFailed(peer, why)),
+        driver.hear_line,
+        malformed=driver.blame,
+        history=driver.history_came,
+        no_history=driver.history_failed,
     )
     limits = config.limits
-    fetcher = Fetcher(transport, run_id, download=TokenBucket(limits.download_bytes_per_second), blame=blame)
+    fetcher = Fetcher(transport, run_id, download=TokenBucket(limits.download_bytes_per_second), blame=driver.blame)
     library = Library(run, store, launch.data, fetcher)
-    server = Server(transport, run_id, library, upload=TokenBucket(limits.upload_bytes_per_second), blame=blame)
-
-    async def speaks(peer: bytes) -> bool:
-        try:
-            stream = await transport.open(peer, lines.protocol)
-        except TransportError:
-            return False
-        stream.abort()
-        return True
-
-    def lost(peer: bytes) -> None:
-        lines.forget(peer)
-        driver.give(ev.PeerLost(peer))
-
-    connections = Connections(transport, run_id, speaks, lambda peer: driver.give(ev.PeerSeen(peer)), lost, rng)
+    server = Server(transport, run_id, library, upload=TokenBucket(limits.upload_bytes_per_second), blame=driver.blame)
+    connections = Connections(transport, run_id, lines.is_spoken_by, driver.peer_seen, driver.peer_lost, rng)
     for address in store.peers():
         _add(connections, address, Source.REMEMBERED)
     for address in config.network.bootstrap:
         _add(connections, address, Source.USER)
-    edges = Edges(
-        run, run_id, transport, store, launch.data, library, lines, fetcher, connections, CHECKPOINT_ROUNDS,
-        needed=lambda: node.parts.payloads.held,
-    )  # fmt: skip
-    driver = Driver(node, signer, device, edges)
+    fetching = Fetching(run, transport, connections, fetcher, launch.data, library)
+    keeping = Keeping(store, library, CHECKPOINT_ROUNDS, needed=lambda: node.parts.payloads.held)
+    stack.callback(keeping.close)
+    driver.edges = edges = Edges(run_id, transport, connections, lines, fetching, keeping, library)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header)
     stack.callback(events.close)
-    stack.callback(edges.disk.shutdown)
     driver.on_event = events.note
-    daemon = Daemon(run, config, driver, edges)
-    started = ev.Started(await _restore(store, device, edges, launch.state), store.is_forgetful, launch.ticket)
+    daemon = Daemon(run, driver, edges)
+    started = ev.Started(await _restore(store, device, keeping, launch.state), store.is_forgetful, launch.ticket)
     await stack.enter_async_context(lines)
     await stack.enter_async_context(server)
     await inquiry.serve(transport, daemon.ask_by_peer)
@@ -150,18 +124,18 @@ def _add(connections: Connections, address: str, source: Source) -> None:
             raise ConfigError(f"{address}: {error}", key="--bootstrap", fix="Check that it was copied whole") from error
 
 
-async def _restore(store: Store, device: Device, edges: Edges, state: bytes) -> ev.Saved:
+async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes) -> ev.Saved:
     """Bring the trainer to where the disk says it was; the core brings it to the present."""
     checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     if checkpoint is not None:
         await device.run(device.trainer.load, checkpoint.trainer_path)
         for each in store.checkpoints.present():
-            await asyncio.to_thread(edges.offer, each)
+            await asyncio.to_thread(keeping.offer, each)
         log.info("going on from the checkpoint of round %d", checkpoint.round)
         return store.saved(checkpoint)
     if state:
         root = store.genesis.root
         await device.run(device.trainer.adopt, 0, state)
-        await device.run(edges.save_first, device, state, root)
+        await device.run(keeping.checkpoint_first, device, state, root)
         return store.saved(None)
     return store.journal.saved_at(store.genesis.round, b"")

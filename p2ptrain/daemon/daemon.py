@@ -12,7 +12,7 @@ import signal
 from time import monotonic
 from typing import Any
 
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
@@ -52,8 +52,8 @@ class Lag:
 class Daemon:
     """One node of one run, running."""
 
-    def __init__(self, run: RunConfig, config: NodeConfig, driver: Driver, edges: Edges) -> None:
-        self.run, self.config, self.driver, self.edges = run, config, driver, edges
+    def __init__(self, run: RunConfig, driver: Driver, edges: Edges) -> None:
+        self.run, self.driver, self.edges = run, driver, edges
         self.lag = Lag()
         self.is_leaving = False
         self._began = monotonic()
@@ -90,7 +90,7 @@ class Daemon:
     def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
         """What any peer may ask."""
         edges, has_begun = self.edges, self.driver.has_begun.is_set()
-        state = self.driver.node.line.state if has_begun else edges.store.genesis
+        state = self.driver.node.line.state if has_begun else edges.keeping.store.genesis
         is_ours = isinstance(question, inquiry.AskRuns) or question.run_id == edges.run_id
         match question:
             case inquiry.AskRuns():
@@ -146,13 +146,13 @@ async def _remember(daemon: Daemon) -> None:
         await asyncio.sleep(REMEMBER_SECONDS)
         addresses = daemon.edges.connections.remembered()
         if addresses and addresses != saved:  # while all are away, those of before are the best there are
-            await daemon.edges.on_disk(_save_peers, daemon.edges, addresses)
+            await daemon.edges.keeping.on_disk(_save_peers, daemon.edges, addresses)
             saved = addresses
 
 
 def _save_peers(edges: Edges, addresses: list[str]) -> None:
     try:
-        edges.store.remember_peers(addresses)
+        edges.keeping.store.remember_peers(addresses)
     except DataError as error:
         log.warning("%s", error)
 
@@ -163,6 +163,6 @@ async def save_last(daemon: Daemon) -> None:
     number = device.trainer.round
     entry, root = node.line.entry(number), node.work.roots.get(number)
     if entry is not None and root:
-        await daemon.edges.keep_checkpoint(device, entry.manifest, root, now=True)
+        await daemon.edges.keeping.checkpoint(device, entry.manifest, root, now=True)
     if addresses := daemon.edges.connections.remembered():
         _save_peers(daemon.edges, addresses)

@@ -23,10 +23,11 @@ from p2ptrain.core.messages import Announcement, Received, decode, payload_diges
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
 from p2ptrain.daemon.device import Device, StoppedError
-from p2ptrain.daemon.edges import Edges, ignore
+from p2ptrain.daemon.edges import Edges
+from p2ptrain.daemon.fetching import ignore
 from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
-from p2ptrain.net.bulk import BlobName, FetchError
-from p2ptrain.net.line import Ask, Deliver, TellHistory
+from p2ptrain.net.bulk import FetchError
+from p2ptrain.net.line import Ask, AskHistory, Deliver, LineMessage, TellHistory
 from p2ptrain.net.transport import TransportError
 
 EVENTS_MAX = 4_096  # beyond it, gossip is dropped: at 100 nodes a round has 600 messages a node
@@ -43,10 +44,12 @@ log = logging.getLogger("p2ptrain.daemon")
 
 
 class Driver:
-    """Of one node."""
+    """Joins a core to a device and to edges, which tell it what they hear and are given to it before it runs."""
 
-    def __init__(self, node: Node, signer: Signer, device: Device, edges: Edges) -> None:
-        self.node, self.signer, self.device, self.edges = node, signer, device, edges
+    edges: Edges
+
+    def __init__(self, node: Node, signer: Signer, device: Device) -> None:
+        self.node, self.signer, self.device = node, signer, device
         self.counters: Counter[str] = Counter()
         self.events: deque[ev.Event] = deque()
         self.effects: deque[ev.Effect] = deque()
@@ -65,10 +68,12 @@ class Driver:
         self._group: asyncio.TaskGroup
         self._actions: dict[type, Callable[[Any], object]] = {
             ev.Publish: self._publish,
-            ev.Send: lambda effect: edges.lines.post(effect.peer, Deliver(effect.envelopes)),
-            ev.Ask: lambda effect: edges.lines.post(effect.peer, Ask(effect.names)),
-            ev.AskHistory: lambda effect: edges.lines.ask_history(effect.peer, effect.branch, effect.round),
-            ev.SendHistory: lambda effect: edges.lines.post(effect.peer, TellHistory(encode_history(effect.history))),
+            ev.Send: lambda effect: self.edges.lines.post(effect.peer, Deliver(effect.envelopes)),
+            ev.Ask: lambda effect: self.edges.lines.post(effect.peer, Ask(effect.names)),
+            ev.AskHistory: lambda effect: self.edges.lines.ask_history(effect.peer, effect.branch, effect.round),
+            ev.SendHistory: lambda effect: self.edges.lines.post(
+                effect.peer, TellHistory(encode_history(effect.history))
+            ),
             ev.Fetch: self._fetch,
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
             ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
@@ -85,7 +90,7 @@ class Driver:
         self.events.append(event)
         self._has_events.set()
 
-    def give_of_peer(self, event: ev.Event) -> None:
+    def _give_of_peer(self, event: ev.Event) -> None:
         """What a peer brings about by itself, and might as often as it likes."""
         if self._has_room():
             self.give(event)
@@ -111,15 +116,35 @@ class Driver:
             self._checking += 1
             self._spawn(self._check_attachment(sender, received), "check")
 
-    def heard_deliver(self, peer: bytes, envelopes: Sequence[bytes]) -> None:
-        for envelope in envelopes:
-            self.hear(peer, envelope)
+    def hear_line(self, peer: bytes, message: LineMessage) -> None:
+        """What a peer says to us alone."""
+        match message:
+            case Deliver(envelopes):
+                for envelope in envelopes:
+                    self.hear(peer, envelope)
+            case Ask(names):
+                self._give_of_peer(ev.Asked(peer, names))
+            case AskHistory(branch, number):
+                self._give_of_peer(ev.HistoryAsked(peer, branch, number))
+
+    def blame(self, peer: bytes, why: str) -> None:
+        self._give_of_peer(ev.MalformedReceived(peer, why))
+
+    def peer_seen(self, peer: bytes) -> None:
+        self.give(ev.PeerSeen(peer))
+
+    def peer_lost(self, peer: bytes) -> None:
+        self.edges.lines.forget(peer)
+        self.give(ev.PeerLost(peer))
+
+    def history_failed(self, peer: bytes, why: str) -> None:
+        self.give(ev.HistoryFailed(peer, why))
 
     def history_came(self, peer: bytes, encoded: bytes) -> None:
         try:
             self.give(ev.HistoryArrived(peer, decode_history(encoded)))
         except RemoteProtocolError as error:
-            self.give(ev.HistoryFailed(peer, error.why))
+            self.history_failed(peer, error.why)
 
     async def _check_attachment(self, sender: bytes, received: Received) -> None:
         assert isinstance(received.message, Announcement), "nothing else has an attachment"
@@ -128,7 +153,7 @@ class Driver:
         finally:
             self._checking -= 1
         if why is None:
-            self.edges.put(received.message.payload, received.attachment)
+            self.edges.keeping.put(received.message.payload, received.attachment)
         self.give(ev.MessageReceived(sender, received, why is None))
 
     # -----------------------------------------------------------------------------------------------
@@ -228,7 +253,7 @@ class Driver:
         records = [effect.record for effect in self.effects if isinstance(effect, ev.Persist)]
         while True:
             try:
-                await self.edges.on_disk(self.edges.store.write, records)
+                await self.edges.keeping.on_disk(self.edges.keeping.store.write, records)
             except DataError as error:
                 if not self.disk_trouble:
                     log.error("%s; nothing is said or applied until it can be saved", error)
@@ -276,7 +301,7 @@ class Driver:
         """One fetch of a payload at a time; the next has other sources, and may find it here."""
         if before is not None:
             await asyncio.wait([before])
-        payload = await self._stored(effect.payload)
+        payload = await self.edges.keeping.payload(effect.payload)
         if payload is None:
             failed = dict.fromkeys(effect.sources, "")
 
@@ -284,27 +309,17 @@ class Driver:
                 failed.pop(peer, None)
                 self.give(ev.FetchFailed(effect.payload, peer, why))
 
-            name = BlobName("payload", effect.payload)
             try:
-                blob = await self.edges.fetcher.fetch(name, effect.payload_bytes, effect.sources, failed=tell)
+                payload = await self.edges.fetching.payload(effect.payload, effect.payload_bytes, effect.sources, tell)
             except FetchError as error:
                 for source in failed:
                     self.give(ev.FetchFailed(effect.payload, source, str(error)))
                 return
-            payload = bytes(blob.data())
-            self.edges.put(effect.payload, payload)
+            self.edges.keeping.put(effect.payload, payload)
         why = await self.device.check(payload)
         if why is not None:
             log.info("a contribution is refused: %s", why)
         self.give(ev.PayloadArrived(effect.payload, why is None, len(payload)))
-
-    async def _stored(self, payload: bytes) -> bytes | None:
-        """If it is here; a disk that does not answer has nothing."""
-        try:
-            return await asyncio.to_thread(self.edges.store.payloads.get, payload)
-        except DataError as error:
-            log.error("%s", error)
-            return None
 
     # -----------------------------------------------------------------------------------------------
     # The device
@@ -312,9 +327,8 @@ class Driver:
     async def _train(self, effect: ev.Train) -> None:
         try:
             async with asyncio.timeout(DATA_SECONDS):
-                await self.edges.fetch_data(
-                    self.device.trainer.positions_for(effect.round, effect.place, effect.places)
-                )
+                positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
+                await self.edges.fetching.data(positions)
             outstanding = frozenset(self.node.work.outstanding)
             payload = await self.device.train(effect.round, effect.place, effect.places, outstanding)
         except StoppedError:
@@ -324,7 +338,7 @@ class Driver:
             self.give(ev.TrainingFailed(effect.round, str(error)))
             return
         name = payload_digest(payload)
-        self.edges.put(name, payload)
+        self.edges.keeping.put(name, payload)
         is_inline = len(payload) <= self.node.context.run.agreement.inline_bytes_max
         self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
 
@@ -342,26 +356,25 @@ class Driver:
         if root is None:
             return
         self.give(ev.Applied(manifest.branch, manifest.round, root))
-        await self.edges.keep_checkpoint(self.device, manifest, root)
-        await self.edges.let_go(manifest)
+        await self.edges.keeping.checkpoint(self.device, manifest, root)
+        await self.edges.keeping.let_go(manifest)
 
     async def _payload_of(self, taken: Taken, adopted: int) -> bytes | None:
         """It was here, or the core would not apply it; if the disk has lost it since, peers still have it.
 
         None once it is of no use, because a state was taken over.
         """
-        payload = await self._stored(taken.payload)
+        payload = await self.edges.keeping.payload(taken.payload)
         while payload is None and self.device.adopted == adopted:
             log.warning("payload %s of an agreed round is lost, and is fetched again", taken.payload.hex()[:16])
-            name, sources = BlobName("payload", taken.payload), list(self.edges.connections.linked)
+            sources = list(self.edges.connections.linked)
             try:
-                blob = await self.edges.fetcher.fetch(name, taken.payload_bytes, sources, failed=ignore)
+                payload = await self.edges.fetching.payload(taken.payload, taken.payload_bytes, sources, ignore)
             except FetchError as error:
                 log.warning("%s; will go on trying", error)
                 await asyncio.sleep(DISK_SECONDS)
                 continue
-            payload = bytes(blob.data())
-            self.edges.put(taken.payload, payload)
+            self.edges.keeping.put(taken.payload, payload)
         return payload
 
     def _catch_up(self, effect: ev.CatchUp) -> None:
@@ -372,7 +385,7 @@ class Driver:
     async def _fetch_state(self, effect: ev.CatchUp) -> None:
         try:
             async with asyncio.timeout(CATCH_UP_SECONDS):
-                number, root, state = await self.edges.fetch_state(
+                number, root, state = await self.edges.fetching.state(
                     effect.roots, effect.sources, self.device.state_bytes
                 )
             await self.device.adopt(number, state)

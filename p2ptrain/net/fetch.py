@@ -132,7 +132,7 @@ class Fetcher:
             if source.held != all_pieces(source.size):
                 raise SourceError("has only a part of it")
             data, pieces, next_index = bytearray(), piece_count(source.size), 0
-            while not data or len(data) < source.size:
+            for _ in range(pieces):
                 while next_index < pieces and len(source.asked) < PIPELINE:
                     if not await self._sources.may_ask(source, piece_bytes(source.size, next_index)):
                         break
@@ -145,8 +145,6 @@ class Fetcher:
                     raise RemoteProtocolError(f"piece {reply.index} of {len(reply.data)} bytes")
                 data += reply.data
                 self._sources.counts["bytes"] += len(reply.data)
-                if not source.size:
-                    break
         whole = bytes(data)
         is_right = check(whole) if check else merkle_root([leaf_digest(0, whole)], len(whole)) == name.name
         if not is_right:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -75,6 +75,7 @@ class Peers(Struct, frozen=True, array_like=True, tag="peers"):
 
 Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers
 Answer: TypeAlias = Runs | Config | States | Peers
+A = TypeVar("A", Runs, Config, States, Peers)
 
 _QUESTION: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -94,46 +95,37 @@ async def serve(transport: Transport, answer: Callable[[bytes, Question], Answer
     await transport.serve(PROTOCOL, handle)
 
 
-async def _ask(transport: Transport, peer: bytes, question: Question) -> Answer:
+async def _ask(transport: Transport, peer: bytes, question: Question, kind: type[A]) -> A:
     try:
         async with asyncio.timeout(SECONDS):
             stream = await transport.open(peer, PROTOCOL)
             try:
                 await stream.send(wire.encode(question))
-                return wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
+                answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
             finally:
                 stream.abort()
     except TimeoutError as error:
         raise TransportError(f"no answer within {SECONDS:.0f} s") from error
+    if not isinstance(answer, kind):
+        raise RemoteProtocolError("an answer to another question")
+    return answer
 
 
 async def ask_runs(transport: Transport, peer: bytes) -> tuple[RunInfo, ...]:
-    answer = await _ask(transport, peer, AskRuns())
-    if not isinstance(answer, Runs):
-        raise RemoteProtocolError("an answer to another question")
-    return answer.runs
+    return (await _ask(transport, peer, AskRuns(), Runs)).runs
 
 
 async def ask_config(transport: Transport, peer: bytes, run_id: bytes) -> bytes:
     """Empty if the peer does not know the run; to be checked against the run's id."""
-    answer = await _ask(transport, peer, AskConfig(run_id))
-    if not isinstance(answer, Config):
-        raise RemoteProtocolError("an answer to another question")
-    return answer.config
+    return (await _ask(transport, peer, AskConfig(run_id), Config)).config
 
 
 async def ask_states(transport: Transport, peer: bytes, run_id: bytes) -> tuple[tuple[int, bytes], ...]:
-    answer = await _ask(transport, peer, AskStates(run_id))
-    if not isinstance(answer, States):
-        raise RemoteProtocolError("an answer to another question")
-    return answer.states
+    return (await _ask(transport, peer, AskStates(run_id), States)).states
 
 
 async def ask_peers(transport: Transport, peer: bytes, run_id: bytes) -> tuple[str, ...]:
-    answer = await _ask(transport, peer, AskPeers(run_id))
-    if not isinstance(answer, Peers):
-        raise RemoteProtocolError("an answer to another question")
-    return answer.addresses
+    return (await _ask(transport, peer, AskPeers(run_id), Peers)).addresses
 
 
 async def why_not(transport: Transport, peer: bytes) -> str:

@@ -229,6 +229,15 @@ class Lines:
         if (outgoing := self._outgoing.get(peer)) is not None:
             self._clear(outgoing)
 
+    async def is_spoken_by(self, peer: bytes) -> bool:
+        """Whether a connected peer takes part in this run."""
+        try:
+            stream = await self._transport.open(peer, self.protocol)
+        except TransportError:
+            return False
+        stream.abort()
+        return True
+
     def counters(self) -> dict[str, int]:
         return dict(self._counters) | {"queued": sum(len(each.frames) for each in self._outgoing.values())}
 

@@ -97,7 +97,7 @@ class MemoryTransport:
 
     def __init__(self, network: Network, key: bytes) -> None:
         self.me = key
-        self.heard: dict[str, list[Hear]] = {}
+        self.heard: dict[str, Hear] = {}
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}  # by key and author: value and expiry
         self._network = network
         self._handlers: dict[str, Handler] = {}
@@ -129,21 +129,23 @@ class MemoryTransport:
 
     async def subscribe(self, topic: str, hear: Hear) -> None:
         self._alive()
-        self.heard.setdefault(topic, []).append(hear)
+        assert topic not in self.heard, "a topic has one listener"
+        self.heard[topic] = hear
 
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, "the network would lose it without a word"
         self._alive()
-        self._counters["gossip_sent"] += 1
+        self._counters.update({"bytes sent": len(data), "sent gossip": len(data), "gossip sent": 1})
         for peer in self._network.reached(self.me, topic):
             if self._network.loss and self._network.rng.random() < self._network.loss:
-                self._counters["gossip_lost"] += 1
+                self._counters["gossip lost"] += 1
                 continue
             hear = partial(self._network.nodes[peer].hear, topic, self.me, data)
             asyncio.get_running_loop().call_later(self._network.latency(), hear)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         self._alive()
+        assert protocol not in self._handlers, "a protocol has one handler"
         self._handlers[protocol] = handler
 
     async def open(self, peer: bytes, protocol: str) -> Stream:
@@ -194,9 +196,9 @@ class MemoryTransport:
 
     def hear(self, topic: str, author: bytes, data: bytes) -> None:
         if not self._is_dead:
-            self._counters["gossip_received"] += 1
-            for hear in self.heard.get(topic, []):
-                hear(author, data)
+            self._counters.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
+            if topic in self.heard:
+                self.heard[topic](author, data)
 
     def break_streams(self, peer: bytes, why: str) -> None:
         for stream in [stream for stream in self._streams if stream.peer == peer]:
@@ -215,9 +217,9 @@ class MemoryTransport:
 
     def _count(self, peer: bytes, size: int) -> None:
         self._network.sent[self.me, peer] += size
-        self._counters["stream_bytes_sent"] += size
+        self._counters["bytes sent"] += size
         if peer in self._network.nodes:
-            self._network.nodes[peer]._counters["stream_bytes_received"] += size
+            self._network.nodes[peer]._counters["bytes received"] += size
 
     def _stream(self, peer: bytes, incoming: Pipe, outgoing: Pipe) -> MemoryStream:
         self._streams = {stream for stream in self._streams if not stream.is_over()}

@@ -11,7 +11,6 @@ import logging
 from collections import Counter, deque
 from typing import Protocol
 
-from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, key_of_bytes
 from p2ptrain.net.tasks import BACKOFF_SECONDS, Tasks
 from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, TransportError
@@ -60,11 +59,7 @@ class Mailbox:
             while self._queue:
                 publisher, data = self._queue.popleft()
                 self._queued_bytes -= len(data)
-                try:
-                    self._hear(publisher, data)
-                except RemoteProtocolError as error:
-                    self._counters["gossip refused"] += 1
-                    logger.debug("refused a message of %s in %s: %s", publisher.hex()[:8], self.topic, error.why)
+                self._hear(publisher, data)
                 await asyncio.sleep(0)
             self._is_filled.clear()
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 0.2, 5.0
 
+IS_CRASH = "is_crash"  # for whoever handles what asyncio is told: nobody else does, and the network is half dead
 OnCrash: TypeAlias = Callable[[BaseException], None]
 
 
@@ -45,5 +46,7 @@ def pauses() -> Iterator[float]:
 
 
 def report_crash(error: BaseException) -> None:
-    """What happens with a crash if nobody has said: asyncio logs it."""
-    asyncio.get_running_loop().call_exception_handler({"message": "the network crashed", "exception": error})
+    """What happens with a crash if nobody has said: asyncio logs it, and a daemon ends by it (`IS_CRASH`)."""
+    asyncio.get_running_loop().call_exception_handler(
+        {"message": "the network crashed", "exception": error, IS_CRASH: True}
+    )

@@ -72,7 +72,7 @@ class Transport(Protocol):
         ...
 
     async def subscribe(self, topic: str, hear: Hear) -> None:
-        """Hear what others publish on this topic from now on, also after the network had to be restarted."""
+        """Hear what others publish on this topic from now on, also after the network had to be restarted. Once."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:
@@ -80,7 +80,7 @@ class Transport(Protocol):
         ...
 
     async def serve(self, protocol: str, handler: Handler) -> None:
-        """Answer streams that peers open under this name."""
+        """Answer streams that peers open under this name. Once for each name."""
         ...
 
     async def open(self, peer: bytes, protocol: str) -> Stream:
@@ -96,7 +96,7 @@ class Transport(Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """Of messages dropped, bytes sent and received, restarts."""
+        """At least "bytes sent" and "bytes received", "gossip sent" and "gossip received"."""
         ...
 
     async def close(self) -> None: ...

@@ -153,8 +153,3 @@ class Store:
     def remember_peers(self, addresses: Sequence[str]) -> None:
         kept = [address for address in dict.fromkeys(addresses) if len(address) <= ADDRESS_LENGTH_MAX][:PEERS_MAX]
         write_atomically(self.directory / "peers.json", msgspec.json.encode(kept))
-
-
-def read_run(directory: Path) -> bytes | None:
-    """The config of the run that a directory is of, as it was written; None if there is none."""
-    return read(directory / "run.json")

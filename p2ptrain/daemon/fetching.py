@@ -1,0 +1,144 @@
+"""What this node gets from peers: contributions, training data, states, and what a data set begins with.
+
+Whatever comes is what its name says, or does not come: the fetcher checks pieces of trees as they arrive, and here all
+else is checked as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2ptrain.config import RunConfig
+from p2ptrain.daemon.library import Library, read_state
+from p2ptrain.digest import PIECE_BYTES
+from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.learn.assignment import Positions
+from p2ptrain.learn.data import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
+from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
+from p2ptrain.net import inquiry
+from p2ptrain.net.blobs import BlobName
+from p2ptrain.net.bulk import FetchError
+from p2ptrain.net.connections import Connections
+from p2ptrain.net.fetch import Fetcher
+from p2ptrain.net.relay import Failed
+from p2ptrain.net.transport import Transport, TransportError
+
+PIECES_AT_ONCE = 4  # of training data
+DATA_SOURCES = 8  # peers that are asked for a piece
+WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between tries for a piece of training data
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Of one node in one run."""
+
+    run: RunConfig
+    transport: Transport
+    connections: Connections
+    fetcher: Fetcher
+    dataset: TokenDataset
+    library: Library
+
+    async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
+        """A contribution; FetchError when none of the sources had it."""
+        return (await self.fetcher.fetch(BlobName("payload", name), size, sources, failed=failed)).data()
+
+    async def data(self, positions: Positions) -> None:
+        """Have all pieces that these sequences need."""
+        missing = await asyncio.to_thread(self.dataset.missing, positions, self.run.model.sequence_length)
+        places = asyncio.Semaphore(PIECES_AT_ONCE)
+
+        async def fetch(piece: bytes) -> None:
+            async with places:
+                await self._data_piece(piece)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for piece in missing:
+                    group.create_task(fetch(piece))
+        except* DataError as errors:
+            raise DataError(str(errors.exceptions[0])) from errors
+
+    async def _data_piece(self, piece: bytes) -> None:
+        """As long as it takes: without its data a node cannot train, and peers come and go."""
+
+        def check(data: bytes) -> bool:
+            return piece_digest(data) == piece.hex()
+
+        name, wait = BlobName("data", piece), WAIT_SECONDS
+        while True:
+            sources = list(self.connections.linked)
+            self.connections.rng.shuffle(sources)
+            try:
+                sink = await self.fetcher.fetch(name, PIECE_BYTES, sources[:DATA_SOURCES], check=check, failed=ignore)
+            except FetchError as error:
+                log.debug("%s; trying again", error)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, WAIT_SECONDS_MAX)
+                continue
+            await asyncio.to_thread(self.dataset.add_piece, piece, sink.data())
+            return
+
+    async def state(
+        self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int
+    ) -> tuple[int, bytes, bytes]:
+        """The newest of these states that somebody has: round, root and bytes."""
+        wanted = {root: number for number, root in roots}
+        holders: dict[bytes, list[bytes]] = {}
+        answers = await asyncio.gather(*(self._states_of(source) for source in sources))
+        for source, states in zip(sources, answers, strict=True):
+            for _, root in states:
+                if root in wanted:
+                    holders.setdefault(root, []).append(source)
+        mine = {root for root in wanted if self.library.state(root)}
+        for root in sorted(mine | holders.keys(), key=lambda root: -wanted[root]):
+            checkpoint = self.library.state(root)
+            found = await asyncio.to_thread(read_state, checkpoint) if checkpoint else None
+            if found is not None:
+                return wanted[root], root, found[0]
+            if root in holders:
+                try:
+                    sink = await self.fetcher.fetch(BlobName("state", root), size, holders[root], failed=ignore)
+                except FetchError as error:  # whoever told of it may lie: others may have an older one
+                    log.info("%s", error)
+                    continue
+                return wanted[root], root, sink.data()
+        raise DataError(f"none of {len(sources)} peers has a state of the {len(roots)} that would do")
+
+    async def _states_of(self, source: bytes) -> tuple[tuple[int, bytes], ...]:
+        try:
+            return await inquiry.ask_states(self.transport, source, bytes.fromhex(self.run.run_id))
+        except (TransportError, RemoteProtocolError):
+            return ()
+
+
+def ignore(peer: bytes, why: str) -> None:
+    log.debug("%s: %s", peer.hex()[:16], why)
+
+
+async def fetch_manifest(fetcher: Fetcher, run: RunConfig, directory: Path, sources: Sequence[bytes]) -> TokenDataset:
+    """The data set's list of pieces, from peers; the pieces come when they are needed."""
+    name = BlobName("manifest", bytes.fromhex(run.data.manifest))
+
+    def check(data: bytes) -> bool:
+        return manifest_digest(data) == run.data.manifest
+
+    sink = await fetcher.fetch(name, MANIFEST_BYTES_MAX, sources, check=check, failed=ignore)
+    return await asyncio.to_thread(store_manifest, directory, sink.data(), run.data.manifest)
+
+
+async def fetch_tokenizer(fetcher: Fetcher, run: RunConfig, dataset: TokenDataset, sources: Sequence[bytes]) -> None:
+    """The tokenizer's file, if the run has one: text is read and written with it."""
+    name = BlobName("tokenizer", bytes.fromhex(run.tokenizer.digest))
+
+    def check(data: bytes) -> bool:
+        return tokenizer_digest(data) == run.tokenizer.digest
+
+    sink = await fetcher.fetch(name, TOKENIZER_BYTES_MAX, sources, check=check, failed=ignore)
+    await asyncio.to_thread(dataset.store_tokenizer, sink.data())

@@ -1,0 +1,148 @@
+"""Which run to take part in: asking the nodes whose addresses we were given, and looking at our own disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.daemon.fetching import fetch_manifest, fetch_tokenizer
+from p2ptrain.daemon.places import data_directory
+from p2ptrain.errors import ConfigError, RemoteProtocolError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.net import inquiry
+from p2ptrain.net.bulk import FetchError
+from p2ptrain.net.connections import tell
+from p2ptrain.net.fetch import Fetcher
+from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.transport import Transport, TransportError
+
+FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
+FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
+REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run
+ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
+
+log = logging.getLogger("p2ptrain.daemon")
+
+Found = dict[bytes, tuple[inquiry.RunInfo, list[bytes]]]  # by run: what was told of it, and by whom
+
+
+async def ask_around(transport: Transport, addresses: tuple[str, ...] | list[str]) -> tuple[Found, list[str]]:
+    """Which runs there are at these addresses, and what is wrong with those that do not answer."""
+    found: Found = {}
+    problems: list[str] = []
+
+    async def ask(address: str) -> None:
+        try:
+            peer = await transport.connect(address)
+        except TransportError as error:
+            problems.append(str(error))
+            return
+        try:
+            runs = await inquiry.ask_runs(transport, peer)
+        except (TransportError, RemoteProtocolError):
+            problems.append(f"{address} answers, but {await inquiry.why_not(transport, peer)}")
+            return
+        for info in runs:
+            found.setdefault(info.run_id, (info, []))[1].append(peer)
+
+    tasks = {asyncio.create_task(ask(address), name=f"asking {address}") for address in addresses}
+    try:
+        waiting = tasks
+        while waiting and not found:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            await asyncio.wait(waiting, timeout=REST_SECONDS)
+    finally:
+        for task in tasks:
+            task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return found, problems
+
+
+async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, list[bytes]]:
+    """The config of the run to join, and who told it: from the nodes that are there, or from the last time."""
+    stored = _stored_runs(config, wanted)
+    addresses = config.network.bootstrap
+    if not addresses and not stored:
+        raise ConfigError("whom to ask?", key="--bootstrap", fix="Name the address of a node of the run")
+    wait, told = FIND_SECONDS, dict[str, float]()
+    while True:
+        found: Found = {}
+        problems: list[str] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_SECONDS if len(stored) == 1 else None):
+                found, problems = await ask_around(transport, addresses)
+        now = asyncio.get_running_loop().time()
+        for problem in problems:
+            tell(told, problem, now)
+        matching = {run_id: each for run_id, each in found.items() if run_id.hex().startswith(wanted or "")}
+        if len(matching) > 1:
+            names = "\n".join(f"  {run_id.hex()}  {info.name}" for run_id, (info, _) in sorted(matching.items()))
+            raise ConfigError(f"there are {len(matching)} runs:\n{names}", key="--run", fix="Name one of them")
+        for run_id, (_, peers) in matching.items():
+            run = await _fetch_config(transport, run_id, peers)
+            if run is not None:
+                return run, peers
+        if len(stored) == 1:
+            return stored[0], []
+        if len(stored) > 1:
+            names = ", ".join(run.run_id[:16] for run in stored)
+            raise ConfigError(
+                f"there are {len(stored)} runs on this disk: {names}", key="--run", fix="Name one of them"
+            )
+        if found and not matching:
+            names = ", ".join(f"{run_id.hex()[:16]} ({info.name})" for run_id, (info, _) in sorted(found.items()))
+            raise ConfigError(f"the nodes there know no run {wanted}, but {names}", key="--run", fix="Name one of them")
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, FIND_SECONDS_MAX)
+
+
+def _stored_runs(config: NodeConfig, wanted: str | None) -> list[RunConfig]:
+    """Runs that this directory has taken part in."""
+    found = []
+    for path in sorted((data_directory(config) / "runs").glob("*/run.json")):
+        try:
+            run = RunConfig.from_canonical(path.read_bytes())
+        except (OSError, RemoteProtocolError) as error:
+            log.warning("%s: passed over: %s", path, error)
+            continue
+        if run.run_id.startswith(wanted or ""):
+            found.append(run)
+    return found
+
+
+async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:
+    """The config that the id stands for."""
+    for peer in peers:
+        try:
+            run = RunConfig.from_canonical(await inquiry.ask_config(transport, peer, run_id))
+        except (TransportError, RemoteProtocolError) as error:
+            log.warning("no config from %s: %s", peer.hex()[:16], error)
+            continue
+        if run.is_sealed and run.run_id == run_id.hex():
+            return run
+        log.warning("%s sent a config that is not the run's", peer.hex()[:16])
+    return None
+
+
+async def fetch_dataset(transport: Transport, run: RunConfig, directory: Path, sources: list[bytes]) -> TokenDataset:
+    """The list of its pieces; the pieces follow when they are needed."""
+    fetcher = Fetcher(transport, bytes.fromhex(run.run_id), download=TokenBucket(0), blame=_blame_nobody)
+    wait = FIND_SECONDS
+    while True:
+        try:
+            data = await fetch_manifest(fetcher, run, directory, sources)
+            if run.tokenizer.kind == "json":
+                await fetch_tokenizer(fetcher, run, data, sources)
+            return data
+        except FetchError as error:
+            log.warning("%s; will go on trying", error)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, FIND_SECONDS_MAX)
+
+
+def _blame_nobody(peer: bytes, why: str) -> None:
+    log.warning("%s: %s", peer.hex()[:16], why)

@@ -1,0 +1,56 @@
+"""What a daemon's life ends by, and with what error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from p2ptrain.daemon import launch
+from p2ptrain.errors import DataError
+from p2ptrain.net.tasks import Tasks, report_crash
+
+
+def test_a_crash_in_the_network_ends_the_daemon_with_its_error() -> None:
+    async def crash() -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    async def life() -> None:
+        Tasks(report_crash).spawn(crash())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.Event().wait())
+
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        launch._run(life())
+
+
+def test_what_else_asyncio_is_told_of_ends_nothing() -> None:
+    async def life() -> str:
+        asyncio.get_running_loop().call_exception_handler({"message": "a socket was not closed"})
+        await asyncio.sleep(0)
+        return "done"
+
+    assert launch._run(life()) == "done"
+
+
+def test_an_error_in_a_group_comes_out_as_what_it_is() -> None:
+    async def fail() -> None:
+        raise DataError("no such data")
+
+    async def life() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    with pytest.raises(DataError, match="no such data"):
+        launch._run(life())
+
+
+def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does() -> None:
+    async def life() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        launch._run(life())
