@@ -125,6 +125,8 @@ def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None 
             number = 0
             while text := file.readline(LINE_BYTES_MAX):
                 number += 1
+                if not text.endswith(b"\n") and len(text) < LINE_BYTES_MAX:
+                    break  # the process was killed as it wrote
                 if text.startswith(b"{"):
                     node, lives = _node_of(_parsed(_HEADER, text, path, number), signers or {}), lives + 1
                     continue

@@ -20,6 +20,7 @@ from p2ptrain.net.connections import (
     DIAL_SECONDS_MAX,
     KNOWN_MAX,
     LINKS_MAX,
+    STEADY_SECONDS,
     TELL_SECONDS,
     Connections,
     Source,
@@ -120,6 +121,28 @@ async def test_after_an_outage_of_any_length_a_peer_is_found_again() -> None:
         await until(lambda: node.told == [("seen", A), ("lost", A), ("seen", A)])
         assert asyncio.get_running_loop().time() < 2 * 3600.0 + 1.5 * DIAL_SECONDS_MAX + 3.0
         assert list(connections.linked) == [A]
+
+
+@skipping_time
+async def test_who_lets_us_in_and_hangs_up_is_dialled_ever_less_often() -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A)
+    node.connections.add(network.address(A), Source.USER)
+    async with node.running() as connections:
+        for count in range(1, 8):
+            await until(lambda: len(node.dials) == count)  # noqa: B023
+            await until(lambda: A in connections.linked)
+            network.unlink(ME, A, "I hang up")
+            await until(lambda: A not in connections.linked)
+        gaps = [later - earlier for (earlier, _), (later, _) in pairwise(node.dials)]
+        assert all(0.5 * 2.0**number <= gap <= 1.5 * 2.0**number + 3.0 for number, gap in enumerate(gaps))
+        await until(lambda: A in connections.linked)
+        await at(asyncio.get_running_loop().time() + 2 * STEADY_SECONDS)
+        count, lost_at = len(node.dials), asyncio.get_running_loop().time()
+        network.unlink(ME, A, "an outage")
+        await until(lambda: len(node.dials) == count + 1)
+        assert asyncio.get_running_loop().time() < lost_at + 2.0
 
 
 @skipping_time

@@ -62,6 +62,12 @@ def test_the_first_difference_is_told(lines: list[bytes], tmp_path: Path) -> Non
     assert replayed.difference.startswith(f"line 21, {kind} at {entry[0]:.6f} s: the effects differ, now they are: ")
 
 
+@pytest.mark.parametrize("cut", [1, 9, 40])
+def test_a_last_line_that_a_kill_cut_off_is_left_out(cut: int, lines: list[bytes], tmp_path: Path) -> None:
+    replayed = replay(saved(tmp_path, [*lines[:30], lines[30][:-cut]]))
+    assert (replayed.events, replayed.difference) == (29, "")
+
+
 def test_an_event_that_is_missing_makes_a_difference(lines: list[bytes], tmp_path: Path) -> None:
     training = next(place for place, line in enumerate(lines) if b"TrainingFinished" in line)
     replayed = replay(saved(tmp_path, lines[:training] + lines[training + 1 :]))

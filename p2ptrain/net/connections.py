@@ -39,6 +39,7 @@ STRANGER_TRIES = 3  # until it is said of a bootstrap that it takes no part
 MEETINGS_AT_ONCE = 8
 DIAL_SECONDS = 1.0  # until a dial that failed is repeated; doubles each time
 DIAL_SECONDS_MAX = 60.0
+STEADY_SECONDS = 30.0  # a connection that held so long is dialled again at once when it is lost
 DIALS_AT_ONCE = 4
 LINKS_MAX = 48  # gossip needs a dozen; the rest shortens the way to payloads and histories
 RANGES_KEPT = 8  # links to different address ranges (/16, /32 of IPv6) that are dialled first
@@ -80,6 +81,7 @@ class Known:
     next_at: float = 0.0
     told: dict[str, float] = field(default_factory=dict)  # what was said of it in the log, and when
     was_reached: bool = False
+    linked_at: float = 0.0
 
     @property
     def addresses(self) -> list[str]:
@@ -201,8 +203,11 @@ class Connections:
         connected = await self.transport.peers()
         for peer in [peer for peer in self.linked if peer not in connected]:
             del self.linked[peer]
-            if peer in self.known:
-                self.known[peer].next_at = now  # at once, then with growing waits
+            known = self.known.get(peer)
+            if known is not None and now - known.linked_at >= STEADY_SECONDS:
+                known.tries, known.next_at = 0, now
+            elif known is not None:  # who lets us in and hangs up costs no more than who does not answer
+                known.next_at = max(known.next_at, now + DIAL_SECONDS)
             self.lost(peer)
         self.strangers = {peer: each for peer, each in self.strangers.items() if peer in connected}
         come = [peer for peer in connected if peer not in self.linked and peer not in self.meeting]
@@ -218,7 +223,7 @@ class Connections:
             self.strangers.pop(peer, None)
             self.linked[peer] = None
             known = self._of(peer)
-            known.was_reached, known.tries = True, 0
+            known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
             self.seen(peer)
             await self._ask_around(peer)
         finally:
@@ -284,20 +289,24 @@ class Connections:
                 try:
                     await self.transport.connect(address)
                     known.worked = address
-                    known.next_at = loop.time() + DIAL_SECONDS  # `look` has to find it first
+                    self._put_off(known)
                     self.changed.set()
                     return
                 except TransportError as error:
                     problems.append(str(error))
                     if known.worked == address:
                         known.worked = ""
-            wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
-            known.tries += 1
-            known.next_at = loop.time() + wait * self.rng.uniform(0.5, 1.5)
+            self._put_off(known)
             if known.is_bootstrap:
                 tell(known.told, problems[0], loop.time())
         finally:
             self.dialling.discard(peer)
+
+    def _put_off(self, known: Known) -> None:
+        """Until the next dial, should there have to be one."""
+        wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
+        known.tries += 1
+        known.next_at = asyncio.get_running_loop().time() + wait * self.rng.uniform(0.5, 1.5)
 
     async def _announce_for_ever(self) -> None:
         while True:
