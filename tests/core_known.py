@@ -291,7 +291,7 @@ class Bench:
         at = self.state
         fields: dict[str, Any] = {"protocols": (1,), "branch": at.branch, "round": at.round + 1, "view": 0}
         bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
-        return Hello(author=author, **(fields | bitmaps | changes))
+        return Hello(author=author, **({"is_silent": False} | fields | bitmaps | changes))
 
     # -----------------------------------------------------------------------------------------------
     # Whole rounds

@@ -126,6 +126,21 @@ def test_a_node_is_never_silenced_where_it_is_by_all_that_it_said_elsewhere() ->
     assert within_bounds(made.limits())
 
 
+def test_a_branch_that_a_node_left_is_not_forgotten_over_the_many_rounds_of_the_next() -> None:
+    """A swarm seed: two of seven went on alone for 80 rounds, came back, and were not allowed to vote where they had left."""
+    made = context(branch(1), 5)
+    for number in (4, 5):
+        say(made, voted(ME, PREVOTE, A, branch=branch(1), number=number))
+    for number in range(5, 5 + 2 * PLACES_MAX):
+        made.enter(branch(2), number)
+        say(made, voted(ME, PREVOTE, A, branch=branch(2), number=number))
+    made.enter(branch(1), 5)
+    assert made.may_speak(branch(1), 5)
+    assert len(made.remembered(branch(1), 5)) == 1
+    assert not made.may_speak(branch(1), 4)
+    assert within_bounds(made.limits())
+
+
 def test_where_a_node_is_silent_it_stays_so_however_many_branches_there_are() -> None:
     made = context(RUN, 2)
     made.keep_silent(RUN, 3)

@@ -100,7 +100,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "proposal": proposals(),
     "vote": st.builds(Vote, keys, numbers, numbers, st.sampled_from(Ballot), st.one_of(keys, st.just(NOTHING)), keys),
     "certificate": certificates(),
-    "hello": st.builds(Hello, protocols, keys, numbers, numbers, seats, seats, seats, seats, keys),
+    "hello": st.builds(Hello, protocols, keys, numbers, numbers, seats, seats, seats, seats, st.booleans(), keys),
     "join": st.builds(JoinRequest, keys, numbers, st.binary(max_size=256), keys),
     "leave": st.builds(Leave, keys, numbers, keys),
     "call": st.builds(Call, keys, keys, numbers, keys),
@@ -151,7 +151,7 @@ def drawn(kind: str, seed: int) -> Message:
         "proposal": lambda: Proposal(key(), 5, 4, 2, rising(32, 3), key(), key()),
         "vote": lambda: Vote(key(), 5, 200, Ballot.PRECOMMIT, key(), key()),
         "certificate": lambda: Certificate(key(), 5, 0, key(), b"\x07", tuple(bytes([n]) * 64 for n in range(3))),
-        "hello": lambda: Hello((1, 2), key(), 5, 1, bits(), bits(), b"", bits(), key()),
+        "hello": lambda: Hello((1, 2), key(), 5, 1, bits(), bits(), b"", bits(), generator.random() < 0.5, key()),
         "join": lambda: JoinRequest(key(), 3, generator.randbytes(100), key()),
         "leave": lambda: Leave(key(), 3, key()),
         "call": lambda: Call(key(), key(), 3, key()),
@@ -267,7 +267,7 @@ FORMS: dict[str, tuple[Message, str]] = {
     "a certificate of nothing": (Certificate(bytes(32), 1, 0, NOTHING, b"\1", (bytes(64),)), "of no manifest"),
     "a regroup of others": (Regroup(bytes(32), bytes(32), 0, (b"a" * 32,), b"b" * 32), "a regroup without its author"),
     "one statement twice": (Evidence(b"same", b"same"), "evidence whose halves do not rise"),
-    "falling protocols": (Hello((2, 1), bytes(32), 1, 0, b"", b"", b"", b"", bytes(32)), "protocols do not rise"),
+    "falling protocols": (Hello((2, 1), bytes(32), 1, 0, b"", b"", b"", b"", False, bytes(32)), "protocols do not rise"),
 }
 
 

@@ -115,7 +115,7 @@ def test_messages_of_keys_that_are_not_admitted_are_dropped_unread() -> None:
         voted(STRANGER, PREVOTE, ROOT0),
         voted(STRANGER, PREVOTE, ROOT0, number=9),
         Leave(RUN, 1, STRANGER),
-        Hello((1,), RUN, 9, 0, b"", b"", b"", b"", STRANGER),
+        Hello((1,), RUN, 9, 0, b"", b"", b"", b"", False, STRANGER),
         Certificate(RUN, 1, 0, ROOT0, b"\1", (bytes(64),)),
     ]
     assert bench.hear_all(*messages) == []

@@ -115,7 +115,7 @@ HONEST: dict[str, tuple[Message, Message]] = {
     "leaves": (Leave(RUN, 1, AUTHOR), Leave(RUN, 2, AUTHOR)),
     "calls": (Call(RUN, A, 0, AUTHOR), Call(RUN, B, 0, AUTHOR)),
     "regroups": (Regroup(RUN, A, 0, (AUTHOR,), AUTHOR), Regroup(RUN, A, 0, tuple(sorted((AUTHOR, OTHER))), AUTHOR)),
-    "hellos": (Hello((1,), RUN, 1, 0, b"", b"", b"", b"", AUTHOR), Hello((1,), RUN, 1, 1, b"", b"", b"", b"", AUTHOR)),
+    "hellos": (Hello((1,), RUN, 1, 0, b"", b"", b"", b"", False, AUTHOR), Hello((1,), RUN, 1, 1, b"", b"", b"", b"", False, AUTHOR)),
 }
 
 

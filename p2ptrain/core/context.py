@@ -148,12 +148,21 @@ class Context:
             self._forget_backing(place)
 
     def _forget_places(self) -> None:
-        """Be silent for good where we spoke longest ago, but not in the round we are in, nor further on from here."""
+        """Be silent for good where we spoke longest ago, but not in the round we are in, nor further on from here.
+
+        Rounds that others of their branch have followed go first: a branch that we left ends with its last rounds, and
+        if it wins, the swarm may need us there.
+        """
+        if len(self.said) <= PLACES_MAX:
+            return
         branch, number = self.here
-        while len(self.said) > PLACES_MAX:
-            old = next((place for place in self.said if place[0] != branch or place[1] < number), None)
-            if old is None:
-                return
+        last: dict[bytes, int] = {}
+        for at, place in self.said:
+            last[at] = max(place, last.get(at, place))
+        ahead = self.run.agreement.overlap_rounds
+        free = [place for place in self.said if place[0] != branch or place[1] < number]
+        free.sort(key=lambda place: place[1] >= last[place[0]] - ahead)  # and the oldest first
+        for old in free[: len(self.said) - PLACES_MAX]:
             del self.said[old]
             self.keep_silent(*old)
 

@@ -241,7 +241,7 @@ class Inbox:
             self._useless(event.sender)
             return
         if author in here.roster.seat:
-            if hello.branch == here.branch and hello.round >= here.number - 1:
+            if hello.branch == here.branch and hello.round >= here.number - 1 and not hello.is_silent:
                 self.context.heard_at[author] = self.context.now
             if node.recalled is not None:
                 node.recall(author, hello.round)

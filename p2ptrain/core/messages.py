@@ -145,6 +145,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     available: SeatBits
     prevoted: SeatBits
     precommitted: SeatBits
+    is_silent: bool  # the author does not know what it has said in this round, and takes no part in deciding it
     author: Key
 
 

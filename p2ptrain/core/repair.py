@@ -61,6 +61,7 @@ class Repair:
                 bitmap(seat[key] for key in here.available),
                 bitmap(seat[key] for key in view.prevotes),
                 bitmap(seat[key] for key in view.precommits),
+                not self.context.may_speak(here.branch, here.number),
                 self.context.me,
             )
         )

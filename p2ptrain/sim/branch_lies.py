@@ -100,7 +100,7 @@ class ClaimsToBeAhead(Unasked):
         branch = rng.choice((state.branch, state.branch, rng.randbytes(32)))
         number = rng.choice((state.round + 2, state.round + 100, NUMBER_MAX - 1))
         return [
-            Publish(self.signed(Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", self.me)).envelope)
+            Publish(self.signed(Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", False, self.me)).envelope)
         ]
 
     def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:

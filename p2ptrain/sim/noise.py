@@ -142,7 +142,7 @@ class Floods(Unasked):
             lambda: Availability(branch, number, number, long, (short,), (), (), b"\xff", me),
             lambda: Call(branch, head, far, me),
             lambda: Regroup(branch, long, far, (me,), me),
-            lambda: Hello((PROTOCOL_VERSION,), branch, number, view, b"\xff", b"", b"", b"", me),
+            lambda: Hello((PROTOCOL_VERSION,), branch, number, view, b"\xff", b"", b"", b"", False, me),
             lambda: JoinRequest(branch, number, short, me),
             lambda: Vote(long, number, view, Ballot.PREVOTE, long, me),
             lambda: Vote(branch, rng.getrandbits(40), view, Ballot.PREVOTE, long, me),
