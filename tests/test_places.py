@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.daemon import places
-from p2ptrain.daemon.places import BASE_MAX, private_directory
+from p2ptrain.daemon.places import BASE_MAX, SOCKETS_LOCK, SOCKETS_PREFIX, private_directory
 from p2ptrain.errors import ConfigError
 
 
@@ -31,18 +32,31 @@ def test_it_is_ours_alone_and_goes_with_us(base: Path) -> None:
 
 
 def test_what_is_in_use_stays_and_what_is_left_goes(base: Path) -> None:
-    left = base / "p2ptrain-left"
+    left = base / f"{SOCKETS_PREFIX}left"
     left.mkdir()
-    (left / "lock").touch()
-    foreign = base / "p2ptrain-of-another-kind"
+    (left / SOCKETS_LOCK).touch()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(left / "control.sock"))
+    foreign = base / f"{SOCKETS_PREFIX}of-another-kind"
     foreign.mkdir()
-    with private_directory() as one:
-        (one / "sock").touch()
-        with private_directory() as other:
-            assert one != other
-            assert (one / "sock").exists()
-            assert not left.exists()
-            assert foreign.exists()
+    with private_directory() as one, private_directory() as other:
+        assert one != other
+        assert one.exists()
+        assert not left.exists()
+        assert foreign.exists()
+
+
+@pytest.mark.parametrize("lock", [SOCKETS_LOCK, "lock"])
+def test_what_holds_more_than_sockets_is_never_removed(base: Path, lock: str) -> None:
+    """A data directory under a temporary one was once taken for what a killed process had left: keys and all."""
+    for name in ("p2ptrain-one", f"{SOCKETS_PREFIX}one"):
+        (base / name).mkdir()
+        for file in (lock, "identity.key"):
+            (base / name / file).write_text("precious")
+    with private_directory() as path:
+        pass
+    assert not path.exists()
+    assert len(list(base.rglob("*"))) == 6
 
 
 def test_one_that_another_start_removes_before_it_is_locked_is_made_again(

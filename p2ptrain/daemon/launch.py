@@ -57,7 +57,7 @@ def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
     async def look() -> list[dict[str, Any]]:
         async with AsyncExitStack() as stack:
             sockets = stack.enter_context(private_directory())
-            identity = sockets / "identity.key"
+            identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
             Identity.make(identity)  # one for this question alone: the node's own may be in use
             quiet = config.network.model_copy(update={"listen": ("/ip4/127.0.0.1/tcp/0",), "announce": ()})
             transport = await _open_transport(stack, identity, quiet, sockets)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +14,9 @@ import platformdirs
 from p2ptrain.config import NodeConfig
 from p2ptrain.errors import ConfigError
 
-PRIVATE_PREFIX = "p2ptrain-"
-BASE_MAX = 40  # characters of where sockets lie: a socket's path may have 107, and hivemind's have 63 after this
+SOCKETS_PREFIX = ".p2ptrain-"
+SOCKETS_LOCK = ".lock"
+BASE_MAX = 40  # characters of where sockets lie: a socket's path may have 107, and hivemind's have 64 after this
 
 
 def data_directory(config: NodeConfig) -> Path:
@@ -45,34 +45,43 @@ def private_directory() -> Iterator[Path]:
         fix = f"Name a directory with at most {BASE_MAX} characters where this user may write"
         raise ConfigError("no place for sockets", key="XDG_RUNTIME_DIR", fix=fix)
     base = usable[0]
-    _remove_left(base)
+    for left in base.glob(f"{SOCKETS_PREFIX}*/{SOCKETS_LOCK}"):
+        with suppress(OSError):  # another user's, in use, or gone
+            _remove_left(left)
     path, lock = _make_locked(base)
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # whoever tidies up temporary files was quicker
+            _remove(path)
         os.close(lock)
 
 
 def _make_locked(base: Path) -> tuple[Path, int]:
     """A new directory, and the lock in it, which is held as long as this process lives."""
     while True:
-        path = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=base))  # 0700
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=base))  # 0700
+        lock = os.open(path / SOCKETS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
             return path, lock
         os.close(lock)  # another start found it before it was locked, and has removed it
 
 
-def _remove_left(base: Path) -> None:
-    """What processes left that were killed: their locks are free."""
-    for path in base.glob(f"{PRIVATE_PREFIX}*/lock"):
-        with suppress(OSError):  # another user's, in use, or gone
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()  # before all else: whoever waits for the lock sees by this that it is gone
-                shutil.rmtree(path.parent, ignore_errors=True)
-            finally:
-                os.close(lock)
+def _remove_left(path: Path) -> None:
+    """What a process left that was killed: its lock is free."""
+    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(path.parent)
+    finally:
+        os.close(lock)
+
+
+def _remove(directory: Path) -> None:
+    """Sockets and the lock, and then the directory; if anything else is in it, it is not one of ours, and stays."""
+    entries = sorted(directory.iterdir())
+    if all(entry.is_socket() or entry.name == SOCKETS_LOCK for entry in entries):
+        for entry in entries:  # the lock first, by its name: whoever waits for it sees by this that it is gone
+            entry.unlink(missing_ok=True)
+        directory.rmdir()
