@@ -1,8 +1,8 @@
 """`p2ptrain demo`: a swarm of real daemons on this machine, one of which is killed along the way.
 
 Nothing in it is made for show: each node is a process of its own with its own p2pd, directory and key, started with the
-commands that a person types, and asked with `p2ptrain status` is. What it proves is read from the nodes: every root
-that any of them reports for a round is collected, and all have to be the same.
+commands that a person types, and asked as `p2ptrain status` asks. What it proves is read from the nodes: every root
+that each of them reports for a round is collected, and those of a round have to be the same. None outlives the demo.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.table import Table
 from p2ptrain.daemon.control import ask
 from p2ptrain.daemon.progress import count_of
 from p2ptrain.errors import DataError, P2ptrainError
+from p2ptrain.net.process import BECOME
 
 RUN = """\
 name = "demo"
@@ -74,6 +75,7 @@ class DemoNode:
     process: subprocess.Popen[bytes] | None = None
     status: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    sent_before: int = 0  # bytes, by lives that were killed
 
     @property
     def log(self) -> Path:
@@ -81,7 +83,8 @@ class DemoNode:
 
     def start(self) -> None:
         own = {"OMP_NUM_THREADS": "1", "P2PTRAIN_DEVICE__NAME": "cpu", "P2PTRAIN_DEVICE__THREADS": "1"}
-        command = [sys.executable, "-m", "p2ptrain", *self.arguments, "--data-dir", str(self.directory)]
+        command = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), sys.executable, "-m", "p2ptrain"]
+        command += [*self.arguments, "--data-dir", str(self.directory)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(  # noqa: S603
                 [*command, "--listen", LISTEN, "--log-format", "text"],
@@ -103,6 +106,10 @@ class DemoNode:
     def applied(self) -> int:
         return int(self.status.get("applied_round", 0))
 
+    @property
+    def sent(self) -> int:
+        return self.sent_before + int(self.status.get("bytes", {}).get("bytes sent", 0))
+
     def end(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
@@ -118,7 +125,7 @@ class Demo:
         run.write_text(RUN)
         self.nodes = [DemoNode("node 1", directory / "node1", ["start", str(run)])]
         self.nodes += [DemoNode(f"node {n}", directory / f"node{n}", ["join"]) for n in range(2, size + 1)]
-        self.roots: dict[int, set[str]] = defaultdict(set)  # by round, what any node had
+        self.roots: dict[int, set[tuple[str, str]]] = defaultdict(set)  # by round: which node had which
         self.losses: list[tuple[int, float]] = []  # of the first node, by round
         self.began = monotonic()
         self.moved_at, self.newest = monotonic(), 0
@@ -132,7 +139,7 @@ class Demo:
         for node in self.nodes:
             node.look()
             for number, root in node.status.get("roots", {}).items():
-                self.roots[int(number)].add(root)
+                self.roots[int(number)].add((node.name, root))
         first = self.nodes[0].status
         if first.get("loss") is not None and (not self.losses or self.losses[-1][0] != first["applied_round"]):
             self.losses.append((first["applied_round"], first["loss"]))
@@ -168,7 +175,7 @@ class Demo:
                 "" if status["loss"] is None else f"{status['loss']:.3f}",
                 str(len(status["peers"])),
                 str(len(status["roster"])),
-                count_of(status["bytes"].get("bytes sent", 0)),
+                count_of(node.sent),
                 status["state_root"][:16],
                 node.note or status["phase"],
             )
@@ -231,7 +238,7 @@ class Demo:
         self.until("the victim stays away", lambda: monotonic() - fell > DOWN_SECONDS)
         went = self.newest
         self._say(f"the others went on to round {went} without it")
-        victim.note, victim.status = "", {}
+        victim.note, victim.sent_before, victim.status = "", victim.sent, {}
         victim.start()
         self.until(
             f"{victim.name} is back",
@@ -244,10 +251,10 @@ class Demo:
         (self.live.console if self.live else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _sum_up(self) -> bool:
-        differing = sorted(number for number, roots in self.roots.items() if len(roots) > 1)
-        compared = sum(1 for number, roots in self.roots.items() if roots)
+        differing = sorted(number for number, roots in self.roots.items() if len({root for _, root in roots}) > 1)
+        tellers = [len({name for name, _ in roots}) for roots in self.roots.values()]
+        compared, by_all = sum(count > 1 for count in tellers), sum(count == len(self.nodes) for count in tellers)
         status = self.nodes[0].status
-        sent = {node.name: node.status["bytes"].get("bytes sent", 0) for node in self.nodes}
         state, size = status["state_bytes"], len(self.nodes)
         reduced = 2 * (size - 1) / size * state * status["applied_round"]
         text = self._sample()
@@ -256,18 +263,26 @@ class Demo:
         if self.losses:
             number, loss = self.losses[0]
             say(f"loss          {loss:.3f} in round {number}, {self._late_loss():.3f} at the end")
-        newest = max(number for number, roots in self.roots.items() if roots)
-        say(f"state root    {', '.join(sorted(self.roots[newest]))} after round {newest}")
-        say(f"              {compared} rounds compared between {size} nodes, {len(differing)} differ")
-        say(f"payload       {status['payload_bytes']:,} bytes a node and round; the gradient in fp32 {state:,}")
-        say("sent          " + ", ".join(f"{name} {count_of(each)}" for name, each in sent.items()))
+        newest = max(self.roots)
+        say(f"state root    {', '.join(sorted({root for _, root in self.roots[newest]}))} after round {newest}")
         if size > 1:
+            say(
+                f"              {compared} rounds compared, {by_all} of them between all {size}: {len(differing)} differ"
+            )
+        say(f"payload       {status['payload_bytes']:,} bytes a node and round; the gradient in fp32 {state:,}")
+        say("sent          " + ", ".join(f"{node.name} {count_of(node.sent)}" for node in self.nodes))
+        if size > 1:
+            say("              (each message counted once: gossip passes it on to several)")
             say(f"              a ring all-reduce in fp32 would have sent {count_of(reduced)} from each in this time")
         say(f"text          {text!r}")
         say(f"took          {monotonic() - self.began:.0f} s")
-        is_good = not differing and compared > 0
-        say("all replicas are the same bits" if is_good else f"REPLICAS DIFFER in rounds {differing[:10]}")
-        return is_good
+        if size == 1:
+            say("one node: nothing to compare")
+        elif differing:
+            say(f"REPLICAS DIFFER in rounds {differing[:10]}")
+        else:
+            say("all replicas are the same bits" if compared else "NO ROUND WAS SEEN BY TWO NODES")
+        return not differing and (compared > 0 or size == 1)
 
     def _late_loss(self) -> float:
         late = [loss for _, loss in self.losses[-10:]]
@@ -296,12 +311,18 @@ def _brief(node: DemoNode) -> str:
     return f"round {node.applied}{loss}, root {node.status['state_root'][:8]}"
 
 
+def _as_ctrl_c(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def run_demo(nodes: int, rounds: int, keep: Path | None) -> bool:
     """Whether all replicas were the same bits."""
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-demo-")) if keep is None else keep
     directory.mkdir(parents=True, exist_ok=True)
     demo = Demo(directory, nodes, rounds)
     is_good = False
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _as_ctrl_c)
     try:
         is_good = demo.run()
     finally:
