@@ -106,7 +106,7 @@ class ChainTrainer:
         return was_kept
 
     def check(self, payload: bytes) -> str | None:
-        return None if len(payload) == PAYLOAD_BYTES else f"{len(payload)} bytes"
+        return "it says so itself" if payload.startswith(b"bad") else None
 
     def apply(self, number: int, payloads: Sequence[bytes]) -> None:
         assert number == self.round
@@ -180,6 +180,7 @@ class ScriptedNode:
     def __init__(self, run: RunConfig) -> None:
         self.context = SimpleNamespace(me=ME, run=run)
         self.work = SimpleNamespace(outstanding={})
+        self.line = SimpleNamespace(state=SimpleNamespace(place={key: seat for seat, key in enumerate(KEYS[:4])}))
         self.deadline: float | None = None
         self.handled: list[tuple[float, ev.Event]] = []
         self.answer: Callable[[ev.Event], list[ev.Effect]] = lambda event: []
@@ -312,6 +313,16 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         store.close()
 
 
+def doing(each: Bench, *effects: ev.Effect) -> None:
+    """Have the core want this."""
+    each.driver.effects.extend(effects)
+    each.driver._has_effects.set()
+
+
+def of_kind(each: Bench, *kinds: type) -> list[ev.Event]:
+    return [event for event in each.node.events if isinstance(event, kinds)]
+
+
 def a_dataset(directory: Path, data: bytes = DATA, is_whole: bool = True) -> TokenDataset:
     """Bytes as tokens, in one piece."""
     stream = Stream((piece_digest(data),), len(data))
@@ -335,7 +346,9 @@ def a_manifest(state: AgreedState, number: int, payloads: Sequence[bytes], **cha
 
 def a_message(author: bytes = PEER, number: int = 1) -> bytes:
     bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
-    return signed(Hello(author=author, protocols=(1,), branch=RUN, round=number, view=0, is_silent=False, **bitmaps)).envelope
+    return signed(
+        Hello(author=author, protocols=(1,), branch=RUN, round=number, view=0, is_silent=False, **bitmaps)
+    ).envelope
 
 
 async def spin(condition: Callable[[], bool]) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from core_known import KEYS, FakeSigner, announced, payload, signed
+from core_known import KEYS, FakeSigner, announced, signed
 from driver_known import ME, OTHER, PAYLOAD_BYTES, PEER, THIRD, Bench, a_message, bench
 from net_known import at, skipping_time, some_bytes, until
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import decode, payload_digest
 from p2ptrain.daemon import driver as driver_module
-from p2ptrain.daemon.driver import DISK_SECONDS, EVENTS_MAX, OUTBOX_MAX
+from p2ptrain.daemon.driver import DISK_SECONDS, EVENTS_MAX, OUTBOX_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
+from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.line import AskHistory, Deliver
 
@@ -210,7 +212,7 @@ async def test_a_core_that_fails_ends_the_driver(tmp_path: Path) -> None:
 async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         for number in range(EVENTS_MAX + 10):
-            each.driver.hear(PEER, a_message(number=number))
+            each.driver.hear(bytes([number % 32]) * 32, a_message(number=number))
         each.driver.hear_line(OTHER, Deliver((b"nonsense", a_message())))
         each.driver.hear_line(OTHER, AskHistory(bytes(32), 1))
         own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
@@ -227,16 +229,32 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
 
 
 @skipping_time
-async def test_what_does_not_decode_is_told_with_the_reason(tmp_path: Path) -> None:
+async def test_one_peer_has_no_more_than_its_share_of_the_queue(tmp_path: Path) -> None:
+    stranger = bytes(32)
+    async with bench(tmp_path) as each, each.running():
+        for _ in range(2):  # what was handled makes room again
+            each.node.handled.clear()
+            for _ in range(EVENTS_MAX):
+                each.driver.hear(stranger, a_message())
+                each.driver.hear(PEER, a_message())
+            each.driver.hear(OTHER, a_message())
+            await until(lambda: not each.driver.events)
+            senders = Counter(event.sender for event in each.node.events)  # type: ignore[union-attr]
+            assert senders == {stranger: SHARE_MAX, PEER: SHARE_OF_MEMBER_MAX, OTHER: 1}
+        assert each.driver._shares == {}
+
+
+@skipping_time
+async def test_what_does_not_decode_is_told_with_the_reason_and_ends_what_came_with_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         each.driver.hear(PEER, b"nonsense")
-        each.driver.hear_line(OTHER, Deliver((bytes(1), a_message())))
+        with pytest.raises(RemoteProtocolError, match="not a message"):  # which closes the line, and is told once
+            each.driver.hear_line(OTHER, Deliver((a_message(), bytes(1), a_message())))
         async with each.running():
-            await until(lambda: len(each.node.events) == 3)
-        first, second, third = each.node.events
+            await until(lambda: len(each.node.events) == 2)
+        first, second = each.node.events
         assert isinstance(first, ev.MalformedReceived) and first.sender == PEER and first.why
-        assert isinstance(second, ev.MalformedReceived) and second.sender == OTHER and second.why
-        assert third == ev.MessageReceived(OTHER, decode(a_message(), FakeSigner()))
+        assert second == ev.MessageReceived(OTHER, decode(a_message(), FakeSigner()))
 
 
 @skipping_time
@@ -253,7 +271,8 @@ async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Pa
     async with bench(tmp_path) as each:
         body = some_bytes(PAYLOAD_BYTES)
         good = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
-        bad = signed(announced(OTHER, inline=True), payload(OTHER, 1))
+        evil = b"bad" + body[3:]
+        bad = signed(announced(OTHER, payload=payload_digest(evil), payload_bytes=len(evil)), evil)
         opened = asyncio.Event()
         each.device.gate = opened.wait  # type: ignore[assignment]
         async with each.running():
@@ -270,6 +289,19 @@ async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Pa
 
 
 @skipping_time
+@pytest.mark.parametrize(("author", "size"), [(KEYS[9], PAYLOAD_BYTES), (PEER, PAYLOAD_BYTES + 1)])
+async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
+    author: bytes, size: int, tmp_path: Path
+) -> None:
+    async with bench(tmp_path) as each, each.running():
+        body = some_bytes(size)
+        offer = signed(announced(author, payload=payload_digest(body), payload_bytes=size), body)
+        each.driver.hear(PEER, offer.envelope)
+        await each.heard(ev.MessageReceived(PEER, offer))
+        assert (each.device.checked, each.keeping.fresh, list(each.store.payloads.in_memory())) == ([], {}, [])
+
+
+@skipping_time
 async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -> None:
     """Anybody can sign announcements under keys of their own, and checks take longer than a frame does to arrive."""
     async with bench(tmp_path) as each:
@@ -278,7 +310,7 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
         offer = signed(announced(PEER, payload=payload_digest(shut), payload_bytes=len(shut)), shut).envelope
         async with each.running():
             await now_is(0.1)
-            for _ in range(EVENTS_MAX + 10):
+            for _ in range(SHARE_OF_MEMBER_MAX + 10):
                 each.driver.hear(PEER, offer)
             assert each.driver.counters["events dropped"] >= 10
             opened.set()

@@ -335,6 +335,7 @@ class Inbox:
         context = self.context
         if sender in context.peers and context.reputation.is_greylisted(sender, context.now):
             context.counters["disconnected"] += 1
+            del context.peers[sender]  # as if it were gone: once is enough, however much of it is still to be read
             context.emit(Disconnect(sender, "its messages are of no use"))
 
     def limits(self) -> dict[str, tuple[int, int]]:

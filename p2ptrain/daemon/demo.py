@@ -266,13 +266,12 @@ class Demo:
         newest = max(self.roots)
         say(f"state root    {', '.join(sorted({root for _, root in self.roots[newest]}))} after round {newest}")
         if size > 1:
-            say(
-                f"              {compared} rounds compared, {by_all} of them between all {size}: {len(differing)} differ"
-            )
+            count = f"{compared} rounds compared, {by_all} of them between all {size}"
+            say(f"              {count}: {len(differing)} differ")
         say(f"payload       {status['payload_bytes']:,} bytes a node and round; the gradient in fp32 {state:,}")
         say("sent          " + ", ".join(f"{node.name} {count_of(node.sent)}" for node in self.nodes))
         if size > 1:
-            say("              (each message counted once: gossip passes it on to several)")
+            say("              (each message once: gossip passes it on to several)")
             say(f"              a ring all-reduce in fp32 would have sent {count_of(reduced)} from each in this time")
         say(f"text          {text!r}")
         say(f"took          {monotonic() - self.began:.0f} s")

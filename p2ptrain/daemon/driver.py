@@ -4,8 +4,9 @@ Effects are carried out in order, and what follows a `Persist` waits for the dis
 the disk becomes free goes in one write. What takes long (training, applying, fetching) is a task of its own and comes
 back as an event. Nothing here decides about rounds.
 
-What peers say may be dropped when the queue of events is full (and is counted): the core asks for what it misses, and
-so do they. What our own edges report is never dropped; of that there is only as much as the core has asked for.
+What peers say may be dropped when the queue of events is full, or one of them has more than its share of it (and is
+counted): the core asks for what it misses, and so do they. What our own edges report is never dropped; of that there is
+only as much as the core has asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.context import Signer
-from p2ptrain.core.history import decode_history, encode_history
+from p2ptrain.core.history import HISTORY_BYTES_MAX, decode_history, encode_history
 from p2ptrain.core.messages import Announcement, Received, decode, payload_digest
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
@@ -29,8 +30,10 @@ from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.line import Ask, AskHistory, Deliver, LineMessage, TellHistory
 from p2ptrain.net.transport import TransportError
+from p2ptrain.store.store import PayloadLostError
 
 EVENTS_MAX = 4_096  # beyond it, gossip is dropped: at 100 nodes a round has 600 messages a node
+SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # events of one peer; a member may hand over what many have said
 EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
 OUTBOX_MAX = 1_024  # messages that wait to be published; beyond it the oldest goes, and is said again in time
 TIMER_SECONDS = 0.001  # the shortest that a timer is set to
@@ -51,7 +54,7 @@ class Driver:
     def __init__(self, node: Node, signer: Signer, device: Device) -> None:
         self.node, self.signer, self.device = node, signer, device
         self.counters: Counter[str] = Counter()
-        self.events: deque[ev.Event] = deque()
+        self.events: deque[tuple[ev.Event, bytes]] = deque()  # and the peer that brought it about, if one did
         self.effects: deque[ev.Effect] = deque()
         self.outbox: deque[bytes] = deque()
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
@@ -64,6 +67,7 @@ class Driver:
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking = 0  # attachments that wait for the device, or are at it
+        self._shares: Counter[bytes] = Counter()  # of `events` and `_checking`, by peer
         self._is_running = False
         self._group: asyncio.TaskGroup
         self._actions: dict[type, Callable[[Any], object]] = {
@@ -71,9 +75,7 @@ class Driver:
             ev.Send: lambda effect: self.edges.lines.post(effect.peer, Deliver(effect.envelopes)),
             ev.Ask: lambda effect: self.edges.lines.post(effect.peer, Ask(effect.names)),
             ev.AskHistory: lambda effect: self.edges.lines.ask_history(effect.peer, effect.branch, effect.round),
-            ev.SendHistory: lambda effect: self.edges.lines.post(
-                effect.peer, TellHistory(encode_history(effect.history))
-            ),
+            ev.SendHistory: self._send_history,
             ev.Fetch: self._fetch,
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
             ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
@@ -86,49 +88,71 @@ class Driver:
     # -----------------------------------------------------------------------------------------------
     # Events in
 
-    def give(self, event: ev.Event) -> None:
-        self.events.append(event)
+    def give(self, event: ev.Event, of: bytes = b"") -> None:
+        self.events.append((event, of))
+        self._shares[of] += 1
         self._has_events.set()
 
-    def _give_of_peer(self, event: ev.Event) -> None:
+    def _give_of_peer(self, peer: bytes, event: ev.Event) -> None:
         """What a peer brings about by itself, and might as often as it likes."""
-        if self._has_room():
-            self.give(event)
+        if self._has_room(peer):
+            self.give(event, peer)
 
-    def _has_room(self) -> bool:
-        if len(self.events) + self._checking < EVENTS_MAX:
+    def _has_room(self, peer: bytes) -> bool:
+        share = SHARE_OF_MEMBER_MAX if self._is_admitted(peer) else SHARE_MAX
+        if len(self.events) + self._checking < EVENTS_MAX and self._shares[peer] < share:
             return True
         self.counters["events dropped"] += 1
         return False
 
+    def _is_admitted(self, peer: bytes) -> bool:
+        return self.has_begun.is_set() and peer in self.node.line.state.place
+
+    def _taken(self, peer: bytes) -> None:
+        self._shares[peer] -= 1
+        if self._shares[peer] <= 0:
+            del self._shares[peer]
+
     def hear(self, sender: bytes, data: bytes) -> None:
-        """A gossiped message, or one that a peer handed over."""
-        if not self._has_room():
-            return
+        """A gossiped message."""
         try:
-            received = decode(data, self.signer)
+            self._take_in(sender, data)
         except RemoteProtocolError as error:
-            self.give(ev.MalformedReceived(sender, error.why))
-            return
-        if not received.attachment:
-            self.give(ev.MessageReceived(sender, received))
-        elif self._is_running:  # peers can be heard a little earlier and later, and it will be said again
-            self._checking += 1
-            self._spawn(self._check_attachment(sender, received), "check")
+            self.blame(sender, error.why)
 
     def hear_line(self, peer: bytes, message: LineMessage) -> None:
-        """What a peer says to us alone."""
+        """What a peer says to us alone; RemoteProtocolError if it is nothing that an honest one says."""
         match message:
             case Deliver(envelopes):
                 for envelope in envelopes:
-                    self.hear(peer, envelope)
+                    self._take_in(peer, envelope)
             case Ask(names):
-                self._give_of_peer(ev.Asked(peer, names))
+                self._give_of_peer(peer, ev.Asked(peer, names))
             case AskHistory(branch, number):
-                self._give_of_peer(ev.HistoryAsked(peer, branch, number))
+                self._give_of_peer(peer, ev.HistoryAsked(peer, branch, number))
+
+    def _take_in(self, sender: bytes, data: bytes) -> None:
+        if not self._has_room(sender):
+            return
+        received = decode(data, self.signer)
+        if not received.attachment:
+            self.give(ev.MessageReceived(sender, received), sender)
+        elif self._is_running:  # peers can be heard a little earlier and later, and it will be said again
+            announcement = received.message
+            assert isinstance(announcement, Announcement), "nothing else has an attachment"
+            if not self._is_admitted(announcement.author) or not self._is_right_size(announcement):
+                self.give(ev.MessageReceived(sender, received), sender)  # nothing that is worth the device's time
+                return
+            self._checking += 1
+            self._shares[sender] += 1
+            self._spawn(self._check_attachment(sender, received), "check")
+
+    def _is_right_size(self, what: Announcement | ev.Fetch) -> bool:
+        """All contributions of a run have the same number of bytes; a liar may claim four gigabytes."""
+        return what.payload_bytes == self.device.trainer.form.payload_bytes
 
     def blame(self, peer: bytes, why: str) -> None:
-        self._give_of_peer(ev.MalformedReceived(peer, why))
+        self._give_of_peer(peer, ev.MalformedReceived(peer, why))
 
     def peer_seen(self, peer: bytes) -> None:
         self.give(ev.PeerSeen(peer))
@@ -141,8 +165,13 @@ class Driver:
         self.give(ev.HistoryFailed(peer, why))
 
     def history_came(self, peer: bytes, encoded: bytes) -> None:
+        if self._is_running:  # nobody is asked before
+            self._spawn(self._read_history(peer, encoded), "history")
+
+    async def _read_history(self, peer: bytes, encoded: bytes) -> None:
+        """In a thread: it may have 64 MiB."""
         try:
-            self.give(ev.HistoryArrived(peer, decode_history(encoded)))
+            self.give(ev.HistoryArrived(peer, await asyncio.to_thread(decode_history, encoded)))
         except RemoteProtocolError as error:
             self.history_failed(peer, error.why)
 
@@ -152,9 +181,10 @@ class Driver:
             why = await self.device.check(received.attachment)
         finally:
             self._checking -= 1
+            self._taken(sender)
         if why is None:
             self.edges.keeping.put(received.message.payload, received.attachment)
-        self.give(ev.MessageReceived(sender, received, why is None))
+        self.give(ev.MessageReceived(sender, received, why is None), sender)
 
     # -----------------------------------------------------------------------------------------------
     # The loops
@@ -163,7 +193,8 @@ class Driver:
         """Until the node has nothing more to do; why."""
         async with asyncio.TaskGroup() as group:
             self._group, self._is_running = group, True
-            self.events.appendleft(started)  # peers may have said something already
+            self.events.appendleft((started, b""))  # peers may have said something already
+            self._shares[b""] += 1
             self._has_events.set()
             tasks = [
                 group.create_task(self._handle_for_ever(), name="events"),
@@ -204,7 +235,8 @@ class Driver:
                 await self._wait(loop)
             while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing tells: the disk is in trouble
                 await asyncio.sleep(DISK_SECONDS / 10)
-            event = self.events.popleft() if self.events else ev.Tick()
+            event, peer = self.events.popleft() if self.events else (ev.Tick(), b"")
+            self._taken(peer)
             now = loop.time()
             effects: Sequence[ev.Effect] | None = None
             try:
@@ -254,6 +286,9 @@ class Driver:
         while True:
             try:
                 await self.edges.keeping.on_disk(self.edges.keeping.store.write, records)
+            except PayloadLostError as error:
+                log.warning("%s, and is fetched again", error)
+                await self._fetch_lost(error.name)
             except DataError as error:
                 if not self.disk_trouble:
                     log.error("%s; nothing is said or applied until it can be saved", error)
@@ -278,6 +313,14 @@ class Driver:
                     log.debug("not published: %s", error)
                 self.outbox.popleft()
 
+    def _send_history(self, effect: ev.SendHistory) -> None:
+        encoded = encode_history(effect.history)
+        if len(encoded) > HISTORY_BYTES_MAX:  # thousands of changes of a roster of hundreds
+            self.counters["histories too long to send"] += 1
+            log.warning("a history of %d bytes is more than a peer may be sent: it has to ask another", len(encoded))
+            return
+        self.edges.lines.post(effect.peer, TellHistory(encoded))
+
     def _publish(self, effect: ev.Publish) -> None:
         if len(self.outbox) >= OUTBOX_MAX:
             self.outbox.popleft()
@@ -289,6 +332,10 @@ class Driver:
     # Payloads
 
     def _fetch(self, effect: ev.Fetch) -> None:
+        if not self._is_right_size(effect):
+            for source in effect.sources:
+                self.give(ev.FetchFailed(effect.payload, source, f"no contribution has {effect.payload_bytes} bytes"))
+            return
         before = self._fetching.get(effect.payload)
         self._fetching[effect.payload] = task = self._spawn(self._fetch_after(before, effect), "fetch")
         task.add_done_callback(lambda task: self._forget_fetch(effect.payload, task))
@@ -359,6 +406,15 @@ class Driver:
         await self.edges.keeping.checkpoint(self.device, manifest, root)
         await self.edges.keeping.let_go(manifest)
 
+    async def _fetch_lost(self, name: bytes) -> None:
+        """It was here, or the core would not rest its words on it; peers may still have it."""
+        size, sources = self.device.trainer.form.payload_bytes, list(self.edges.connections.linked)
+        try:
+            self.edges.keeping.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
+        except FetchError as error:
+            log.warning("%s; will go on trying", error)
+            await asyncio.sleep(DISK_SECONDS)
+
     async def _payload_of(self, taken: Taken, adopted: int) -> bytes | None:
         """It was here, or the core would not apply it; if the disk has lost it since, peers still have it.
 
@@ -367,14 +423,8 @@ class Driver:
         payload = await self.edges.keeping.payload(taken.payload)
         while payload is None and self.device.adopted == adopted:
             log.warning("payload %s of an agreed round is lost, and is fetched again", taken.payload.hex()[:16])
-            sources = list(self.edges.connections.linked)
-            try:
-                payload = await self.edges.fetching.payload(taken.payload, taken.payload_bytes, sources, ignore)
-            except FetchError as error:
-                log.warning("%s; will go on trying", error)
-                await asyncio.sleep(DISK_SECONDS)
-                continue
-            self.edges.keeping.put(taken.payload, payload)
+            await self._fetch_lost(taken.payload)
+            payload = await self.edges.keeping.payload(taken.payload)
         return payload
 
     def _catch_up(self, effect: ev.CatchUp) -> None:

@@ -29,7 +29,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
 NAMES_MAX = 1_024  # of an `Ask`: what a round of the largest run has
-ENVELOPES_MAX = 1_024  # of a `Deliver`: as many as were asked for
+ENVELOPES_MAX = 64  # of a `Deliver`: their signatures take 10 ms, in which nothing else is done
 ENVELOPE_ROOM = 8  # bytes of a frame around an envelope; msgpack takes five
 PART_BYTES = 2**19  # of a history: what a vote may have to wait for, 40 ms at 100 Mbit/s
 QUEUED_MAX = 256  # messages that wait for one peer

@@ -30,7 +30,7 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError
 from p2ptrain.files import make_directory, read, write_atomically
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
-from p2ptrain.store.lock import Lock
+from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import Log
 from p2ptrain.store.payloads import Payloads
 
@@ -41,6 +41,14 @@ SPOKEN_SUFFIX = ".spoken"  # of the directory beside a key, with a file for each
 
 _Addresses = Annotated[list[Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]], Meta(max_length=PEERS_MAX)]
 _log = structlog.get_logger("p2ptrain.store")
+
+
+class PayloadLostError(DataError):
+    """What is to be said rests on a payload that is not here any more."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        super().__init__(f"payload {name.hex()} is not here any more, and what rests on it cannot be said")
 
 
 class Store:
@@ -54,7 +62,7 @@ class Store:
             failed.callback(self.lock.release)
             self._claim("run.json", run.canonical(), f"of run {run.name} ({run.run_id[:16]})")
             self._claim("identity", me.hex().encode() + b"\n", f"of the identity {me.hex()[:16]}")
-            spoken = key_file.with_name(key_file.name + SPOKEN_SUFFIX) / run.run_id
+            spoken = beside(key_file, SPOKEN_SUFFIX) / run.run_id
             has_spoken = read(spoken) is not None
             self.log = Log(directory / "wal", genesis, run.agreement.history_rounds, is_forgetful=has_spoken)
             failed.callback(self.log.close)
@@ -120,7 +128,7 @@ class Store:
         spoken = {name for record in records if isinstance(record, Said) for name in record.payloads}
         missing = self.payloads.keep(spoken)
         if missing:
-            raise DataError(f"payload {missing[0].hex()} is not here any more, and what rests on it cannot be said")
+            raise PayloadLostError(missing[0])
         # Of a round that others decided, a payload may be on its way; it is kept by `prune`.
         steps = [record.step for record in records if isinstance(record, Certified)]
         taken = [taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken]
