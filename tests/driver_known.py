@@ -58,11 +58,12 @@ def root_of(state: bytes) -> bytes:
 
 
 class ChainTrainer:
-    """A state that is a chain of hashes over all that was applied; contributions are bytes at random."""
+    """Chains of hashes: the state over all that was applied, the residual over all that was trained and given back."""
 
     def __init__(self, dataset: TokenDataset | None = None, seed: int = 0) -> None:
-        self.dataset, self.rng = dataset, Random(seed)
+        self.dataset = dataset
         self.round, self.state = 0, STATE
+        self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
         self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
@@ -84,6 +85,8 @@ class ChainTrainer:
         if self.dataset is not None:
             self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)  # DataError if it is not here
         self.done.append(("train", number, place, places))
+        words = (each.to_bytes(8, "little") for each in (number, place, places))
+        self.residual = digest("test training", self.residual, self.state[:32], *words)
         result = StepResult(loss=1.0, tokens=64, gradient_norm=1.0)
         on_step(result)
         return [result]
@@ -91,7 +94,7 @@ class ChainTrainer:
     def contribute(self, number: int) -> bytes:
         assert number not in self.kept
         self.kept.add(number)
-        return self.rng.randbytes(PAYLOAD_BYTES)
+        return Random(self.residual).randbytes(PAYLOAD_BYTES)
 
     def forget(self, number: int) -> bool:
         self.done.append(("forget", number))
@@ -102,6 +105,8 @@ class ChainTrainer:
     def restore(self, number: int) -> bool:
         self.done.append(("restore", number))
         was_kept = number in self.kept
+        if was_kept:
+            self.residual = digest("test restored", self.residual, number.to_bytes(8, "little"))
         self.kept.discard(number)
         return was_kept
 
@@ -126,13 +131,15 @@ class ChainTrainer:
 
     def save(self, path: Path) -> None:
         kept = b"".join(number.to_bytes(8, "little") for number in self.kept_rounds)
-        path.write_bytes(self.round.to_bytes(8, "little") + len(self.kept).to_bytes(8, "little") + kept + self.state)
+        counts = self.round.to_bytes(8, "little") + len(self.kept).to_bytes(8, "little")
+        path.write_bytes(counts + kept + self.residual + self.state)
 
     def load(self, path: Path) -> None:
         content = path.read_bytes()
         numbers = [int.from_bytes(content[start : start + 8], "little") for start in range(0, len(content), 8)[:64]]
         self.round, count = numbers[:2]
-        self.kept, self.state = set(numbers[2 : 2 + count]), content[16 + 8 * count :]
+        rest = content[16 + 8 * count :]
+        self.kept, self.residual, self.state = set(numbers[2 : 2 + count]), rest[:32], rest[32:]
 
 
 class LoopDevice(Device):

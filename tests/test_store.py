@@ -88,6 +88,21 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path, k
     make(path).release()
 
 
+def test_a_key_under_two_names_is_one_key(tmp_path: Path) -> None:
+    key, link = tmp_path / "keys" / "identity.key", tmp_path / "link.key"
+    key.parent.mkdir()
+    link.symlink_to(key)  # which may still have to be made
+    for names in ((key, link), (link, key)):
+        with Lock.of_identity(names[0]), pytest.raises(ConfigError, match=f"the identity {names[1]} is in use by"):
+            Lock.of_identity(names[1])
+    for directory, name in (("run", link), ("again", key)):
+        with Store.open(tmp_path / directory, run_of(), some_records()[0], ME, name) as store:
+            assert store.is_forgetful == (directory == "again")  # it has spoken, as whatever it was called
+    circle = tmp_path / "circle.key"
+    circle.symlink_to(circle)
+    Lock.of_identity(circle).release()
+
+
 def test_a_store_is_open_once(tmp_path: Path) -> None:
     with opened(tmp_path), pytest.raises(ConfigError, match="in use by process"):
         opened(tmp_path)
@@ -231,7 +246,7 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
         store.write(records)
         state = store.journal.history[-2].state
         made = store.checkpoints.write(
-            state.round, state.branch, state.head, b"x" * 32, lambda path: path.touch(), b"weights"
+            state.round, state.branch, state.head, b"x" * 32, 3, lambda path: path.touch(), b"weights"
         )
         store.prune()
     with opened(tmp_path) as store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import PIECE_BYTES, leaf_digests, merkle_root
 from p2ptrain.files import DiskError
+from p2ptrain.store import checkpoints as module
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
 
 RUN = b"r" * 32
@@ -35,7 +37,7 @@ def write(
     checkpoints: Checkpoints, number: int, head: bytes, root: bytes = b"x" * 32, weights: bytes = b"weights"
 ) -> Checkpoint:
     content = f"all of round {number}".encode()
-    return checkpoints.write(number, RUN, head, root, lambda path: void(path.write_bytes(content)), weights)
+    return checkpoints.write(number, RUN, head, root, 0, lambda path: void(path.write_bytes(content)), weights)
 
 
 def void(_: object) -> None:
@@ -142,6 +144,29 @@ def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) ->
     assert again.number == lost[-1].number + 1
 
 
+@pytest.mark.parametrize("moment", range(3))
+def test_a_checkpoint_that_is_finished_while_others_are_pruned_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """The trainer's thread writes, and the disk's thread may be anywhere in its looks at the directory."""
+    journal, states = history()
+    checkpoints, looks, made = Checkpoints(tmp_path, RUN), itertools.count(), []
+    for state in states[-4:]:
+        write(checkpoints, state.round, state.head)
+
+    def entries(directory: Path) -> list[Path]:
+        found = files.entries(directory)
+        if next(looks) == moment:
+            made.append(write(checkpoints, 900, LOST))
+        return found
+
+    monkeypatch.setattr(module, "entries", entries)
+    checkpoints.prune(2, journal)
+    assert checkpoints.present()[-1:] == made
+    assert checkpoints.verify(made[0]) is None
+    assert len(checkpoints.present()) <= 4
+
+
 def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     partial = tmp_path / "00000001-round-4.partial"
     partial.mkdir()
@@ -158,7 +183,7 @@ def test_a_trainer_that_cannot_save_leaves_nothing_behind(tmp_path: Path) -> Non
         raise OSError(errno.ENOSPC, "full")
 
     with pytest.raises(DiskError, match=r"00000001-round-7: cannot be written \(full\)\. Free some space"):
-        checkpoints.write(7, RUN, b"h" * 32, b"x" * 32, save, b"weights")
+        checkpoints.write(7, RUN, b"h" * 32, b"x" * 32, 0, save, b"weights")
     assert list(tmp_path.iterdir()) == []
 
 

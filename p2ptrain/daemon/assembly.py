@@ -22,17 +22,18 @@ from p2ptrain.daemon.fetching import Fetching
 from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
-from p2ptrain.errors import ConfigError, P2ptrainError
+from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity, RunSigner
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net import inquiry
 from p2ptrain.net.bulk import Server
-from p2ptrain.net.connections import Connections, Source
+from p2ptrain.net.connections import Connections, Origin
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.line import Lines
-from p2ptrain.net.transport import Transport
+from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
+from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
 
 CHECKPOINT_ROUNDS = 8  # half of what a newcomer can replay comfortably
@@ -84,11 +85,19 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     fetcher = Fetcher(transport, run_id, download=TokenBucket(limits.download_bytes_per_second), blame=driver.blame)
     library = Library(run, store, launch.data, fetcher)
     server = Server(transport, run_id, library, upload=TokenBucket(limits.upload_bytes_per_second), blame=driver.blame)
-    connections = Connections(transport, run_id, lines.is_spoken_by, driver.peer_seen, driver.peer_lost, rng)
+    connections = Connections(
+        transport,
+        run_id,
+        lines.is_spoken_by,
+        driver.peer_seen,
+        driver.peer_lost,
+        rng,
+        roster=lambda: node.line.state.members if driver.has_begun.is_set() else (),
+    )
     for address in store.peers():
-        _add(connections, address, Source.REMEMBERED)
+        _add(connections, address, Origin.REMEMBERED)
     for address in config.network.bootstrap:
-        _add(connections, address, Source.USER)
+        _add(connections, address, Origin.USER)
     fetching = Fetching(run, transport, connections, fetcher, launch.data, library)
     keeping = Keeping(store, library, CHECKPOINT_ROUNDS, needed=lambda: node.parts.payloads.held)
     stack.callback(keeping.close)
@@ -116,12 +125,23 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     return store
 
 
-def _add(connections: Connections, address: str, source: Source) -> None:
+def _add(connections: Connections, address: str, origin: Origin) -> None:
     try:
-        connections.add(address, source)
-    except P2ptrainError as error:
-        if source is Source.USER:
-            raise ConfigError(f"{address}: {error}", key="--bootstrap", fix="Check that it was copied whole") from error
+        connections.add(address, origin)
+    except TransportError as error:
+        if origin is Origin.USER:
+            raise ConfigError(str(error), key="--bootstrap", fix="Check that it was copied whole") from error
+
+
+def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
+    """Have the trainings that the checkpoint lacks repeated, if all of them were noted; and count on behind them."""
+    trainings, last = store.diary.after(checkpoint.stamp.trained), checkpoint.stamp.trained
+    if store.diary.entries:
+        last = max(last, store.diary.entries[-1].number)
+    if not trainings:
+        store.diary.forget(last)
+    device.repeat(trainings)
+    device.trained = last
 
 
 async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes) -> ev.Saved:
@@ -129,6 +149,7 @@ async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes)
     checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     if checkpoint is not None:
         await device.run(device.trainer.load, checkpoint.trainer_path)
+        _repeat_since(checkpoint, store, device)
         for each in store.checkpoints.present():
             await asyncio.to_thread(keeping.offer, each)
         log.info("going on from the checkpoint of round %d", checkpoint.round)

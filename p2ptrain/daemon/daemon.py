@@ -16,8 +16,9 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
+from p2ptrain.daemon.news import News
 from p2ptrain.daemon.progress import Progress
-from p2ptrain.daemon.status import peers_of, status_of
+from p2ptrain.daemon.status import health_of, peers_of, status_of
 from p2ptrain.errors import DataError
 from p2ptrain.net import inquiry
 from p2ptrain.net.connections import topic_of
@@ -134,9 +135,13 @@ async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
 
 
 async def _tell(daemon: Daemon, progress: Progress) -> None:
+    news, driver = News(), daemon.driver
+    await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
-        daemon.edges.connections.members = frozenset(daemon.driver.node.line.state.members)
+        snapshot = driver.node.snapshot()
+        for level, text in news.look(snapshot, health_of(driver, snapshot)):
+            log.log(level, "%s", text)
         progress.tell()
 
 

@@ -3,23 +3,31 @@
 Jobs run one after the other, so that between two of them the trainer is whole; what a job reports while it runs goes
 through plain attributes. A payload is checked in a thread of its own: strict reading is numpy's work and must not wait
 for a round of training.
+
+After a restart the trainer stands where its checkpoint was made, and the core has it apply the rounds since. The
+trainings in between are repeated, each from the state from which it was made, so that what this node still has to tell
+the swarm (its residual) is the same bits again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import TypeVar
 
 from p2ptrain.config import DeviceConfig, RunConfig
-from p2ptrain.errors import P2ptrainError
+from p2ptrain.core.messages import payload_digest
+from p2ptrain.errors import DataError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult
 from p2ptrain.learn.trainer import Trainer
+from p2ptrain.store.diary import Trained
 
+log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
 RATES_KEPT = 16  # rounds over which tokens a second are told
 
@@ -38,6 +46,9 @@ class Device:
         self.training_seconds = 0.0
         self.tokens = 0
         self.adopted = 0  # states that were taken over
+        self.trained = 0  # the number of the last training that the trainer's state rests on
+        self._to_repeat: deque[Trained] = deque()
+        self._repeated: dict[int, tuple[Trained, bytes]] = {}  # by round, as long as its contribution is kept
         self.is_stopping = False  # training ends after the step that it is at
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = ThreadPoolExecutor(1, "trainer")
@@ -74,14 +85,44 @@ class Device:
     # -----------------------------------------------------------------------------------------------
     # Jobs
 
-    async def train(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
-        """The payload of a round; `outstanding` are the rounds whose contributions may still be taken."""
+    async def train(
+        self, number: int, place: int, places: int, outstanding: frozenset[int]
+    ) -> tuple[bytes, Trained | None]:
+        """The payload of a round, and what to note of it; `outstanding` are the rounds that may still be taken."""
         return await self.run(self._train, number, place, places, outstanding)
 
-    def _train(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
+    def _train(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> tuple[bytes, Trained | None]:
+        self._repeat()
+        if number in self._repeated:  # a kill came between its training and its announcement
+            before, payload = self._repeated[number]
+            if (before.base_round, before.place, before.places) == (self.trainer.round, place, places):
+                return payload, None
+        payload = self._train_now(number, place, places, outstanding)
+        self.trained += 1
+        base, still = self.trainer.round, tuple(sorted(outstanding))
+        return payload, Trained(self.trained, number, base, place, places, still, payload_digest(payload).hex())
+
+    def repeat(self, trainings: Iterable[Trained]) -> None:
+        """Do these again, when the state is there from which each was made."""
+        self._to_repeat.extend(trainings)
+
+    def _repeat(self) -> None:
+        while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
+            each = self._to_repeat.popleft()
+            try:
+                payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
+            except (DataError, TrainingError) as error:
+                log.warning("the training of round %d cannot be repeated: %s", each.round, error)
+                self._to_repeat.clear()
+                return
+            self._repeated[each.round] = each, payload
+            if payload_digest(payload).hex() != each.payload:
+                log.warning("the training of round %d came out otherwise than before the restart", each.round)
+
+    def _train_now(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
         for kept in self.trainer.kept_rounds:
             if kept not in outstanding:  # a checkpoint has it, and we ended before it was announced or returned
-                self.trainer.restore(kept)
+                self._let_go(kept, self.trainer.restore)
         self.step = 0
         before = perf_counter()
         results = self.trainer.train(number, place, places, self._note_step)
@@ -93,6 +134,10 @@ class Device:
         self.training_seconds += seconds
         self.tokens += tokens
         return payload
+
+    def _let_go(self, number: int, how: Callable[[int], object]) -> None:
+        self._repeated.pop(number, None)
+        how(number)
 
     def _note_step(self, result: StepResult) -> None:
         self.step += 1
@@ -113,13 +158,14 @@ class Device:
     ) -> bytes | None:
         if (self.trainer.round, self.adopted) != (number - 1, adopted):
             return None
+        self._repeat()
         self.trainer.apply(number - 1, payloads)
         for taken in mine:
-            self.trainer.forget(taken)
+            self._let_go(taken, self.trainer.forget)
         return self.trainer.root(manifest)
 
     async def give_back(self, number: int) -> None:
-        await self.run(self.trainer.restore, number)
+        await self.run(self._let_go, number, self.trainer.restore)
 
     async def adopt(self, number: int, state: bytes | memoryview) -> None:
         await self.run(self._adopt, number, state)
@@ -127,6 +173,8 @@ class Device:
     def _adopt(self, number: int, state: bytes | memoryview) -> None:
         self.trainer.adopt(number, state)
         self.adopted += 1
+        self._to_repeat.clear()
+        self._repeated.clear()
 
     async def check(self, payload: bytes) -> str | None:
         """Why a payload is refused; None if it is good."""

@@ -377,7 +377,9 @@ class Driver:
                 positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
                 await self.edges.fetching.data(positions)
             outstanding = frozenset(self.node.work.outstanding)
-            payload = await self.device.train(effect.round, effect.place, effect.places, outstanding)
+            payload, trained = await self.device.train(effect.round, effect.place, effect.places, outstanding)
+            if trained is not None:
+                await self.edges.keeping.note(trained)
         except StoppedError:
             return
         except (TrainingError, DataError, FetchError, TimeoutError) as error:
@@ -399,7 +401,10 @@ class Driver:
                 return
             good.append(payload)
         mine = [taken.round for taken in manifest.taken if taken.author == self.node.context.me]
-        root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
+        try:
+            root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
+        except StoppedError:
+            return
         if root is None:
             return
         self.give(ev.Applied(manifest.branch, manifest.round, root))
@@ -445,6 +450,7 @@ class Driver:
             return
         log.info("took over the state of round %d, root %s", number, root.hex()[:16])
         self.give(ev.CaughtUp(number, root, effect.attempt))
+        await self.edges.keeping.checkpoint_adopted(self.device, number, root)
 
     # -----------------------------------------------------------------------------------------------
     # The rest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.config import RunConfig
@@ -28,8 +28,11 @@ from p2ptrain.net.relay import Failed
 from p2ptrain.net.transport import Transport, TransportError
 
 PIECES_AT_ONCE = 4  # of training data
-DATA_SOURCES = 8  # peers that are asked for a piece
+DATA_SOURCES = 64  # peers that are asked for a piece: as a rule all, so that those who failed lately get their turn
 WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between tries for a piece of training data
+LATE_SECONDS = 60.0  # for which a peer that did not give a piece comes after those that may
+LATE_TIMES = 30.0  # or so many times as long as it took: who is silent costs us 20 s in ten minutes, and not each time
+LATE_MAX = 1_024  # such peers; those of longest ago are forgotten
 
 log = logging.getLogger("p2ptrain.daemon")
 
@@ -44,6 +47,7 @@ class Fetching:
     fetcher: Fetcher
     dataset: TokenDataset
     library: Library
+    late: dict[bytes, float] = field(default_factory=dict)  # peers that come last for training data, and until when
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
         """A contribution; FetchError when none of the sources had it."""
@@ -68,15 +72,24 @@ class Fetching:
     async def _data_piece(self, piece: bytes) -> None:
         """As long as it takes: without its data a node cannot train, and peers come and go."""
 
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+
         def check(data: bytes) -> bool:
             return piece_digest(data) == piece.hex()
 
+        def failed(peer: bytes, why: str) -> None:
+            nonlocal asked_at
+            now = loop.time()
+            self._put_last(peer, now + max(LATE_SECONDS, LATE_TIMES * (now - asked_at)))
+            asked_at = now
+            ignore(peer, why)
+
         name, wait = BlobName("data", piece), WAIT_SECONDS
         while True:
-            sources = list(self.connections.linked)
-            self.connections.rng.shuffle(sources)
+            asked_at = loop.time()
             try:
-                sink = await self.fetcher.fetch(name, PIECE_BYTES, sources[:DATA_SOURCES], check=check, failed=ignore)
+                sink = await self.fetcher.fetch(name, PIECE_BYTES, self._data_sources(), check=check, failed=failed)
             except FetchError as error:
                 log.debug("%s; trying again", error)
                 await asyncio.sleep(wait)
@@ -84,6 +97,20 @@ class Fetching:
                 continue
             await asyncio.to_thread(self.dataset.add_piece, piece, sink.data())
             return
+
+    def _data_sources(self) -> list[bytes]:
+        """Members first, in any order; those who failed lately last."""
+        now, members = asyncio.get_running_loop().time(), self.connections.members
+        self.late = {peer: until for peer, until in self.late.items() if until > now}
+        sources = list(self.connections.linked)
+        self.connections.rng.shuffle(sources)
+        sources.sort(key=lambda peer: (self.late.get(peer, 0.0), peer not in members))
+        return sources[:DATA_SOURCES]
+
+    def _put_last(self, peer: bytes, until: float) -> None:
+        self.late[peer] = max(until, self.late.pop(peer, 0.0))
+        while len(self.late) > LATE_MAX:
+            del self.late[next(iter(self.late))]
 
     async def state(
         self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.config import NodeConfig, RunConfig
@@ -21,7 +23,7 @@ from p2ptrain.net.transport import Transport, TransportError
 
 FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
-REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run
+REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run; more, where those that told give nothing
 ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -29,7 +31,25 @@ log = logging.getLogger("p2ptrain.daemon")
 Found = dict[bytes, tuple[inquiry.RunInfo, list[bytes]]]  # by run: what was told of it, and by whom
 
 
-async def ask_around(transport: Transport, addresses: tuple[str, ...] | list[str]) -> tuple[Found, list[str]]:
+@dataclass(slots=True)
+class Tellers:
+    """Who has told of a run, and the addresses under which there may be others: whoever told first need not be the one
+    who gives anything."""
+
+    addresses: Sequence[str]
+    peers: list[bytes]
+
+    async def ask_again(self, transport: Transport, run_id: bytes, rest_seconds: float) -> None:
+        """Who tells of the run only now comes first."""
+        found, _ = await ask_around(transport, self.addresses, rest_seconds)
+        if run_id in found:
+            _, told = found[run_id]
+            self.peers = [*(peer for peer in told if peer not in self.peers), *self.peers]
+
+
+async def ask_around(
+    transport: Transport, addresses: Sequence[str], rest_seconds: float = REST_SECONDS
+) -> tuple[Found, list[str]]:
     """Which runs there are at these addresses, and what is wrong with those that do not answer."""
     found: Found = {}
     problems: list[str] = []
@@ -54,7 +74,7 @@ async def ask_around(transport: Transport, addresses: tuple[str, ...] | list[str
         while waiting and not found:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if waiting:
-            await asyncio.wait(waiting, timeout=REST_SECONDS)
+            await asyncio.wait(waiting, timeout=rest_seconds)
     finally:
         for task in tasks:
             task.cancel()
@@ -62,8 +82,8 @@ async def ask_around(transport: Transport, addresses: tuple[str, ...] | list[str
     return found, problems
 
 
-async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, list[bytes]]:
-    """The config of the run to join, and who told it: from the nodes that are there, or from the last time."""
+async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, Tellers]:
+    """The config of the run to join, and who told of it: from the nodes that are there, or from the last time."""
     stored = _stored_runs(config, wanted)
     addresses = config.network.bootstrap
     if not addresses and not stored:
@@ -85,9 +105,9 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         for run_id, (_, peers) in matching.items():
             run = await _fetch_config(transport, run_id, peers)
             if run is not None:
-                return run, peers
+                return run, Tellers(addresses, peers)
         if len(stored) == 1:
-            return stored[0], []
+            return stored[0], Tellers(addresses, [])
         if len(stored) > 1:
             names = ", ".join(run.run_id[:16] for run in stored)
             raise ConfigError(
@@ -128,20 +148,22 @@ async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes])
     return None
 
 
-async def fetch_dataset(transport: Transport, run: RunConfig, directory: Path, sources: list[bytes]) -> TokenDataset:
+async def fetch_dataset(transport: Transport, run: RunConfig, directory: Path, sources: Tellers) -> TokenDataset:
     """The list of its pieces; the pieces follow when they are needed."""
-    fetcher = Fetcher(transport, bytes.fromhex(run.run_id), download=TokenBucket(0), blame=_blame_nobody)
+    run_id = bytes.fromhex(run.run_id)
+    fetcher = Fetcher(transport, run_id, download=TokenBucket(0), blame=_blame_nobody)
     wait = FIND_SECONDS
     while True:
         try:
-            data = await fetch_manifest(fetcher, run, directory, sources)
+            data = await fetch_manifest(fetcher, run, directory, sources.peers)
             if run.tokenizer.kind == "json":
-                await fetch_tokenizer(fetcher, run, data, sources)
+                await fetch_tokenizer(fetcher, run, data, sources.peers)
             return data
         except FetchError as error:
             log.warning("%s; will go on trying", error)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, FIND_SECONDS_MAX)
+        await asyncio.sleep(wait)
+        await sources.ask_again(transport, run_id, wait)
+        wait = min(2 * wait, FIND_SECONDS_MAX)
 
 
 def _blame_nobody(peer: bytes, why: str) -> None:

@@ -14,6 +14,7 @@ from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.library import Library, leaves_of, read_state
 from p2ptrain.errors import DataError
 from p2ptrain.store.checkpoints import Checkpoint
+from p2ptrain.store.diary import Trained
 from p2ptrain.store.store import Store
 
 FRESH_SECONDS = 60.0  # until a payload that arrived is counted by the core, or is of no use
@@ -85,6 +86,17 @@ class Keeping:
         """Of the first weights, by whoever begins the run."""
         return self._write(device, 0, self.store.genesis.branch, self.store.genesis.head, root, state)
 
+    async def checkpoint_adopted(self, device: Device, number: int, root: bytes) -> None:
+        """Of a state that was taken over: what is trained from now on rests on it."""
+        await device.run(self._save, device, number, b"", b"", root)
+
+    async def note(self, trained: Trained) -> None:
+        """Have a restart repeat this training. A disk that does not take it costs exactness, and no round."""
+        try:
+            await self.on_disk(self.store.diary.note, trained)
+        except DataError as error:
+            log.error("%s; a restart will not repeat what is trained until the next checkpoint", error)
+
     def _save(self, device: Device, number: int, branch: bytes, head: bytes, root: bytes) -> None:
         if device.trainer.round != number:
             return  # a state was taken over meanwhile
@@ -94,7 +106,9 @@ class Keeping:
             log.error("no checkpoint of round %d: %s", number, error)
 
     def _write(self, device: Device, number: int, branch: bytes, head: bytes, root: bytes, state: bytes) -> Checkpoint:
-        checkpoint = self.store.checkpoints.write(number, branch, head, root, device.trainer.save, state)
+        checkpoint = self.store.checkpoints.write(
+            number, branch, head, root, device.trained, device.trainer.save, state
+        )
         if leaves := leaves_of(state, root):  # a partial root proves no pieces
             self.library.offer_state(checkpoint, leaves)
         return checkpoint

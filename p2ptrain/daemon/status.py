@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.identity import peer_id_of
 
 if TYPE_CHECKING:
+    from p2ptrain.core.snapshot import Snapshot
     from p2ptrain.daemon.daemon import Daemon
+    from p2ptrain.daemon.driver import Driver
 
 
 ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
@@ -18,9 +20,6 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
     snapshot, device = daemon.driver.node.snapshot(), daemon.driver.device
     me = peer_id_of(snapshot.me)
     driver = daemon.driver
-    health = [*snapshot.health]
-    if driver.disk_trouble:
-        health.insert(0, f"degraded: {driver.disk_trouble}")
     return {
         "run_id": snapshot.run_id.hex(),
         "run_name": daemon.run.name,
@@ -51,7 +50,7 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "is_admitted": snapshot.is_admitted,
         "held": snapshot.held,
         "waiting_for": snapshot.waiting_for,
-        "health": health,
+        "health": health_of(driver, snapshot),
         "http": None,  # nothing is served over TCP
         "loop_lag_seconds": round(daemon.lag.worst, 4),
         "uptime_seconds": round(daemon.uptime, 1),
@@ -62,6 +61,11 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "counters": snapshot.counters | dict(driver.counters) | daemon.edges.lines.counters(),
         "observed": snapshot.observed,
     }
+
+
+def health_of(driver: Driver, snapshot: Snapshot) -> list[str]:
+    """All that is not as it should be, the worst first."""
+    return ([f"degraded: {driver.disk_trouble}"] if driver.disk_trouble else []) + [*snapshot.health]
 
 
 def peers_of(daemon: Daemon) -> dict[str, Any]:

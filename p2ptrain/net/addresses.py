@@ -11,7 +11,7 @@ import re
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import TransportError
 
-ADDRESS_CHARACTERS_MAX = 512  # a relayed address with two ids and a long name takes 400
+ADDRESS_CHARACTERS_MAX = 448  # a relayed address with two ids and a long name takes 415
 # What we dial: no sockets of this machine, and nothing that p2pd has no transport for.
 HOST = r"/(ip4/[0-9.]{7,15}|ip6/[0-9A-Fa-f:.]{2,45}|dns[46]?/[0-9A-Za-z._-]{1,253})"
 PORT = r"/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)"

@@ -12,6 +12,9 @@ Small swarms are fully connected. In larger ones a node dials up to LINKS_MAX co
 roster first, for whom there are as many places again should strangers fill these, and some on purpose in address ranges
 of their own, so that one network cannot surround it (an eclipse).
 Dials that fail are repeated with growing waits and jitter, for ever: an outage may last a weekend.
+
+Names cost nothing, and neither do addresses at which nobody answers. So those we need, those who were reached before,
+and those of whom we have only heard are dialled and met in places of their own (`Standing`), each within a time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
@@ -28,24 +33,25 @@ from random import Random
 import msgspec
 
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.identity import PeerIdError, key_of
 from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, split
 from p2ptrain.net.transport import Transport, TransportError
 
 LOOK_SECONDS = 1.0  # between looks at who is connected: a unix socket and a few hundred bytes
 SPEAKS_SECONDS = 1.0  # until a peer that does not speak our protocol is asked again: it may be starting; doubles
 SPEAKS_SECONDS_MAX = 30.0
 STRANGER_TRIES = 3  # until it is said of a bootstrap that it takes no part
-MEETINGS_AT_ONCE = 8
+MEETINGS_AT_ONCE = 16  # of each standing
+MEETING_SECONDS = 5.0  # for a peer to show that it speaks our protocol; the next time it has as many again
 DIAL_SECONDS = 1.0  # until a dial that failed is repeated; doubles each time
 DIAL_SECONDS_MAX = 60.0
 STEADY_SECONDS = 30.0  # a connection that held so long is dialled again at once when it is lost
-DIALS_AT_ONCE = 4
+DIALS_AT_ONCE = 4  # of each standing
+DIAL_SECONDS_LIMIT = 20.0  # of one dial under all addresses: p2pd gives one 15, and another may answer at once
 LINKS_MAX = 48  # gossip needs a dozen; the rest shortens the way to payloads and histories
 RANGES_KEPT = 8  # links to different address ranges (/16, /32 of IPv6) that are dialled first
 KNOWN_MAX = 1_024  # peers with addresses; of more, those that were never reached are forgotten first
-ADDRESSES_MAX = 8  # of a peer
-ADDRESS_BYTES_MAX = 256
+ADDRESSES_MAX = 8  # of a peer; as many of the longest fit an announcement
 ANNOUNCE_SECONDS = 300.0  # between announcements of our own addresses in the DHT
 HINT_SECONDS = 1_800.0  # how long such a hint stands
 SEARCH_SECONDS = 2.0  # between looks into the DHT; doubles up to
@@ -61,7 +67,7 @@ _HINT = msgspec.msgpack.Decoder(list[str])
 Seen = Callable[[bytes], None]
 
 
-class Source(IntEnum):
+class Origin(IntEnum):
     """Who says where a peer is, the most certain last."""
 
     HEARSAY = 0
@@ -70,39 +76,56 @@ class Source(IntEnum):
     USER = 3
 
 
+class Standing(IntEnum):
+    """What a peer is to us. The places of one are not to be had by another."""
+
+    HEARD_OF = 0
+    REACHED = 1  # now, once, or in an earlier life
+    NEEDED = 2  # a bootstrap, or a member
+
+
 @dataclass(slots=True)
 class Known:
     """A peer whose addresses we know."""
 
-    sources: dict[str, Source] = field(default_factory=dict)  # by address
+    origins: dict[str, Origin] = field(default_factory=dict)  # by address
     worked: str = ""  # the address under which it was reached last
     is_bootstrap: bool = False
     tries: int = 0
     next_at: float = 0.0
     told: dict[str, float] = field(default_factory=dict)  # what was said of it in the log, and when
-    was_reached: bool = False
-    linked_at: float = 0.0
+    was_reached: bool = False  # in this life or, as we remember, an earlier one
+    linked_at: float = -math.inf  # last, in this life
 
     @property
     def addresses(self) -> list[str]:
         """What worked, then the most certain, and of those as certain the newest."""
-        found = list(self.sources)[::-1]
-        found.sort(key=lambda address: (address != self.worked, -self.sources[address]))
+        found = list(self.origins)[::-1]
+        found.sort(key=lambda address: (address != self.worked, -self.origins[address]))
         return found
 
-    def add(self, address: str, source: Source) -> None:
-        known = self.sources.pop(address, source)
-        self.sources[address] = max(known, source)
-        if len(self.sources) > ADDRESSES_MAX:
-            del self.sources[self.addresses[-1]]
+    def add(self, address: str, origin: Origin) -> None:
+        known = self.origins.pop(address, origin)
+        self.origins[address] = max(known, origin)
+        if len(self.origins) > ADDRESSES_MAX:
+            del self.origins[self.addresses[-1]]
+
+    def to_dial(self, rng: Random) -> list[str]:
+        """The best; then the others by chance, as the time may not be enough for all. Of hearsay one: it costs nothing
+        to make up, and a dial takes seconds."""
+        hearsay = [each for each in self.addresses if self.origins[each] is Origin.HEARSAY and each != self.worked]
+        certain = [each for each in self.addresses if each not in hearsay]
+        rest = certain[1:] + rng.sample(hearsay, min(1, len(hearsay)))
+        rng.shuffle(rest)
+        return certain[:1] + rest
 
 
 @dataclass(slots=True)
 class Stranger:
-    """A peer that is connected, and does not speak our run's protocol."""
+    """A peer that is connected, and has not yet shown that it speaks our run's protocol."""
 
+    next_at: float  # when it may be asked again
     tries: int = 0
-    next_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -115,10 +138,11 @@ class Connections:
     seen: Seen
     lost: Seen
     rng: Random
+    roster: Callable[[], Collection[bytes]] = tuple  # the run's members
     known: dict[bytes, Known] = field(default_factory=dict)
     linked: dict[bytes, None] = field(default_factory=dict)  # connected, and of our run
     strangers: dict[bytes, Stranger] = field(default_factory=dict)
-    members: frozenset[bytes] = frozenset()
+    members: frozenset[bytes] = frozenset()  # of the roster, when last looked
     shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, until when
     dialling: set[bytes] = field(default_factory=set)
     meeting: set[bytes] = field(default_factory=set)  # being asked whether they speak our protocol
@@ -127,16 +151,15 @@ class Connections:
     # -----------------------------------------------------------------------------------------------
     # What is known
 
-    def add(self, address: str, source: Source = Source.HEARSAY) -> None:
-        """Somebody may be found at this address, which ends with its id."""
-        if len(address) > ADDRESS_BYTES_MAX:
+    def add(self, address: str, origin: Origin = Origin.HEARSAY) -> None:
+        """Somebody may be found at this address, which ends with its id. TransportError if it is no address."""
+        peer, _ = split(address)
+        if peer == self.transport.me:
             return
-        key = key_of(address.rpartition("/p2p/")[2])
-        if key == self.transport.me:
-            return
-        known = self._of(key)
-        known.is_bootstrap = known.is_bootstrap or source is Source.USER
-        known.add(address, source)
+        known = self._of(peer)
+        known.is_bootstrap = known.is_bootstrap or origin is Origin.USER
+        known.was_reached = known.was_reached or origin is Origin.REMEMBERED
+        known.add(address, origin)
 
     def _of(self, peer: bytes) -> Known:
         """What is known of a peer. For one more than there is room for, another is forgotten: the least useful, which
@@ -147,27 +170,34 @@ class Connections:
             self.known[peer] = Known()
         return self.known[peer]
 
-    def _use(self, peer: bytes) -> tuple[bool, bool, bool]:
-        known = self.known[peer]
-        return (known.is_bootstrap, peer in self.linked, known.was_reached and bool(known.sources))
+    def _use(self, peer: bytes) -> tuple[bool, bool, bool, bool, float]:
+        """The more, the longer it is to be kept. Of those that are linked, who came first: whoever comes later, in
+        whatever numbers, pushes out nobody. Of the others, who was there last."""
+        known, is_linked = self.known[peer], peer in self.linked
+        is_of_use = known.was_reached and bool(known.origins)
+        since = -known.linked_at if is_linked else known.linked_at if is_of_use else -math.inf
+        return (known.is_bootstrap, peer in self.members, is_linked, is_of_use, since)
 
     def remembered(self) -> list[str]:
-        """Of peers that were reached, for the next start: where that was, and where they say that they are."""
+        """Of peers that were reached, for the next start: where that was, and where they say that they are; those that
+        we need first."""
         found = []
-        for each in self.known.values():
-            if each.was_reached:
+        for each in (self.known[peer] for peer in sorted(self.known, key=self._use, reverse=True)):
+            if each.linked_at > -math.inf:
                 found += [
                     address
                     for address in each.addresses
-                    if each.sources[address] >= Source.ITSELF or address == each.worked
+                    if each.origins[address] >= Origin.ITSELF or address == each.worked
                 ][:2]
         return found[:KNOWN_MAX]
 
     def reachable(self, but: bytes) -> tuple[str, ...]:
         """My own addresses, and one of each peer that is connected, for others to dial."""
         places = [self.known[peer].addresses[:1] for peer in self.linked if peer in self.known and peer != but]
-        mine = [each for each in self.transport.addresses() if len(each) <= ADDRESS_BYTES_MAX][:ADDRESSES_MAX]
-        return (*mine, *(address for each in places for address in each))
+        return (*self._mine(), *(address for each in places for address in each))
+
+    def _mine(self) -> list[str]:
+        return [each for each in self.transport.addresses() if len(each) <= ADDRESS_CHARACTERS_MAX][:ADDRESSES_MAX]
 
     def shun(self, peer: bytes, until: float) -> None:
         """Do not dial this peer for a while."""
@@ -198,8 +228,9 @@ class Connections:
                     await self.changed.wait()
 
     async def look(self) -> list[bytes]:
-        """See who has gone; who has come, and is still to be asked whether it takes part."""
+        """See who has gone; who has come, and is now to be asked whether it takes part."""
         now = asyncio.get_running_loop().time()
+        self.members = frozenset(self.roster())
         connected = await self.transport.peers()
         for peer in [peer for peer in self.linked if peer not in connected]:
             del self.linked[peer]
@@ -211,23 +242,30 @@ class Connections:
             self.lost(peer)
         self.strangers = {peer: each for peer, each in self.strangers.items() if peer in connected}
         come = [peer for peer in connected if peer not in self.linked and peer not in self.meeting]
-        due = [peer for peer in come if peer not in self.strangers or now >= self.strangers[peer].next_at]
-        return due[: MEETINGS_AT_ONCE - len(self.meeting)]
+        strangers = {peer: self.strangers.setdefault(peer, Stranger(now)) for peer in come}
+        due = [peer for peer, each in strangers.items() if now >= each.next_at]
+        self.rng.shuffle(due)
+        due.sort(key=lambda peer: (strangers[peer].tries, strangers[peer].next_at))  # who comes again waits again
+        return self._placed(due, self.meeting, MEETINGS_AT_ONCE)
 
     async def _meet(self, peer: bytes) -> None:
         """One that does not answer must not hold up the others."""
+        takes_part = False
         try:
-            if not await self.speaks(peer):
-                await self._is_stranger(peer)
-                return
-            self.strangers.pop(peer, None)
-            self.linked[peer] = None
-            known = self._of(peer)
-            known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
-            self.seen(peer)
-            await self._ask_around(peer)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MEETING_SECONDS):
+                    takes_part = await self.speaks(peer)
         finally:
-            self.meeting.discard(peer)
+            self.meeting.discard(peer)  # what follows takes nobody's place, and ends with the connection
+        if not takes_part:
+            await self._is_stranger(peer)
+            return
+        self.strangers.pop(peer, None)
+        self.linked[peer] = None
+        known = self._of(peer)
+        known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
+        self.seen(peer)
+        await self._ask_around(peer)
 
     def takes_part(self, peer: bytes) -> None:
         """It has said so itself: a stranger a moment ago, it was only starting."""
@@ -237,7 +275,7 @@ class Connections:
 
     async def _is_stranger(self, peer: bytes) -> None:
         now = asyncio.get_running_loop().time()
-        stranger = self.strangers.setdefault(peer, Stranger())
+        stranger = self.strangers.setdefault(peer, Stranger(now))
         stranger.next_at = now + min(SPEAKS_SECONDS * 2.0 ** min(stranger.tries, 16), SPEAKS_SECONDS_MAX)
         stranger.tries += 1
         known = self.known.get(peer)
@@ -247,7 +285,7 @@ class Connections:
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for peer in self._due(loop.time())[: max(0, DIALS_AT_ONCE - len(self.dialling))]:
+            for peer in self._placed(self._due(loop.time()), self.dialling, DIALS_AT_ONCE):
                 self.dialling.add(peer)
                 group.create_task(self._dial(peer), name="dial")
             await asyncio.sleep(0.2)
@@ -255,11 +293,13 @@ class Connections:
     def _due(self, now: float) -> list[bytes]:
         """Whom to dial now, the most wanted first."""
         self.shunned = {peer: until for peer, until in self.shunned.items() if until > now}
+        busy = Counter(map(self._standing, self.dialling))
         wanted = [
             peer
             for peer, known in self.known.items()
             if known.next_at <= now and not (peer in self.linked or peer in self.strangers or peer in self.dialling)
-            and peer not in self.shunned and known.addresses
+            and peer not in self.shunned and known.origins
+            and busy[self._standing(peer)] < DIALS_AT_ONCE  # to rank a thousand who must wait takes 20 ms
         ]  # fmt: skip
         linked = [self.known[peer].addresses for peer in self.linked if peer in self.known]
         ranges = {address_range(addresses[0]) for addresses in linked if addresses}
@@ -273,34 +313,58 @@ class Connections:
         room = LINKS_MAX - len(self.linked) - len(self.dialling)
         # Whoever fills all places must not keep us from those whom we need: they have as many places of their own.
         needed = [peer for peer in wanted if self._is_needed(peer)]
-        taken = sum(map(self._is_needed, self.linked)) + len(self.dialling)
+        taken = sum(map(self._is_needed, [*self.linked, *self.dialling]))
         return wanted[: max(0, room, min(len(needed), LINKS_MAX - taken))]
 
     def _is_needed(self, peer: bytes) -> bool:
-        return peer in self.members or (peer in self.known and self.known[peer].is_bootstrap)
+        return self._standing(peer) is Standing.NEEDED
+
+    def _standing(self, peer: bytes) -> Standing:
+        known = self.known.get(peer)
+        if peer in self.members or (known is not None and known.is_bootstrap):
+            return Standing.NEEDED
+        return Standing.REACHED if known is not None and known.was_reached else Standing.HEARD_OF
+
+    def _placed(self, wanted: list[bytes], busy: Collection[bytes], places: int) -> list[bytes]:
+        """As many of them, the first ones, as there are places for besides those who are at it."""
+        taken = Counter(map(self._standing, busy))
+        found = []
+        for peer in wanted:
+            standing = self._standing(peer)
+            if taken[standing] < places:
+                taken[standing] += 1
+                found.append(peer)
+        return found
 
     async def _dial(self, peer: bytes) -> None:
-        known, loop = self.known.get(peer), asyncio.get_running_loop()
+        known = self.known.get(peer)
         try:
             if known is None:
                 return
-            problems = []
-            for address in known.addresses:
-                try:
-                    await self.transport.connect(address)
-                    known.worked = address
-                    self._put_off(known)
-                    self.changed.set()
-                    return
-                except TransportError as error:
-                    problems.append(str(error))
-                    if known.worked == address:
-                        known.worked = ""
+            problem = await self._reach(known)
             self._put_off(known)
-            if known.is_bootstrap:
-                tell(known.told, problems[0], loop.time())
+            if not problem:
+                self.changed.set()
+            elif known.is_bootstrap:
+                tell(known.told, problem, asyncio.get_running_loop().time())
         finally:
             self.dialling.discard(peer)
+
+    async def _reach(self, known: Known) -> str:
+        """Connect to a peer under one of its addresses; what was wrong with the best, if none leads there in time."""
+        problems: list[str] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DIAL_SECONDS_LIMIT):
+                for address in known.to_dial(self.rng):
+                    try:
+                        await self.transport.connect(address)
+                        known.worked = address
+                        return ""
+                    except TransportError as error:
+                        problems.append(str(error))
+                        if known.worked == address:
+                            known.worked = ""
+        return problems[0] if problems else f"cannot connect to {known.addresses[0]}: no answer"
 
     def _put_off(self, known: Known) -> None:
         """Until the next dial, should there have to be one."""
@@ -310,8 +374,7 @@ class Connections:
 
     async def _announce_for_ever(self) -> None:
         while True:
-            addresses = [each for each in self.transport.addresses() if len(each) <= ADDRESS_BYTES_MAX][:ADDRESSES_MAX]
-            told = False
+            addresses, told = self._mine(), False
             if addresses and self.linked:
                 with contextlib.suppress(TransportError):
                     await self.transport.announce(topic_of(self.run_id), _HINT_ENCODER.encode(addresses), HINT_SECONDS)
@@ -346,14 +409,13 @@ class Connections:
     def tell(self, peer: bytes, addresses: Iterable[str]) -> None:
         """A hint about where this peer is, which it has signed; addresses of another are not its to tell."""
         for address in list(addresses)[:ADDRESSES_MAX]:
-            with contextlib.suppress(PeerIdError):
-                if key_of(address.rpartition("/p2p/")[2]) == peer:
-                    self.add(address, Source.ITSELF)
+            with contextlib.suppress(TransportError):
+                if split(address)[0] == peer:
+                    self.add(address, Origin.ITSELF)
 
     def _take_hint(self, address: str, teller: bytes) -> None:
-        with contextlib.suppress(PeerIdError):
-            is_its_own = key_of(address.rpartition("/p2p/")[2]) == teller
-            self.add(address, Source.ITSELF if is_its_own else Source.HEARSAY)
+        with contextlib.suppress(TransportError):
+            self.add(address, Origin.ITSELF if split(address)[0] == teller else Origin.HEARSAY)
 
 
 def tell(told: dict[str, float], problem: str, now: float) -> None:

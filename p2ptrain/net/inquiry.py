@@ -17,13 +17,13 @@ from p2ptrain.config import CONFIG_BYTES_MAX
 from p2ptrain.core import wire
 from p2ptrain.core.messages import Digest, Number
 from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
 from p2ptrain.net.transport import Stream, Transport, TransportError
 
 PROTOCOL = "/p2ptrain/1/ask"
 RUNS_MAX = 64  # that one node tells of; it takes part in one, and a bootstrap in a few
 STATES_MAX = 16
 PEERS_MAX = 32  # addresses a question: enough to find the rest by
-ADDRESS_MAX = 256
 NAME_MAX = 64
 QUESTION_BYTES_MAX = 256
 ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
@@ -70,7 +70,9 @@ class States(Struct, frozen=True, array_like=True, tag="states"):
 
 
 class Peers(Struct, frozen=True, array_like=True, tag="peers"):
-    addresses: Annotated[tuple[Annotated[str, Meta(max_length=ADDRESS_MAX)], ...], Meta(max_length=PEERS_MAX)] = ()
+    addresses: Annotated[
+        tuple[Annotated[str, Meta(max_length=ADDRESS_CHARACTERS_MAX)], ...], Meta(max_length=PEERS_MAX)
+    ] = ()
 
 
 Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers

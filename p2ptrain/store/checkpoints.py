@@ -61,6 +61,7 @@ class Stamp(Struct, frozen=True, forbid_unknown_fields=True):
     branch: Hex
     head: Hex  # the manifest after which it was made; empty if that is not known, as of a state that was fetched
     root: Hex
+    trained: Annotated[int, Meta(ge=0)]  # the number of the last training in it (diary.py)
     trainer: FileStamp
     state: FileStamp
     digest: Hex = ""  # of all before it
@@ -138,6 +139,7 @@ class Checkpoints:
         branch: bytes,
         head: bytes,
         root: bytes,
+        trained: int,
         save: Callable[[Path], None],
         weights: bytes | memoryview,
     ) -> Checkpoint:
@@ -159,6 +161,7 @@ class Checkpoints:
                     branch=branch.hex(),
                     head=head.hex(),
                     root=root.hex(),
+                    trained=trained,
                     trainer=FileStamp(*digest_of(partial / TRAINER_NAME)),
                     state=FileStamp(*digest_of(partial / STATE_NAME)),
                 )
@@ -202,9 +205,10 @@ class Checkpoints:
 
     def prune(self, kept: int, journal: Journal) -> None:
         """Remove all but the last made, and the last made of the saved history: in case their branch has lost."""
+        paths = self._directories()  # before all else: what another thread finishes meanwhile stays
         found = self.present()
         keep = {checkpoint.path for checkpoint in (*found[-kept:], *self._of_history(journal)[-kept:])}
-        for path in self._directories():
+        for path in paths:
             if path not in keep:
                 forget(path)
 

@@ -4,6 +4,7 @@
     identity       the public key of whose directory this is
     wal/           what was persisted (log.py)
     payloads/      contributions of the history and of what was said (payloads.py)
+    diary.jsonl    what was trained since the checkpoints (diary.py)
     checkpoints/   the trainer's state (checkpoints.py)
     peers.json     addresses that worked
 
@@ -30,6 +31,7 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError
 from p2ptrain.files import make_directory, read, write_atomically
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.diary import Diary
 from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import Log
 from p2ptrain.store.payloads import Payloads
@@ -70,6 +72,7 @@ class Store:
                 make_directory(spoken.parent)
                 write_atomically(spoken, b"")
             self.payloads = Payloads(directory / "payloads")
+            self.diary = Diary(directory / "diary.jsonl")
             self.checkpoints = Checkpoints(directory / "checkpoints", bytes.fromhex(run.run_id))
             failed.pop_all()
 
@@ -144,6 +147,7 @@ class Store:
         self.payloads.keep(self.payloads.fleeting(needed))
         self.payloads.prune(needed.union(payloads), known)
         self.checkpoints.prune(CHECKPOINTS_KEPT, self.journal)
+        self.diary.forget(min((each.stamp.trained for each in self.checkpoints.present()), default=0))
 
     # -----------------------------------------------------------------------------------------------
     # Peers

@@ -1,0 +1,60 @@
+"""What has changed since the last look, as lines for a person: who takes part, which branch, and what is wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from p2ptrain.core.snapshot import Snapshot
+from p2ptrain.identity import peer_id_of
+
+NAMES_MAX = 8  # peers that one line names
+LOOKS = 3  # in a row until a complaint is told: some pass within a round
+USUAL = ("crash-only", "not admitted", "catching up")  # what passes by itself, or is how the run is meant to be
+
+Line = tuple[int, str]  # level of logging and text
+
+
+class News:
+    """Of one node."""
+
+    def __init__(self) -> None:
+        self._members: frozenset[bytes] | None = None
+        self._branch = b""
+        self._health: dict[str, int] = {}  # complaints, and for how many looks they have stood
+
+    def look(self, snapshot: Snapshot, health: Sequence[str]) -> list[Line]:
+        """The lines since the last look; `health` is what the node and its edges have to complain of."""
+        lines = [*self._of_roster(snapshot), *self._of_health(health)]
+        self._members, self._branch = frozenset(snapshot.members), snapshot.branch
+        return lines
+
+    def _of_roster(self, snapshot: Snapshot) -> Iterable[Line]:
+        if self._members is None:
+            return
+        now = frozenset(snapshot.members)
+        count = "1 member" if len(now) == 1 else f"{len(now)} members"
+        if snapshot.branch != self._branch:
+            yield (
+                logging.WARNING,
+                f"went on from round {snapshot.round} on branch {snapshot.branch.hex()[:16]}, {count}",
+            )
+        if come := now - self._members:
+            yield logging.INFO, f"{_names(come)} got a seat: {count}"
+        if gone := self._members - now:
+            yield logging.INFO, f"{_names(gone)} lost a seat or left: {count}"
+
+    def _of_health(self, health: Sequence[str]) -> Iterable[Line]:
+        before, self._health = self._health, {each: self._health.get(each, 0) + 1 for each in health}
+        for each, looks in self._health.items():
+            if looks == LOOKS:
+                yield logging.INFO if each.startswith(USUAL) else logging.WARNING, each
+        for each, looks in before.items():
+            if looks >= LOOKS and each not in self._health:
+                yield logging.INFO, f"over: {each}"
+
+
+def _names(peers: Iterable[bytes]) -> str:
+    names = sorted(map(peer_id_of, peers))
+    rest = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return ", ".join(names[:NAMES_MAX]) + rest

@@ -1,0 +1,119 @@
+"""What the trainer did since its last checkpoints, so that a restart can do it again.
+
+A checkpoint is made every few rounds, and each training changes what the node still has to tell (the residual). Of a
+training only its inputs are written down, before its contribution is announced: round, base, place, and which earlier
+contributions could still be taken. Training from the same state on the same data gives the same bits on the same
+machine; the payload's digest says whether it did. The agreed updates in between are in the log.
+
+One line for each training, synced. What stands behind a damaged line is not repeated: then a part of what the last
+contributions carried is sent twice, and nothing else is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import structlog
+from msgspec import Meta, Struct
+
+from p2ptrain.digest import digest
+from p2ptrain.errors import DataError
+from p2ptrain.files import read, sync, trouble, write_all, write_atomically
+
+ENTRIES_MAX = 1_024  # trainings since the oldest checkpoint that is kept; beyond them nothing more is noted
+OUTSTANDING_MAX = 128  # contributions whose values the trainer keeps
+
+Count = Annotated[int, Meta(ge=0)]
+_log = structlog.get_logger("p2ptrain.store")
+
+
+class Trained(Struct, frozen=True, forbid_unknown_fields=True):
+    """One training, and the contribution that it led to."""
+
+    number: Count  # rises by one each time, from 1
+    round: Count
+    base_round: Count
+    place: Count
+    places: Count
+    outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # earlier rounds, still to be taken
+    payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class _Line(Struct, frozen=True, forbid_unknown_fields=True):
+    trained: Trained
+    digest: str
+
+
+class Diary:
+    """Of one trainer. One thread writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: list[Trained] = []
+        content = b""
+        try:
+            content = read(path) or b""
+        except DataError as error:
+            _log.warning("the diary is lost", why=str(error))
+        whole = b""
+        for line in content.splitlines(keepends=True):
+            entry = _read(line)
+            if entry is None or (self.entries and entry.number != self.entries[-1].number + 1):
+                break
+            self.entries.append(entry)
+            whole += line
+        if whole != content:
+            _log.warning("the diary was cut off at a damaged line", path=str(path), entries=len(self.entries))
+            write_atomically(path, whole)
+
+    def note(self, entry: Trained) -> None:
+        """It lasts when this returns."""
+        if len(self.entries) >= ENTRIES_MAX:
+            return
+        with trouble(self.path):
+            is_new = not self.path.exists()
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                size = os.fstat(descriptor).st_size
+                try:
+                    write_all(descriptor, _encoded(entry))
+                    os.fsync(descriptor)
+                except OSError:
+                    os.ftruncate(descriptor, size)  # half a line would hide what follows it
+                    raise
+            finally:
+                os.close(descriptor)
+            if is_new:
+                sync(self.path.parent)
+        self.entries.append(entry)
+
+    def after(self, number: int) -> list[Trained]:
+        """The trainings after the one of this number, which a checkpoint has; none if one of them is missing."""
+        later = [each for each in self.entries if each.number > number]
+        return later if not later or later[0].number == number + 1 else []
+
+    def forget(self, number: int) -> None:
+        """All checkpoints that are kept have the trainings up to this one."""
+        kept = [each for each in self.entries if each.number > number]
+        if len(kept) < len(self.entries):
+            write_atomically(self.path, b"".join(map(_encoded, kept)))
+            self.entries = kept
+
+
+def _encoded(entry: Trained) -> bytes:
+    return msgspec.json.encode(_Line(entry, _digest_of(entry))) + b"\n"
+
+
+def _digest_of(entry: Trained) -> str:
+    return digest("diary", msgspec.json.encode(entry)).hex()
+
+
+def _read(line: bytes) -> Trained | None:
+    try:
+        found = msgspec.json.decode(line, type=_Line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found.trained if _encoded(found.trained) == line else None

@@ -1,0 +1,139 @@
+"""Wherever the power is cut, or the disk fails once, a node that starts again ends with the same bits.
+
+One node that is a swarm by itself, with its real core, driver, store and log; only its trainer is a chain of hashes,
+over all that was applied and all that was trained: whatever is lost, done twice or done in another order shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from random import Random
+
+import pytest
+from driver_known import STATE, ChainTrainer, LoopDevice, a_dataset, root_of
+from net_known import SkippingLoop, until
+from store_known import Power, PowerCut
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.daemon import assembly
+from p2ptrain.daemon.assembly import Launch, assemble
+from p2ptrain.digest import digest
+from p2ptrain.errors import DataError
+from p2ptrain.identity import Identity
+from p2ptrain.learn.data import TokenDataset, manifest_digest
+from p2ptrain.net.memory import Network
+from p2ptrain.node_config import StorageConfig
+
+ROUNDS = 13  # with a checkpoint in every third
+ME = Identity(bytes(31) + b"\1")
+
+
+class WatchedTrainer(ChainTrainer):
+    """Knows what its bits were after each round: weights, residual, and contributions whose fate is open."""
+
+    def __init__(self, dataset: TokenDataset) -> None:
+        super().__init__(dataset)
+        self.bits: dict[int, bytes] = {}
+
+    def note(self) -> None:
+        kept = bytes(self.kept_rounds)
+        self.bits[self.round] = digest("test bits", self.state[:32], self.residual, kept)
+
+
+async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, bytes]:
+    """Take part until so many rounds are applied, and then be killed."""
+    run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(
+        manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
+    )
+    network, trainer = Network(), WatchedTrainer(dataset)
+    device = LoopDevice(trainer)
+    forget = trainer.forget
+
+    def forgotten(number: int) -> bool:  # the last step of a round: all of it has been applied
+        was_kept = forget(number)
+        trainer.note()
+        return was_kept
+
+    trainer.forget = forgotten  # type: ignore[method-assign]
+    transport = network.transport(ME.key)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(transport.close)
+        stack.callback(device.close)
+        config = NodeConfig(storage=StorageConfig(directory=str(root)))
+        daemon, started = await assemble(stack, Launch(run, config, ME, transport, dataset, state=STATE), device)
+        running = asyncio.create_task(daemon.driver.run(started))
+        try:
+            await until(lambda: running.done() or trainer.round >= rounds)
+            if running.done():
+                running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+    return trainer.bits
+
+
+def lived(root: Path, dataset: TokenDataset, rounds: int = ROUNDS) -> dict[int, bytes]:
+    try:
+        with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+            return runner.run(live(root, dataset, rounds))
+    except BaseExceptionGroup as group:
+        cut, rest = group.split(PowerCut)
+        assert rest is None, rest
+        raise PowerCut from cut
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenDataset:
+    monkeypatch.setattr(assembly, "CHECKPOINT_ROUNDS", 3)
+    return a_dataset(tmp_path / "data")
+
+
+def changes_of(tmp_path: Path, dataset: TokenDataset) -> tuple[int, dict[int, bytes]]:
+    """How often a whole run changes anything on the disk, and the bits that it comes to."""
+    root = tmp_path / "whole"
+    root.mkdir()
+    power = Power(root, -1, Random(0))
+    with power.on():
+        bits = lived(root, dataset)
+    return power.changes, bits
+
+
+def interrupted(tmp_path: Path, dataset: TokenDataset, at: int, fails: bool, expected: dict[int, bytes]) -> None:
+    root, after = tmp_path / f"{at}", tmp_path / f"{at} after"
+    root.mkdir()
+    power = Power(root, at, Random(at), fails)
+    bits: dict[int, bytes] = {}
+    with power.on():
+        try:
+            bits = lived(root, dataset)
+        except DataError:  # a start that the disk does not let through says so, and is tried again
+            assert fails
+            bits = lived(root, dataset)
+    if power.is_off:
+        power.disk_after(after)
+        bits = lived(after, dataset)
+    else:
+        power.close()
+    found = {number: found for number, found in bits.items() if found != expected.get(number, found)}
+    assert found == {}, f"at change {at}"
+    assert ROUNDS in bits
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_wherever_it_is_interrupted_it_ends_with_the_same_bits(
+    fails: bool, tmp_path: Path, dataset: TokenDataset
+) -> None:
+    changes, expected = changes_of(tmp_path, dataset)
+    assert changes > 200
+    for at in range(Random(int(fails)).randrange(12), changes, 12):
+        interrupted(tmp_path, dataset, at, fails, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_at_every_point_of_a_run_it_may_be_interrupted(fails: bool, tmp_path: Path, dataset: TokenDataset) -> None:
+    changes, expected = changes_of(tmp_path, dataset)
+    for at in range(changes):
+        interrupted(tmp_path, dataset, at, fails, expected)

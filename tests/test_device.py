@@ -1,0 +1,109 @@
+"""The device's edge: trainings that a kill has undone are repeated to the bit, with a real trainer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from trainer_known import RECIPES, embedded, make
+
+from p2ptrain.core.messages import payload_digest
+from p2ptrain.daemon.device import Device
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.store.diary import Trained
+
+ROUNDS = 7
+NONE_OPEN: frozenset[int] = frozenset()
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return embedded(tmp_path_factory.mktemp("corpus") / "data")
+
+
+class Life:
+    """A device that is alone in its run; of round 3 it is said that nobody takes its contribution."""
+
+    def __init__(self, dataset: TokenDataset, name: str) -> None:
+        self.device = Device(make(dataset, name))
+        self.diary: list[Trained] = []
+        self.payloads: dict[int, bytes] = {}
+        self.saved: dict[int, bytes] = {}
+
+    def train(self, number: int) -> None:
+        outstanding = frozenset({3}) if number == 4 else NONE_OPEN
+        payload, trained = self.device._train(number, 0, 1, outstanding)
+        if trained is not None:
+            self.diary.append(trained)
+        self.payloads[number] = payload
+
+    def apply(self, number: int) -> None:
+        taken = [] if number == 3 else [number]
+        payloads = [self.payloads[each] for each in taken]
+        assert self.device._apply(number, payloads, taken, bytes(32), self.device.adopted) is not None
+
+    def save(self, path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+        """All that a checkpoint holds."""
+        self.device.trainer.save(path)
+        with safe_open(path, framework="np") as file:
+            return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+    def close(self) -> None:
+        self.device.close()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("killed_in", [3, 4, 6])
+def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
+    name: str, is_trained: bool, killed_in: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole = Life(dataset, name)
+    checkpoint = tmp_path / "checkpoint"
+    for number in range(1, ROUNDS + 1):
+        whole.train(number)
+        if number == killed_in and is_trained:
+            noted = list(whole.diary)
+        if number == killed_in and not is_trained:
+            noted = whole.diary[:-1]
+        whole.apply(number)
+        if number == 2:
+            whole.save(checkpoint)
+
+    again = Life(dataset, name)
+    again.device.trainer.load(checkpoint)
+    again.device.trained = noted[-1].number
+    again.device.repeat(noted[2:])
+    again.payloads = dict(whole.payloads)  # they are on the disk, or the swarm has them
+    for number in range(3, killed_in):  # what the log has is applied again
+        again.apply(number)
+    for number in range(killed_in, ROUNDS + 1):
+        again.train(number)
+        again.apply(number)
+    assert again.payloads == whole.payloads
+    assert again.save(tmp_path / "again") == whole.save(tmp_path / "whole")
+    assert [each.number for each in noted] + [each.number for each in again.diary] == list(range(1, ROUNDS + 1))
+    assert caplog.text == ""
+    for life in (whole, again):
+        life.close()
+
+
+def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(dataset, "distro")
+    life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())])
+    life.train(1)
+    assert "the training of round 1 came out otherwise than before the restart" in caplog.text
+    life.close()
+
+
+def test_a_state_that_is_taken_over_ends_repeating(dataset: TokenDataset, tmp_path: Path) -> None:
+    life = Life(dataset, "distro")
+    life.device.repeat([Trained(1, 1, 0, 0, 1, (), "0" * 64)])
+    life.device._adopt(0, life.device.trainer.state_bytes())
+    before = life.save(tmp_path / "before")
+    life.device._repeat()
+    assert life.save(tmp_path / "after") == before
+    life.close()

@@ -1,0 +1,120 @@
+"""Getting what a run begins with, where those who tell of it first give nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from core_known import KEYS
+from driver_known import STATE, a_dataset, root_of
+from net_known import at, skipping_time
+
+from p2ptrain.config import RunConfig
+from p2ptrain.daemon.find import FIND_SECONDS_MAX, fetch_dataset, find_run
+from p2ptrain.daemon.places import run_directory
+from p2ptrain.learn.data import TokenDataset, manifest_digest
+from p2ptrain.net import inquiry
+from p2ptrain.net.blobs import BlobName, MemoryBlob
+from p2ptrain.net.bulk import Server, bulk_protocol
+from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.transport import Stream
+from p2ptrain.node_config import NetworkConfig, NodeConfig, StorageConfig
+
+ME, LIAR, GOOD = KEYS[:3]
+FAR_SECONDS = 3.0  # to one who is an ocean away, or only starting: others have told of the run long before
+
+
+@dataclass
+class Swarm:
+    """A run of which two nodes tell; one of them gives what it begins with."""
+
+    network: Network
+    run: RunConfig
+    data: TokenDataset
+    config: NodeConfig
+    me: MemoryTransport
+    asked: list[bytes] = field(default_factory=list)  # who has asked for the data
+
+    def find(self, name: BlobName, peer: bytes) -> MemoryBlob:
+        self.asked.append(peer)
+        return MemoryBlob(self.data.manifest_bytes())
+
+
+@asynccontextmanager
+async def swarm(directory: Path) -> AsyncIterator[Swarm]:
+    network = Network(latency_seconds=0.01)
+    data = a_dataset(directory / "data")
+    run = RunConfig.model_validate({"name": "x"}).sealed(
+        manifest=manifest_digest(data.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[KEYS[0].hex()]
+    )
+    run_id = bytes.fromhex(run.run_id)
+
+    def answer(peer: bytes, question: inquiry.Question) -> inquiry.Answer:
+        if isinstance(question, inquiry.AskRuns):
+            return inquiry.Runs((inquiry.RunInfo(run_id, "x", 1, 1),))
+        return inquiry.Config(run.canonical())
+
+    async def hang(stream: Stream) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    me, liar, good = (network.transport(key) for key in (ME, LIAR, GOOD))
+    config = NodeConfig(
+        network=NetworkConfig(bootstrap=(network.address(LIAR), network.address(GOOD))),
+        storage=StorageConfig(directory=str(directory / "mine")),
+    )
+    made = Swarm(network, run, data, config, me)
+    connect = me.connect
+
+    async def from_afar(address: str) -> bytes:
+        if address == network.address(GOOD):
+            await at(asyncio.get_running_loop().time() + FAR_SECONDS)
+        return await connect(address)
+
+    me.connect = from_afar  # type: ignore[method-assign]
+    for each in (liar, good):
+        await inquiry.serve(each, answer)
+    await liar.serve(bulk_protocol(run_id), hang)
+    async with Server(good, run_id, made, upload=TokenBucket(0), blame=lambda peer, why: None):
+        yield made
+    for node in list(network.nodes.values()):
+        await node.close()
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@skipping_time
+async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_joining(
+    tmp_path: Path, is_silent: bool
+) -> None:
+    async with swarm(tmp_path) as each:
+        if not is_silent:  # but does not even speak of data
+            each.network.nodes[LIAR]._handlers.pop(bulk_protocol(bytes.fromhex(each.run.run_id)))
+        run, tellers = await find_run(each.me, each.config, None)
+        assert (run, tellers.peers) == (each.run, [LIAR])
+        got = await fetch_dataset(each.me, run, tmp_path / "got", tellers)
+        assert got.manifest_bytes() == each.data.manifest_bytes()
+        assert each.asked == [ME]
+        assert tellers.peers == [GOOD, LIAR]  # who came late is asked first
+        assert asyncio.get_running_loop().time() < 60.0
+
+
+@skipping_time
+async def test_a_run_that_is_on_the_disk_without_its_data_is_joined_once_somebody_is_there(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as each:
+        directory = run_directory(each.config, bytes.fromhex(each.run.run_id))
+        directory.mkdir(parents=True)
+        (directory / "run.json").write_bytes(each.run.canonical())
+        for peer in (LIAR, GOOD):
+            each.network.cut(ME, peer)
+        run, tellers = await find_run(each.me, each.config, None)
+        assert (run, tellers.peers) == (each.run, [])
+        fetching = asyncio.create_task(fetch_dataset(each.me, run, tmp_path / "got", tellers))
+        await at(1_000.0)
+        assert not fetching.done()
+        each.network.heal()
+        assert (await fetching).manifest_bytes() == each.data.manifest_bytes()
+        assert asyncio.get_running_loop().time() < 1_000.0 + 4 * FIND_SECONDS_MAX
