@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, P2ptrainError
+from p2ptrain.files import sync, write_all
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -165,21 +167,22 @@ def _from_base58(text: str) -> bytes:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """A file that is not there yet and, once this returns, survives a crash."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """A file that is not there yet and, once this returns, survives a crash.
+
+    It gets its name when it is whole: half a key would keep the node from ever starting again. A rename would put it in
+    the place of a key that another process has made meanwhile; a link does not.
+    """
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # which only we can read
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        path.unlink(missing_ok=True)  # half a key is worse than none
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
+        try:
+            write_all(descriptor, content)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.link(partial, path)
     finally:
-        os.close(directory)
+        Path(partial).unlink()
+    sync(path.parent)
 
 
 def _problem(path: Path, what: str, fix: str) -> ConfigError:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
-from bulk_known import BLOB, NAME, PIECE, RUN, now, swarm, tree
-from net_known import at, skipping_time, until
+from bulk_known import BLOB, NAME, PIECE, RUN, Node, now, swarm, tree
+from net_known import at, key, skipping_time, until
 
 from p2ptrain.core.wire import encode
 from p2ptrain.net import bulk
-from p2ptrain.net.bulk import FetchError, Given, Have, Later, Piece, Reply, Request, Want
+from p2ptrain.net.bulk import FetchError, Given, Have, Later, Nothing, Piece, Reply, Request, Want
+from p2ptrain.net.memory import MemoryTransport, Network
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 
 
@@ -40,35 +43,16 @@ async def test_who_wants_what_two_others_have_taken_is_put_off_until_it_insists(
 
 
 @skipping_time
-async def test_a_flood_of_requests_does_not_keep_others_from_being_served() -> None:
-    async with swarm(3, upload=8 * PIECE) as (network, (server, me, other)):
+async def test_who_asks_too_far_ahead_is_blamed() -> None:
+    async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
-        streams = [await other.transport.open(server.key, bulk.bulk_protocol(RUN)) for _ in range(10)]
-
-        async def flood(number: int) -> None:
-            try:
-                await streams[number].send(encode(Want("payload", NAME.name, True)))
-                while True:
-                    await streams[number].send(encode(Piece(0, True)))
-            except TransportError:
-                pass
-
-        async def read(number: int) -> None:
-            try:
-                while True:
-                    await streams[number].receive(FRAME_BYTES_MAX)
-            except TransportError:
-                pass
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work(number)) for number in range(10) for work in (flood, read)]
-            await until(lambda: network.sent[server.key, other.key] > 10 * PIECE)
-            start = now()
-            assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
-            assert now() - start < 6  # a fifth of what goes out, and one of four that it asked for before
-            assert server.server.counters()["refused"] == 6
-            for task in tasks:
-                task.cancel()
+        stream = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
+        await stream.send(encode(Want("payload", NAME.name, True)))
+        with pytest.raises(TransportError):
+            while True:
+                await stream.send(encode(Piece(0, True)))
+        await until(lambda: not server.server._streams)
+        assert server.blamed == [(other.key, "more than 16 requests that wait for an answer")]
 
 
 @skipping_time
@@ -77,7 +61,7 @@ async def test_who_does_not_read_holds_up_nobody_but_itself() -> None:
         server.blobs[NAME] = BLOB
         stream = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
         await stream.send(encode(Want("payload", NAME.name, True)))
-        for index in range(60):
+        for index in range(10):
             await stream.send(encode(Piece(index % 6, True)))
         assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
         start = now()
@@ -85,19 +69,131 @@ async def test_who_does_not_read_holds_up_nobody_but_itself() -> None:
         assert now() - start == pytest.approx(bulk.SEND_SECONDS, abs=1)
 
 
+# ---------------------------------------------------------------------------------------------------
+# Fairness
+
+
+@asynccontextmanager
+async def crowd(
+    network: Network, server: Node, keys: int, use: Callable[[Stream], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Peers that use four streams each in some way, and begin anew at once when one ends."""
+
+    async def hold(peer: MemoryTransport) -> None:
+        while True:
+            with suppress(TransportError):
+                stream = await peer.open(server.key, bulk.bulk_protocol(RUN))
+                try:
+                    await said(stream, Want("payload", NAME.name, False))
+                    await use(stream)
+                finally:
+                    stream.abort()
+            await at(now() + 0.05)
+
+    server.blobs[NAME] = BLOB
+    tasks = []
+    for number in range(keys):
+        peer = network.transport(key(100 + number))
+        await peer.connect(server.transport.addresses()[0])
+        tasks += [asyncio.create_task(hold(peer)) for _ in range(bulk.STREAMS_PER_PEER_MAX)]
+    await at(now() + 1)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def only_talk(stream: Stream) -> None:
+    while True:
+        await at(now() + 4)
+        await said(stream, Want("payload", NAME.name, False))
+
+
+async def download(stream: Stream) -> None:
+    while isinstance(await said(stream, Piece(0, True)), Given):
+        pass
+
+
+async def read_nothing(stream: Stream) -> None:
+    for _ in range(10):
+        await stream.send(encode(Piece(0, True)))
+    await at(now() + 1_000)
+
+
+async def ask_and_go(stream: Stream) -> None:
+    await stream.send(encode(Piece(0, True)))
+    await at(now() + 0.2)
+
+
+async def ask_and_ask(stream: Stream) -> None:
+    while True:
+        await said(stream, Want("payload", NAME.name, True))
+
+
+@pytest.mark.parametrize(
+    ("use", "keys", "upload", "seconds"),
+    [
+        (only_talk, 1, PIECE // 5, 30 + 1),
+        (only_talk, 8, 0, 1),
+        (only_talk, 60, 0, 1),
+        (ask_and_go, 8, PIECE // 2, 12 + 2),
+        (read_nothing, 60, 0, 2),  # it is put off once with what they all asked for
+        (download, 8, 8 * PIECE, 9 * 6 / 8 + 2),  # every ninth piece is ours
+        (download, 60, 8 * PIECE, 61 * 6 / 8 + 8),
+    ],
+)
+def test_whatever_a_crowd_does_a_peer_gets_its_share(
+    use: Callable[[Stream], Awaitable[None]], keys: int, upload: int, seconds: float
+) -> None:
+    @skipping_time
+    async def test() -> None:
+        async with swarm(2, upload=upload) as (network, (server, me)), crowd(network, server, keys, use):
+            start = now()
+            assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
+            assert now() - start < seconds
+            assert "refused" not in server.server.counters()
+
+    test()
+
+
 @skipping_time
-async def test_a_stream_that_asks_for_nothing_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "STREAMS_MAX", 2)
-    async with swarm(3) as (_, (server, me, other)):
+async def test_with_more_in_line_than_can_be_served_a_peer_gets_its_share_in_several_attempts() -> None:
+    async with swarm(2, upload=PIECE) as (network, (server, me)), crowd(network, server, 30, download):
+        end = now() + 6 * 31 + 31  # every 31st piece is ours, and what came is kept between attempts
+        while NAME not in me.blobs and now() < end:
+            with suppress(FetchError):
+                await me.fetch(NAME, BLOB.size, server.key)
+        assert NAME in me.blobs
+        assert server.server.counters()["busy"] > 0
+        assert me.blamed == []
+
+
+@skipping_time
+async def test_a_peer_has_no_more_streams_than_it_may() -> None:
+    async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
-        streams = [await other.transport.open(server.key, bulk.bulk_protocol(RUN)) for _ in range(2)]
-        await until(lambda: len(server.server._streams) == 2)
-        with pytest.raises(FetchError, match="busy"):
-            await me.fetch(NAME, BLOB.size, server.key)
-        await at(now() + bulk.EVICTED_SECONDS)
-        assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
-        with pytest.raises(TransportError):
-            await streams[0].receive(1)
+        want = Want("payload", NAME.name, False)
+        streams = [await other.transport.open(server.key, bulk.bulk_protocol(RUN)) for _ in range(4)]
+        assert [isinstance(await said(stream, want), Have) for stream in streams] == [True] * 4
+        refused = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
+        assert bulk.decode_reply(await refused.receive(100)) == Nothing("busy")
+        streams[0].abort()
+        await until(lambda: len(server.server._streams) == 3)
+        assert isinstance(await said(await other.transport.open(server.key, bulk.bulk_protocol(RUN)), want), Have)
+
+
+@skipping_time
+async def test_words_take_no_more_than_their_part_beyond_the_upload_limit() -> None:
+    rate = PIECE // 4
+    async with swarm(1, upload=rate) as (network, (server,)), crowd(network, server, 8, ask_and_ask):
+        await at(now() + 6)
+        assert server.server.counters()["bytes"] < PIECE + 7 * rate / bulk.WORD_SHARE + 1_000
+
+
+# ---------------------------------------------------------------------------------------------------
+# Wrong requests
 
 
 WRONG_REQUESTS = {
@@ -119,6 +215,7 @@ def test_who_asks_wrongly_is_blamed(request_bytes: bytes) -> None:
             await stream.send(request_bytes)
             with pytest.raises(TransportError):
                 await stream.receive(1_000)
+            await until(lambda: bool(server.blamed))
             assert [peer for peer, _ in server.blamed] == [other.key]
 
     test()

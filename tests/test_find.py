@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from driver_known import STATE, a_dataset, root_of
 from net_known import at, skipping_time
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.find import FIND_SECONDS_MAX, fetch_dataset, find_run
+from p2ptrain.daemon.find import FIND_SECONDS_MAX, fetch_dataset, find_dataset, find_run
 from p2ptrain.daemon.places import run_directory
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.net import inquiry
 from p2ptrain.net.blobs import BlobName, MemoryBlob
@@ -95,7 +98,7 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
             each.network.nodes[LIAR]._handlers.pop(bulk_protocol(bytes.fromhex(each.run.run_id)))
         run, tellers = await find_run(each.me, each.config, None)
         assert (run, tellers.peers) == (each.run, [LIAR])
-        got = await fetch_dataset(each.me, run, tmp_path / "got", tellers)
+        got = await fetch_dataset(each.me, each.config, run, tmp_path / "got", tellers)
         assert got.manifest_bytes() == each.data.manifest_bytes()
         assert each.asked == [ME]
         assert tellers.peers == [GOOD, LIAR]  # who came late is asked first
@@ -108,13 +111,79 @@ async def test_a_run_that_is_on_the_disk_without_its_data_is_joined_once_somebod
         directory = run_directory(each.config, bytes.fromhex(each.run.run_id))
         directory.mkdir(parents=True)
         (directory / "run.json").write_bytes(each.run.canonical())
+        (directory / "peers.json").write_text(json.dumps([each.network.address(GOOD)]))
         for peer in (LIAR, GOOD):
             each.network.cut(ME, peer)
         run, tellers = await find_run(each.me, each.config, None)
         assert (run, tellers.peers) == (each.run, [])
-        fetching = asyncio.create_task(fetch_dataset(each.me, run, tmp_path / "got", tellers))
+        fetching = asyncio.create_task(fetch_dataset(each.me, each.config, run, tmp_path / "got", tellers))
         await at(1_000.0)
         assert not fetching.done()
         each.network.heal()
         assert (await fetching).manifest_bytes() == each.data.manifest_bytes()
         assert asyncio.get_running_loop().time() < 1_000.0 + 4 * FIND_SECONDS_MAX
+
+
+@skipping_time
+async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_run(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as each:
+        old = RunConfig.model_validate({"name": "old"}).sealed(
+            manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[5].hex()]
+        )
+        directory = run_directory(each.config, bytes.fromhex(old.run_id))
+        directory.mkdir(parents=True)
+        (directory / "run.json").write_bytes(old.canonical())
+        for peer in (LIAR, GOOD):
+            each.network.cut(ME, peer)
+        finding = asyncio.create_task(find_run(each.me, each.config, None))
+        await at(100.0)
+        assert not finding.done()
+        assert (await find_run(each.me, each.config, old.run_id[:8]))[0] == old  # which is then named
+        each.network.heal()
+        assert (await finding)[0] == each.run
+
+
+@skipping_time
+async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as each:
+        other = each.run.canonical().replace(b'"protocol":1', b'"protocol":2')
+        run_id = digest("run id", other)
+
+        def answer(peer: bytes, question: inquiry.Question) -> inquiry.Answer:
+            if isinstance(question, inquiry.AskRuns):
+                return inquiry.Runs((inquiry.RunInfo(run_id, "x", 1, 1),))
+            return inquiry.Config(other)
+
+        for key in (LIAR, GOOD):
+            each.network.nodes[key]._handlers.pop(inquiry.PROTOCOL)
+            await inquiry.serve(each.network.nodes[key], answer)
+        with pytest.raises(ConfigError, match=r"is of protocol 2, and this release speaks 1. Install a release"):
+            await find_run(each.me, each.config, None)
+
+
+@skipping_time
+async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with swarm(tmp_path) as each:
+        other = RunConfig.model_validate({"name": "y"}).sealed(
+            manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[5].hex()]
+        )
+
+        def answer(peer: bytes, question: inquiry.Question) -> inquiry.Answer:
+            if isinstance(question, inquiry.AskRuns):
+                return inquiry.Runs((inquiry.RunInfo(bytes.fromhex(each.run.run_id), "x", 1, 1),))
+            return inquiry.Config(other.canonical())
+
+        each.network.nodes[LIAR]._handlers.pop(inquiry.PROTOCOL)
+        await inquiry.serve(each.network.nodes[LIAR], answer)
+        assert (await find_run(each.me, each.config, None))[0] == each.run
+        assert f"{LIAR.hex()[:16]} sent a config that is not the run's" in caplog.text
+
+
+def test_data_that_a_run_begun_here_has_made_is_found_under_its_other_name(tmp_path: Path) -> None:
+    config = NodeConfig(storage=StorageConfig(directory=str(tmp_path)))
+    made = a_dataset(tmp_path / "data" / "embedded")
+    name = manifest_digest(made.manifest_bytes())
+    assert find_dataset(config, name) == tmp_path / "data" / "embedded"
+    assert find_dataset(config, "0" * 64) == tmp_path / "data" / ("0" * 16)

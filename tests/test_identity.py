@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain import identity
+from p2ptrain import files, identity
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity, PeerIdError, RunSigner, id_bytes_of, key_of, key_of_bytes, peer_id_of, verify
 
@@ -60,7 +65,52 @@ def test_half_a_key_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(ConfigError, match="cannot be written: No space left"):
         Identity.make(tmp_path / "key")
-    assert not (tmp_path / "key").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Killed(BaseException):
+    """Nothing is tidied up after this."""
+
+
+def test_wherever_it_is_killed_a_key_is_whole_or_not_there(tmp_path: Path) -> None:
+    """Before each of the lines that make it."""
+    outcomes = set()
+    for at in itertools.count():
+        path, lines = tmp_path / f"{at}" / "key", itertools.count()
+
+        def trace(frame: FrameType, event: str, _: object, lines: Iterator[int] = lines, at: int = at) -> Any:
+            is_ours = frame.f_code.co_filename in (identity.__file__, files.__file__)
+            if is_ours and event == "line" and next(lines) == at:
+                sys.settrace(None)
+                raise Killed
+            return trace if is_ours else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            Identity.make(path)
+            break
+        except Killed:
+            outcomes.add(path.exists())
+        finally:
+            sys.settrace(before)
+        assert Identity.load_or_make(path).key == Identity.load(path).key
+    assert outcomes == {False, True}
+
+
+def test_of_two_that_make_a_key_at_once_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, made = tmp_path / "key", []
+
+    def link(source: str, target: Path) -> None:
+        monkeypatch.undo()
+        made.append(Identity.make(path))
+        os.link(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ConfigError, match="there is a file already"):
+        Identity.make(path)
+    assert Identity.load(path).key == made[0].key
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o777])

@@ -267,7 +267,7 @@ FORMS: dict[str, tuple[Message, str]] = {
     "a certificate of nothing": (Certificate(bytes(32), 1, 0, NOTHING, b"\1", (bytes(64),)), "of no manifest"),
     "a regroup of others": (Regroup(bytes(32), bytes(32), 0, (b"a" * 32,), b"b" * 32), "a regroup without its author"),
     "one statement twice": (Evidence(b"same", b"same"), "evidence whose halves do not rise"),
-    "falling protocols": (Hello((2, 1), bytes(32), 1, 0, b"", b"", b"", b"", False, bytes(32)), "protocols do not rise"),
+    "falling protocols": (Hello((2, 1), RUN, 1, 0, b"", b"", b"", b"", False, RUN), "protocols do not rise"),
 }
 
 

@@ -372,9 +372,48 @@ async def test_records_that_are_not_their_authors_are_refused(make: Make) -> Non
 async def test_the_dht_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2pd, "STORED_ENTRIES_MAX", 2)
     storage, late = p2pd._Storage(keys_max=2), time.time() + 60
-    assert [storage.store_subkey(key, b"a", b"1", late) for key in (1, 2, 3)] == [True, True, False]
-    assert [storage.store_subkey(1, subkey, b"1", late) for subkey in (b"a", b"b", b"c")] == [False, True, False]
+    assert [storage.store_subkey(1, subkey, b"1", late) for subkey in (b"a", b"b", b"a")] == [True, True, False]
     for number in range(1_000):
-        storage.store_subkey(1, b"b", b"2", late + number)
-        storage.store_subkey(1, b"b", b"2", late)
+        assert storage.store_subkey(1, b"b", b"2", late + number + 1)
+        assert not storage.store_subkey(1, b"b", b"2", late)
     assert max(len(storage.expiration_heap), len(storage.get(1).value.expiration_heap)) <= 7
+    for number in range(1_000):
+        assert storage.store_subkey(1, number.to_bytes(2, "big"), b"1", late)
+        assert storage.store_subkey(2 + number, b"a", b"1", late)
+        assert len(storage) <= 2
+        assert all(len(item.value) <= 2 for _, item in storage.items())
+    assert not storage.store_subkey(9_999, b"a", b"1", time.time() - 1)  # expired: it displaces nothing
+    assert len(storage) == 2
+    assert not p2pd._Storage(keys_max=0).store_subkey(1, b"a", b"1", late)
+
+
+async def test_nobody_can_keep_others_out_of_the_dht(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and authors cost nothing, and whoever comes first may have filled it."""
+    monkeypatch.setattr(p2pd, "STORED_ENTRIES_MAX", 4)
+    storage, late = p2pd._Storage(keys_max=4), time.time() + 60
+    storage.used.add(0)
+    for number in range(1, 100):
+        storage.store_subkey(number, b"a", b"1", late)
+        assert storage.store_subkey(0, b"author %d" % number, b"1", late)
+        assert 0 in storage  # what we use ourselves is displaced by nobody
+    assert (len(storage), len(storage.get(0).value)) == (5, 4)
+    for subkey in (b"honest", b"honest too"):
+        assert storage.store_subkey(0, subkey, b"1", late)
+        assert storage.get(0).value.get(subkey).value == b"1"
+    assert storage.store_subkey(1_000, b"a", b"1", late)
+    assert {0, 1_000} <= storage.data.keys()
+
+
+async def test_what_a_node_announces_or_looks_up_has_room_in_its_own_dht(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = await connected(make, 2)
+    await nodes[0].announce("mine", b"here", 60)
+    await nodes[0].look_up("sought")
+    storage, late = nodes[0]._storage, time.time() + 600
+    assert storage.used == {p2pd.DHTID.generate("mine"), p2pd.DHTID.generate("sought")}
+    for number in range(2 * p2pd.STORED_KEYS_MAX):
+        storage.store_subkey(p2pd.DHTID.generate(f"junk {number}"), b"a", b"1", late)
+    await nodes[1].announce("sought", b"found", 60)
+    assert await nodes[0].look_up("sought") == {nodes[1].me: b"found"}
+    assert storage.used <= storage.data.keys()

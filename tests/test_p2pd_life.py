@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +18,8 @@ import psutil
 import pytest
 
 from p2ptrain.identity import Identity
-from p2ptrain.net import frames, p2pd
+from p2ptrain.net import frames, p2pd, supervisor
+from p2ptrain.net.p2pd import P2pd
 from p2ptrain.net.transport import Stream, TransportError
 from tests.p2pd_known import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
 
@@ -72,6 +75,48 @@ async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
     assert node.counters()["p2pd restarts"] == 1
 
 
+async def test_a_p2pd_that_hangs_is_ended_and_started_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    nodes = await connected(make, 2)
+    for node in nodes:
+        await node.serve("/echo/1", echo)
+    with monkeypatch.context() as patch:
+        patch.setattr(p2pd, "CONTROL_SECONDS", 0)  # and one more
+        os.kill(nodes[1]._supervisor.process.pid, signal.SIGSTOP)
+        await until(lambda: "is ended: no answer to 3 questions in a row; the last: no answer" in caplog.text)
+    await until(lambda: nodes[1].counters()["p2pd restarts"] == 1)
+    assert await _meet_again(nodes[1], nodes[0]) == [b"out", b"in"]
+    assert nodes[0].counters()["p2pd restarts"] == 0
+
+
+@pytest.mark.parametrize("what", ["directory", "streams.sock"])
+async def test_a_p2pd_whose_sockets_were_removed_is_started_again_with_new_ones(
+    make: Make, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    nodes = await connected(make, 2)
+    for node in nodes:
+        await node.serve("/echo/1", echo)
+    place = nodes[1]._sockets.directory
+    if what == "directory":
+        shutil.rmtree(place)
+    else:
+        (place / what).unlink()
+    await until(lambda: nodes[1].counters()["p2pd restarts"] == 1)
+    assert (nodes[1]._sockets.directory, stat.S_IMODE(place.stat().st_mode)) == (place, 0o700)
+    assert await _meet_again(nodes[1], nodes[0]) == [b"out", b"in"]
+    assert nodes[1].counters()["p2pd restarts"] == 1
+
+
+async def _meet_again(node: P2pd, other: P2pd) -> list[bytes]:
+    async with asyncio.timeout(SECONDS):
+        while other.me not in await node.peers():
+            pass
+    return [await echoed(node, other.me, b"out"), await echoed(other, node.me, b"in")]
+
+
 async def test_a_dht_that_has_lost_p2pd_is_started_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     nodes = await connected(make, 2)
     broken = nodes[0]._dht
@@ -81,6 +126,14 @@ async def test_a_dht_that_has_lost_p2pd_is_started_again(make: Make, caplog: pyt
     await nodes[0].announce("run", b"here", 60)
     assert await nodes[1].look_up("run") == {nodes[0].me: b"here"}
     assert nodes[0].counters()["p2pd restarts"] == 0
+
+
+async def test_what_is_asked_of_the_dht_just_as_p2pd_ends_fails(make: Make) -> None:
+    node = await make()
+    dht, node._dht = node._dht, None
+    with pytest.raises(TransportError, match="p2pd has just ended"):
+        await node.look_up("run")
+    node._dht = dht
 
 
 CHILD = """

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from p2ptrain.daemon.logs import LINE_MAX, JsonLines, TextLines
+from p2ptrain.daemon.logs import JsonLines
 from p2ptrain.daemon.progress import Progress, count_of, line_of, lines_of
 
 STATUS: dict[str, Any] = {
@@ -103,32 +106,46 @@ def test_where_there_is_no_terminal_a_round_is_told_once(caplog: pytest.LogCaptu
     }
 
 
-def test_on_a_terminal_one_line_stays_and_is_cleared(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def handlers() -> Iterator[None]:
     root = logging.getLogger()
     before = root.handlers
-    status = dict(STATUS)
+    yield
+    root.handlers = before
+
+
+@pytest.mark.usefixtures("handlers")
+def test_on_a_terminal_one_line_stays_and_is_cleared() -> None:
+    status, shown = dict(STATUS), io.StringIO()
     progress = Progress("auto", lambda: status)
-    progress._console = Console(stderr=True, force_terminal=True, width=60)
-    try:
+    progress._console = Console(file=shown, force_terminal=True, width=60)
+    progress.start()
+    progress.tell()
+    status["round"] = 14
+    progress.tell()
+    progress.stop()
+    progress.stop()
+    assert "round 14 collect" in shown.getvalue()
+    assert shown.getvalue().count("\n") <= 2  # it is overwritten, not repeated
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_terminal_obeys_nothing_that_a_peer_says(caplog: pytest.LogCaptureFixture) -> None:
+    shown, evil = io.StringIO(), "\x1bcX \u009b2J \x07 \u202eY [red]Z"
+    progress = Progress("auto", lambda: STATUS | {"health": [evil]})
+    progress._console = Console(file=shown, force_terminal=True, width=200)
+    with caplog.at_level(logging.INFO):
         progress.start()
-        progress.tell()
-        status["round"] = 14
+        logging.getLogger("p2ptrain.daemon").info("a peer has nothing: %s", evil)
         progress.tell()
         progress.stop()
-        progress.stop()
-    finally:
-        root.handlers = before
-    shown = capsys.readouterr().err
-    assert "round 14 collect" in shown
-    assert shown.count("\n") <= 2  # it is overwritten, not repeated
+    for obeyed in ("\x1bc", "\u009b", "\x07", "\u202e"):
+        assert obeyed not in shown.getvalue()
+    words = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())  # without rich's own colours
+    assert "a peer has nothing: ?cX ?2J ? ?Y [red]Z" in words
+    assert "· ?cX ?2J ? ?Y [red]Z" in words
 
 
-def test_what_a_peer_makes_us_write_is_neither_endless_nor_obeyed_by_a_terminal() -> None:
-    record = logging.LogRecord("p2ptrain", logging.WARNING, "", 0, "a\x1b[2J\r%s", ("x" * 10_000,), None)
-    for form in (TextLines(), JsonLines()):
-        text = form.format(record)
-        assert len(text) < LINE_MAX + 200
-        assert "\x1b" not in text
-        assert "\\u001b" not in text
-        assert "\r" not in text
-    assert TextLines().format(record)[8:].startswith(" warning: a?[2J?xxx")
+def test_the_owner_of_a_node_is_shown_no_control_character_either() -> None:
+    shown = lines_of(STATUS | {"run_name": "\x1b]0;pwned\x07", "health": ["\x9b2J"]})
+    assert not any(control in shown for control in "\x1b\x07\x9b")

@@ -84,16 +84,14 @@ LIES: dict[str, tuple[Message, Message]] = {
 
 
 def available(**changes: Any) -> Availability:
-    fields: dict[str, Any] = {
-        "branch": RUN,
-        "round": 1,
-        "root_round": 0,
-        "root": ROOT0,
-        "held": (),
-        "refused": (),
-        "requests": (),
-    }
-    return Availability(**(fields | {"heard": b"", "author": AUTHOR} | changes))
+    sets: dict[str, Any] = {"held": (), "refused": (), "requests": (), "heard": b""}
+    return Availability(
+        **({"branch": RUN, "round": 1, "root_round": 0, "root": ROOT0, "author": AUTHOR} | sets | changes)
+    )
+
+
+def a_hello(view: int) -> Hello:
+    return Hello((1,), RUN, 1, view, b"", b"", b"", b"", False, AUTHOR)
 
 
 HONEST: dict[str, tuple[Message, Message]] = {
@@ -115,7 +113,7 @@ HONEST: dict[str, tuple[Message, Message]] = {
     "leaves": (Leave(RUN, 1, AUTHOR), Leave(RUN, 2, AUTHOR)),
     "calls": (Call(RUN, A, 0, AUTHOR), Call(RUN, B, 0, AUTHOR)),
     "regroups": (Regroup(RUN, A, 0, (AUTHOR,), AUTHOR), Regroup(RUN, A, 0, tuple(sorted((AUTHOR, OTHER))), AUTHOR)),
-    "hellos": (Hello((1,), RUN, 1, 0, b"", b"", b"", b"", False, AUTHOR), Hello((1,), RUN, 1, 1, b"", b"", b"", b"", False, AUTHOR)),
+    "hellos": (a_hello(0), a_hello(1)),
 }
 
 

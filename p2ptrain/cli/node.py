@@ -160,7 +160,7 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
     """List the runs that the nodes at these addresses take part in."""
     node = _node_config(config, None, bootstrap)
     if not node.network.bootstrap:
-        raise ConfigError("whom to ask?", key="--bootstrap", fix="Name the address of a node of the run")
+        raise ConfigError("no address to ask", key="--bootstrap", fix="Name the address of a node of the run")
     from p2ptrain.daemon.launch import list_runs
 
     found = list_runs(node)

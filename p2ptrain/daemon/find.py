@@ -9,17 +9,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.core.messages import PROTOCOL_VERSION
 from p2ptrain.daemon.fetching import fetch_manifest, fetch_tokenizer
-from p2ptrain.daemon.places import data_directory
-from p2ptrain.errors import ConfigError, RemoteProtocolError
-from p2ptrain.learn.data import TokenDataset
+from p2ptrain.daemon.places import data_directory, dataset_directory, run_directory
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.net import inquiry
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.connections import tell
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.store.store import remembered_peers
 
 FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
@@ -84,17 +89,19 @@ async def ask_around(
 
 async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, Tellers]:
     """The config of the run to join, and who told of it: from the nodes that are there, or from the last time."""
-    stored = _stored_runs(config, wanted)
     addresses = config.network.bootstrap
+    stored = [run for run in _stored_runs(config) if run.run_id.startswith(wanted or "")]
+    if addresses and not wanted:  # whoever names a stranger to the runs on this disk means another one
+        stored = [run for run in stored if _is_among_peers(run, config, addresses)]
     if not addresses and not stored:
-        raise ConfigError("whom to ask?", key="--bootstrap", fix="Name the address of a node of the run")
+        raise ConfigError("no address to ask", key="--bootstrap", fix="Name the address of a node of the run")
     wait, told = FIND_SECONDS, dict[str, float]()
     while True:
         found: Found = {}
         problems: list[str] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_SECONDS if len(stored) == 1 else None):
-                found, problems = await ask_around(transport, addresses)
+                found, problems = await ask_around(transport, addresses, wait)  # who told first may have nothing
         now = asyncio.get_running_loop().time()
         for problem in problems:
             tell(told, problem, now)
@@ -107,7 +114,10 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
             if run is not None:
                 return run, Tellers(addresses, peers)
         if len(stored) == 1:
-            return stored[0], Tellers(addresses, [])
+            [run] = stored
+            if addresses:
+                log.warning("nobody there answers: going on with run %s (%s) of this disk", run.name, run.run_id)
+            return run, Tellers(addresses, [])
         if len(stored) > 1:
             names = ", ".join(run.run_id[:16] for run in stored)
             raise ConfigError(
@@ -120,7 +130,14 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         wait = min(2 * wait, FIND_SECONDS_MAX)
 
 
-def _stored_runs(config: NodeConfig, wanted: str | None) -> list[RunConfig]:
+def _is_among_peers(run: RunConfig, config: NodeConfig, addresses: Sequence[str]) -> bool:
+    """Whether one of these was a peer in this run."""
+    directory = run_directory(config, bytes.fromhex(run.run_id))
+    known = {address.rpartition("/p2p/")[2] for address in remembered_peers(directory)}
+    return any(address.rpartition("/p2p/")[2] in known for address in addresses)
+
+
+def _stored_runs(config: NodeConfig) -> list[RunConfig]:
     """Runs that this directory has taken part in."""
     found = []
     for path in sorted((data_directory(config) / "runs").glob("*/run.json")):
@@ -128,8 +145,7 @@ def _stored_runs(config: NodeConfig, wanted: str | None) -> list[RunConfig]:
             run = RunConfig.from_canonical(path.read_bytes())
         except (OSError, RemoteProtocolError) as error:
             log.warning("%s: passed over: %s", path, error)
-            continue
-        if run.run_id.startswith(wanted or ""):
+        else:
             found.append(run)
     return found
 
@@ -138,7 +154,10 @@ async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes])
     """The config that the id stands for."""
     for peer in peers:
         try:
-            run = RunConfig.from_canonical(await inquiry.ask_config(transport, peer, run_id))
+            encoded = await inquiry.ask_config(transport, peer, run_id)
+            if digest("run id", encoded) == run_id:  # whoever told: this is the run's config
+                _check_protocol(run_id, encoded)
+            run = RunConfig.from_canonical(encoded)
         except (TransportError, RemoteProtocolError) as error:
             log.warning("no config from %s: %s", peer.hex()[:16], error)
             continue
@@ -148,10 +167,35 @@ async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes])
     return None
 
 
-async def fetch_dataset(transport: Transport, run: RunConfig, directory: Path, sources: Tellers) -> TokenDataset:
+def _check_protocol(run_id: bytes, encoded: bytes) -> None:
+    """A run of another protocol can be joined with another release only."""
+    with suppress(msgspec.MsgspecError):
+        needed = msgspec.json.decode(encoded, type=dict[str, object]).get("protocol")
+        if needed != PROTOCOL_VERSION:
+            what = (
+                f"{run_id.hex()[:16]} is of protocol {ascii(needed)[:20]}, and this release speaks {PROTOCOL_VERSION}"
+            )
+            raise ConfigError(what, key="--run", fix="Install a release that speaks it")
+
+
+def find_dataset(config: NodeConfig, manifest: str) -> Path:
+    """Where this data set lies, also if a run that was begun here has given it another name; or where it is to lie."""
+    usual = dataset_directory(config, manifest)
+    for path in (usual, *sorted(usual.parent.glob("*"))):
+        with suppress(DataError):
+            if manifest_digest(read_manifest(path)) == manifest:
+                return path
+    return usual
+
+
+async def fetch_dataset(
+    transport: Transport, config: NodeConfig, run: RunConfig, directory: Path, sources: Tellers
+) -> TokenDataset:
     """The list of its pieces; the pieces follow when they are needed."""
     run_id = bytes.fromhex(run.run_id)
-    fetcher = Fetcher(transport, run_id, download=TokenBucket(0), blame=_blame_nobody)
+    fetcher = Fetcher(
+        transport, run_id, download=TokenBucket(config.limits.download_bytes_per_second), blame=_blame_nobody
+    )
     wait = FIND_SECONDS
     while True:
         try:

@@ -19,7 +19,7 @@ from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.daemon import live, save_last
-from p2ptrain.daemon.find import ask_around, fetch_dataset, find_run
+from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run
 from p2ptrain.daemon.logs import set_up
 from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
 from p2ptrain.daemon.progress import Progress
@@ -154,11 +154,11 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         sockets = stack.enter_context(private_directory())
         transport = await _open_transport(stack, identity_file(config), config.network, sockets)
         run, sources = await find_run(transport, config, wanted)
-        directory = dataset_directory(config, run.data.manifest)
+        directory = find_dataset(config, run.data.manifest)
         if (directory / MANIFEST_NAME).exists():
             data = TokenDataset.open(directory, run.data.manifest)
         else:
-            data = await fetch_dataset(transport, run, directory, sources)
+            data = await fetch_dataset(transport, config, run, directory, sources)
         await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket), sockets)
 
 

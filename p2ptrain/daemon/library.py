@@ -29,31 +29,32 @@ class Library:
 
     def __init__(self, run: RunConfig, store: Store, dataset: TokenDataset, fetcher: Fetcher) -> None:
         self.run, self.store, self.dataset, self.fetcher = run, store, dataset, fetcher
-        self._states: dict[bytes, StateBlob] = {}  # by root
-        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads
+        self._states: dict[bytes, StateBlob] = {}  # by root; never changed, for another thread may be reading it
+        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads; from several threads, a step at a time
 
     def offer_state(self, checkpoint: Checkpoint, leaves: bytes) -> None:
-        self._states.pop(checkpoint.root, None)
-        self._states[checkpoint.root] = StateBlob(checkpoint, leaves)
-        while len(self._states) > STATES_SERVED:
-            del self._states[next(iter(self._states))]
+        """In whatever thread has saved it, one at a time; those that were pruned go."""
+        offered = {root: blob for root, blob in self._states.items() if blob.is_there and root != checkpoint.root}
+        offered[checkpoint.root] = StateBlob(checkpoint, leaves)
+        self._states = dict(list(offered.items())[-STATES_SERVED:])
 
     def states(self) -> tuple[tuple[int, bytes], ...]:
         """Round and root of those that can be had here, the newest first."""
-        for root in [root for root, blob in self._states.items() if not blob.checkpoint.path.exists()]:
-            del self._states[root]  # pruned
-        found = sorted(((blob.checkpoint.round, root) for root, blob in self._states.items()), reverse=True)
+        offered = self._states.items()
+        found = sorted(((blob.checkpoint.round, root) for root, blob in offered if blob.is_there), reverse=True)
         return tuple(found[: inquiry.STATES_MAX])
 
     def state(self, root: bytes) -> Checkpoint | None:
-        return self._states[root].checkpoint if root in self._states else None
+        blob = self._states.get(root)
+        return blob.checkpoint if blob is not None and blob.is_there else None
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         match name.kind:
             case "payload":
                 return self._payload(name.name) or self.fetcher.in_progress(name)
             case "state":
-                return self._states.get(name.name)
+                state = self._states.get(name.name)
+                return state if state is not None and state.is_there else None
             case "data":
                 content = self.dataset.piece(name.name)
             case "manifest" if name.name.hex() == self.run.data.manifest:
@@ -110,6 +111,11 @@ class StateBlob:
         self.checkpoint, self.leaves = checkpoint, leaves
         self.size = checkpoint.state_bytes
         self.held = all_pieces(self.size)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not been pruned."""
+        return self.checkpoint.path.exists()
 
     def read(self, index: int) -> bytes:
         piece = self.checkpoint.read_piece(index)

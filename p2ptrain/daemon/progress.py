@@ -1,8 +1,13 @@
-"""Progress a person can read: one live line on a terminal, one JSON object a round elsewhere."""
+"""Progress a person can read: one live line on a terminal, one JSON object a round elsewhere.
+
+On a terminal all that is shown is drawn by the thread that writes the log's lines too: it may have to wait (Ctrl-S, a
+connection that hangs), and rich's own threads would have us wait with it.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
+
+from p2ptrain.daemon.logs import Unbuffered, Words, Writer, plain
 
 log = logging.getLogger("p2ptrain.progress")
 
@@ -28,7 +35,7 @@ def line_of(status: dict[str, Any]) -> str:
     loss = "-" if status["loss"] is None else f"{status['loss']:.3f}"
     traffic = status["bytes"]
     health = f" · {status['health'][0]}" if status["health"] else ""
-    return (
+    return plain(
         f"round {status['round']} {status['phase']} · loss {loss} · {len(status['peers'])} peers · "
         f"{len(status['roster'])} in the roster · {status['tokens_per_second']:,.0f} tokens/s · "
         f"sent {count_of(traffic.get('bytes sent', 0))}, received {count_of(traffic.get('bytes received', 0))} · "
@@ -43,30 +50,53 @@ class Progress:
         self.form, self.status = form, status
         self._console = Console(stderr=True)
         self._live: Live | None = None
+        self._writer: Writer | None = None
+        self._line = ""  # what is to be shown
+        self._is_due = False  # it will be, when the terminal takes it
         self._told_round = -1
 
     def start(self) -> None:
-        if self.form != "json" and self._console.is_terminal:
-            handler = RichHandler(console=self._console, show_path=False, rich_tracebacks=False, markup=False)
-            logging.getLogger().handlers = [handler]
-            self._live = Live(Text(""), console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
+        if self.form == "json" or not self._console.is_terminal:
+            return
+        root = logging.getLogger()
+        for before in root.handlers:
+            before.flush()
+        if self._console.file is sys.stderr:
+            self._console.file = Unbuffered(sys.stderr.fileno())  # type: ignore[assignment]  # all that rich asks for
+        handler = RichHandler(console=self._console, show_path=False, rich_tracebacks=False, markup=False)
+        handler.setFormatter(Words())
+        self._writer = Writer(handler)
+        root.handlers = [self._writer]
+        self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
+        self._writer.post(self._live.start)
 
     def tell(self) -> None:
         """Show where the node stands now."""
         status = self.status()
-        if self._live is not None:
-            self._live.update(Text(line_of(status), no_wrap=True, overflow="ellipsis"))
+        if self._writer is not None:
+            self._line = line_of(status)
+            if not self._is_due:  # one at a time: what is shown is the newest
+                self._is_due = True
+                if not self._writer.post(self._draw):
+                    self._is_due = False
         elif status["applied_round"] != self._told_round:
             fields = {key: status[key] for key in ("round", "phase", "loss", "tokens_per_second", "state_root")}
             fields |= {"peers": len(status["peers"]), "roster": len(status["roster"])}
             log.info(line_of(status), extra={"fields": fields})
         self._told_round = status["applied_round"]
 
+    def _draw(self) -> None:
+        """In the writer's thread."""
+        self._is_due = False
+        if self._live is not None and self._live.is_started:
+            self._live.update(Text(self._line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
     def stop(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """What was said before is out, if anyone reads it."""
+        if self._writer is not None and self._live is not None:
+            self._writer.post(self._live.stop)
+        for handler in logging.getLogger().handlers:
+            handler.flush()
 
 
 def lines_of(status: dict[str, Any]) -> str:
@@ -88,4 +118,4 @@ def lines_of(status: dict[str, Any]) -> str:
         "http": status["http"] or "off",
     }
     lines = [(name if not n else "", part) for name, text in rows.items() for n, part in enumerate(text.split("\n"))]
-    return "\n".join(f"{name:<11} {part}" for name, part in lines)
+    return plain("\n".join(f"{name:<11} {part}" for name, part in lines))

@@ -59,6 +59,8 @@ def reason(text: str) -> str:
     for sign, meaning in {
         "connection refused": "nobody listens there (connection refused)",
         "no route to host": "no way there (no route to host)",
+        "network is unreachable": "no way there (network is unreachable: is this machine connected?)",
+        "no good addresses": "its name leads to no address that this machine can reach",
         "dial backoff": "it cannot be reached; a new attempt takes a few seconds' pause",
         "protocols not supported": "it does not speak this protocol",
         "deadline exceeded": "no answer",

@@ -7,6 +7,9 @@ there is by now: a blob that is still being fetched is served from as it grows.
 Many that want the same thing from its author at once should give it to one another (the idea of BitTorrent, Cohen
 2003). So a server says how often it gave each piece out, so that clients take what others have not, and to whom it
 gave some lately; and it puts a client off that wants what it has given out twice, unless the client insists.
+
+Accounts are for everybody at once. Pieces go out in turns, which are fair between peers and not between streams: it
+helps nobody to hold many of them, and one that asks for no piece takes nothing from anyone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Annotated, Self, TypeAlias
@@ -26,7 +30,7 @@ from p2ptrain.core.messages import Digest, Key
 from p2ptrain.core.wire import decode_strictly, encode
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
 from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
-from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, Library, all_pieces
+from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, Library, all_pieces, piece_bytes
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
@@ -37,16 +41,18 @@ WHY_MAX = 200
 REQUEST_BYTES_MAX = 128
 GIVEN_MAX = 2  # times a piece is given out before clients are sent to each other: one copy alone dies with its holder
 STREAMS_PER_PEER_MAX = 4
-STREAMS_MAX = 32
-STREAM_SECONDS = 10.0  # that a piece may take when all streams want one, of the 20 that a client waits
+AHEAD_MAX = 16  # requests of a stream that are not answered yet; a client has five
+PEERS_AT_ONCE = 64  # that a piece is on its way to: 64 MiB, if all of them read slowly
+TURN_SECONDS = 10.0  # that a request waits for its turn, of the 20 that a client waits
+TURNS_MAX = 1_024  # peers whose last turn is remembered
 TAKERS_MAX = 4  # of a piece that are remembered, so that one peer alone cannot seem to be many
 COUNTED_SECONDS = 60.0  # since one was last given out: whoever got it then may be gone
 COUNTED_MAX = 64  # blobs whose pieces are counted as they are given out
 IDLE_SECONDS = 120.0  # without a request; a client under a low limit of its own may be slow to ask
-EVICTED_SECONDS = 5.0  # without a request, when another waits for the place
-SEND_SECONDS = 60.0  # for a piece: 17 KB/s
-WORD_BYTES_MAX = 4_096  # of a reply that need not queue for the upload limit behind pieces, but has to wait
-WORD_SECONDS = 0.01  # until the stream's next request is read, so that nobody can flood us out of our limit
+SEND_SECONDS = 20.0  # for a piece: 52 KB/s; a client waits no longer either
+WORD_BYTES_MAX = 4_096  # of a reply that need not queue for the upload limit behind pieces
+WORD_SHARE = 8  # that part of the upload limit is what words may take beyond it
+WORD_SECONDS = 0.01  # until the stream's next request is answered, so that nobody can flood us
 
 log = logging.getLogger("p2ptrain.net")
 
@@ -131,6 +137,60 @@ class Tally:
     peers: deque[bytes] = field(default_factory=lambda: deque(maxlen=2 * HOLDERS_MAX))  # the latest last, each once
 
 
+class BusyError(P2ptrainError):
+    """It would take too long until a peer's turn comes."""
+
+
+class Turns:
+    """To whom the next piece goes: one at a time to a peer, and first to those whose last one is longest ago."""
+
+    def __init__(self, upload: TokenBucket) -> None:
+        self._upload = upload
+        self._waiting: dict[asyncio.Future[None], bytes] = {}  # for a peer's turn, the first first
+        self._going: set[bytes] = set()
+        self._payer: asyncio.Future[None] | None = None  # whose bytes the limit does not let go yet
+        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer its last turn's number, the latest last
+        self._number = 0
+
+    @asynccontextmanager
+    async def turn(self, peer: bytes, size: int) -> AsyncIterator[None]:
+        """For so many bytes. Who goes away before they may go has used up nothing."""
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting[mine] = peer
+        self._advance()
+        try:
+            try:
+                async with asyncio.timeout(TURN_SECONDS):
+                    await mine
+            except TimeoutError as error:
+                raise BusyError("busy") from error
+            await self._upload.take(size)
+            self._number += 1
+            self._served[peer] = self._number
+            self._served.move_to_end(peer)
+            while len(self._served) > TURNS_MAX:
+                self._served.popitem(last=False)
+            self._payer = None
+            self._advance()
+            yield
+        finally:
+            if self._waiting.pop(mine, None) is None:
+                self._going.remove(peer)
+            if self._payer is mine:
+                self._payer = None
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let one go; the next when the limit has let that one's bytes go."""
+        if self._payer is not None or len(self._going) >= PEERS_AT_ONCE:
+            return
+        ready = [each for each, peer in self._waiting.items() if peer not in self._going and not each.done()]
+        if ready:
+            turn = self._payer = min(ready, key=lambda each: self._served.get(self._waiting[each], 0))
+            self._going.add(self._waiting.pop(turn))
+            turn.set_result(None)
+
+
 class Server:
     """Serves a library to the peers of a run. Used with `async with`."""
 
@@ -145,7 +205,9 @@ class Server:
     ) -> None:
         self.protocol = bulk_protocol(run_id)
         self._transport, self._library, self._upload, self._blame = transport, library, upload, blame
-        self._streams: dict[Stream, float] = {}  # and when the last request came, the oldest first
+        self._turns, self._word_limit = Turns(upload), TokenBucket(0)
+        self._word_turns = Turns(self._word_limit)
+        self._streams: set[Stream] = set()
         self._tallies: OrderedDict[BlobName, Tally] = OrderedDict()
         self._counters: Counter[str] = Counter()
         self._is_open = False
@@ -169,51 +231,45 @@ class Server:
         if not self._is_open:
             stream.abort()
             return
+        if sum(each.peer == stream.peer for each in self._streams) >= STREAMS_PER_PEER_MAX:
+            self._counters["refused"] += 1
+            await stream.send(encode(Nothing("busy")))
+            return
+        self._streams.add(stream)
+        requests: asyncio.Queue[Request] = asyncio.Queue()
         try:
-            if not self._has_place(stream.peer):
-                self._counters["refused"] += 1
-                await self._send(stream, Nothing("busy"))
-                return
-            self._streams[stream] = asyncio.get_running_loop().time()
-            await self._answer_all(stream)
-        except RemoteProtocolError as error:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(stream, requests))
+                group.create_task(self._answer_all(stream, requests))
+        except* RemoteProtocolError as errors:
             if self._is_open:
-                self._blame(stream.peer, error.why)
-            stream.abort()
-        except (TransportError, TimeoutError):
-            stream.abort()
+                self._blame(stream.peer, str(errors.exceptions[0]))
+        except* (TransportError, TimeoutError, BusyError):
+            pass
         finally:
-            self._streams.pop(stream, None)
+            self._streams.discard(stream)
+            stream.abort()
 
-    def _has_place(self, peer: bytes) -> bool:
-        """Whether there is a place for one more stream; one that has long asked for nothing gives way."""
-        if sum(stream.peer == peer for stream in self._streams) >= STREAMS_PER_PEER_MAX:
-            return False
-        rate = self._upload.rate
-        places = min(STREAMS_MAX, max(2, int(rate * STREAM_SECONDS / PIECE_BYTES))) if rate else STREAMS_MAX
-        if len(self._streams) < places:
-            return True
-        idle, since = min(self._streams.items(), key=lambda each: each[1])
-        if asyncio.get_running_loop().time() - since < EVICTED_SECONDS:
-            return False
-        del self._streams[idle]
-        idle.abort()
-        return True
-
-    async def _answer_all(self, stream: Stream) -> None:
-        name: BlobName | None = None
-        blob: Blob | None = None
-        while stream in self._streams:
+    async def _read(self, stream: Stream, requests: asyncio.Queue[Request]) -> None:
+        """Read ahead, so that it is noticed at once when a stream ends for which something waits to go out."""
+        while True:
             async with asyncio.timeout(IDLE_SECONDS):
                 request = decode_request(await stream.receive(REQUEST_BYTES_MAX))
-            if stream in self._streams:
-                self._streams[stream] = asyncio.get_running_loop().time()
+            if requests.qsize() >= AHEAD_MAX:
+                raise RemoteProtocolError(f"more than {AHEAD_MAX} requests that wait for an answer")
+            requests.put_nowait(request)
+
+    async def _answer_all(self, stream: Stream, requests: asyncio.Queue[Request]) -> None:
+        name: BlobName | None = None
+        blob: Blob | None = None
+        while True:
+            request = await requests.get()
             if isinstance(request, Want):
                 if name != BlobName(request.kind, request.name):
                     name, blob = BlobName(request.kind, request.name), None
                 if blob is None or blob.held != all_pieces(blob.size):  # what is complete stays so while it is served
                     blob = self._library.find(name, stream.peer) or blob
-                await self._send(stream, await self._have(name, blob, request, stream.peer))
+                await self._say(stream, await self._have(name, blob, request, stream.peer))
             elif name is None or blob is None or request.index >= piece_count(blob.size):
                 raise RemoteProtocolError(f"piece {request.index} of what it was not told of")
             else:
@@ -250,7 +306,7 @@ class Server:
         is_relayed = name.is_tree and piece_count(blob.size) > 1  # what is checked as a whole has one source
         if not blob.held >> index & 1 or (is_relayed and count >= GIVEN_MAX and not request.insist):
             self._counters["put_off"] += 1
-            await self._send(stream, Later(index))
+            await self._say(stream, Later(index))
             return
         takers = tally.takers.setdefault(index, [])
         is_new = stream.peer not in takers
@@ -260,12 +316,17 @@ class Server:
             tally.counts[index] = min(255, count + 1)  # from now on, so that it is not promised to everybody at once
         is_given = False
         try:
-            data = blob.read(index) if blob.is_quick else await asyncio.to_thread(blob.read, index)
-            await self._send(stream, Given(index, data))
+            async with self._turns.turn(stream.peer, piece_bytes(blob.size, index)):
+                data = blob.read(index) if blob.is_quick else await asyncio.to_thread(blob.read, index)
+                await self._send(stream, encode(Given(index, data)))
             is_given = True
+        except BusyError:
+            self._counters["busy"] += 1
+            await self._say(stream, Nothing("busy") if request.insist else Later(index))
+            return
         except DataError as error:
             log.warning("%s cannot be served: %s", name, error)
-            await self._send(stream, Nothing("not here any more"))
+            await self._say(stream, Nothing("not here any more"))
             raise TransportError("nothing more to say") from error
         finally:
             if is_new and not is_given:
@@ -278,14 +339,21 @@ class Server:
         tally.peers.append(stream.peer)
         tally.until = asyncio.get_running_loop().time() + COUNTED_SECONDS
 
-    async def _send(self, stream: Stream, reply: Reply) -> None:
+    async def _say(self, stream: Stream, reply: Have | Later | Nothing) -> None:
+        """Anything but a piece."""
         data = encode(reply)
+        if len(data) > WORD_BYTES_MAX:
+            async with self._turns.turn(stream.peer, len(data)):
+                await self._send(stream, data)
+            return
+        if self._word_limit.rate != self._upload.rate // WORD_SHARE:  # the owner may have changed it
+            self._word_limit.rate = self._upload.rate // WORD_SHARE
+        async with self._word_turns.turn(stream.peer, len(data)):
+            await self._send(stream, data)
+        await asyncio.sleep(WORD_SECONDS)
+
+    async def _send(self, stream: Stream, data: bytes) -> None:
         assert len(data) <= FRAME_BYTES_MAX, "a blob has no more pieces than fit"
-        is_word = len(data) <= WORD_BYTES_MAX and not isinstance(reply, Given)
-        if not is_word:
-            await self._upload.take(len(data))
         async with asyncio.timeout(SEND_SECONDS):
             await stream.send(data)
         self._counters["bytes"] += len(data)
-        if is_word:
-            await asyncio.sleep(WORD_SECONDS)

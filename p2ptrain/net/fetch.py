@@ -9,18 +9,21 @@ is only dropped.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from random import Random, SystemRandom
 from typing import TypeAlias, TypeVar, overload
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_count
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, MemorySink, Sink, all_pieces, piece_bytes
+from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, MemorySink, Sink, all_pieces, piece_bytes
 from p2ptrain.net.bulk import FetchError, Given, Piece, Want
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.relay import PIPELINE, Failed, Relay, aside
 from p2ptrain.net.sources import SourceError, Sources
 from p2ptrain.net.transport import Transport, TransportError
+
+LEFT_SECONDS = 600.0  # until what came of a tree that was broken off is given up; the next attempt comes sooner
 
 Check: TypeAlias = Callable[[bytes], bool]
 S = TypeVar("S", bound=Sink)
@@ -41,6 +44,7 @@ class Fetcher:
         rng = rng or SystemRandom()  # what we take next is nobody's to predict
         self._sources = Sources(transport, run_id, download=download, blame=blame, rng=rng)
         self._open: dict[BlobName, Sink] = {}
+        self._left: dict[Kind, tuple[BlobName, MemorySink, float]] = {}  # broken off last, and until when it is kept
 
     def in_progress(self, name: BlobName) -> Blob | None:
         """A tree that is being fetched, to serve what is here of it."""
@@ -79,17 +83,25 @@ class Fetcher:
         """A blob: a payload of exactly this size, or anything else of at most that. What is no tree takes a `check`.
 
         `failed` hears of each of the sources that did not give it; FetchError when none is left, DataError if the
-        sink does not take it. Who is cancelled may call again with the same sink, and goes on.
+        sink does not take it. Who was cancelled, or found no source, may call again with the same sink, or none, and
+        goes on.
         """
         assert name.is_tree == (check is None), "a tree proves itself, and nothing else does"
         assert size <= PIECES_MAX * PIECE_BYTES, "more than fits the protocol"
-        into: Sink = MemorySink() if sink is None else sink
+        if sink is None:
+            kept = self._left_of(name)
+            try:
+                return await self.fetch(name, size, sources, sink=kept, check=check, failed=failed)
+            except (FetchError, asyncio.CancelledError):
+                if kept.held:
+                    self._left[name.kind] = name, kept, asyncio.get_running_loop().time() + LEFT_SECONDS
+                raise
         wanted = [source for source in dict.fromkeys(sources) if source != self._sources.transport.me]
         if name.is_tree and not (name.kind == "payload" and size <= PIECE_BYTES):
-            await self._fetch_tree(name, size, wanted, into, failed)
+            await self._fetch_tree(name, size, wanted, sink, failed)
         else:
-            await self._fetch_whole(name, size, wanted, into, check, failed)
-        return into
+            await self._fetch_whole(name, size, wanted, sink, check, failed)
+        return sink
 
     async def _fetch_tree(
         self, name: BlobName, size: int, sources: Sequence[bytes], sink: Sink, failed: Failed
@@ -102,6 +114,14 @@ class Fetcher:
         finally:
             if self._open.get(name) is sink:
                 del self._open[name]
+
+    def _left_of(self, name: BlobName) -> MemorySink:
+        """Where a blob is put: with what came of it the last time, if that was not long ago."""
+        now = asyncio.get_running_loop().time()
+        self._left = {kind: left for kind, left in self._left.items() if left[2] > now}
+        if name.kind in self._left and self._left[name.kind][0] == name:
+            return self._left.pop(name.kind)[1]
+        return MemorySink()
 
     # ---------------------------------------------------------------------------------------------------
     # One source after another

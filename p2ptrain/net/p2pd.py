@@ -5,8 +5,9 @@ length. Some connections stay. The guardian is a persistent one with nothing on 
 closes, so it ends with us, and hivemind's DHT may close its own. A subscription is a connection on which p2pd sends
 messages. A stream is one that, past its first message, belongs to the two peers.
 
-When p2pd dies, it is started again with the same identity on the same ports, and is told again what it has to know:
-whose streams to pass on, which topics to hear, whom to connect to. Whoever asks meanwhile waits, but not for long.
+When p2pd dies, hangs or loses its sockets, it is started again with the same identity on the same ports, and is told
+again what it has to know: whose streams to pass on, which topics to hear, whom to connect to. Whoever asks meanwhile
+waits, but not for long.
 
 gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754). The DHT: Kademlia, Maymounkov and Mazieres 2002.
 """
@@ -29,16 +30,11 @@ from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
 from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
 from p2ptrain.net.peers import Peers
-from p2ptrain.net.process import (
-    CONTROL_SOCKET,
-    STREAMS_SOCKET,
-    Process,
-    make_arguments,
-    with_ports,
-)
+from p2ptrain.net.process import Process, make_arguments, with_ports
 from p2ptrain.net.pubsub import Gossip, Mailbox
 from p2ptrain.net.records import ANNOUNCE_SECONDS_MAX, VALUE_BYTES_MAX, Checker, sign_record, strip_record
-from p2ptrain.net.streams import STREAMS_MAX, Streams
+from p2ptrain.net.sockets import Sockets
+from p2ptrain.net.streams import Streams
 from p2ptrain.net.supervisor import Supervisor
 from p2ptrain.net.tasks import BACKOFF_SECONDS, OnCrash, Tasks, report_crash
 from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, TransportError
@@ -64,7 +60,6 @@ logging.addLevelName(logging.WARNING, "WARNING")  # which it has renamed for the
 logger = logging.getLogger("p2ptrain.net")
 
 CONTROL_SECONDS = 15  # for p2pd to answer, and to reach a peer
-REFRESH_SECONDS = 10.0  # of our own addresses and of who is connected
 RESPONSE_BYTES_MAX = 2**22  # of p2pd's, which we trust: a list of 512 connections takes 50 KB
 SEARCHING_MAX = 32  # questions to peers of the DHT at a time
 FOUND_MAX = 256  # announcements that one search returns
@@ -79,12 +74,12 @@ class _RefusedError(TransportError):
 class _Control:
     """What p2pd is asked for, each on a connection of its own."""
 
-    def __init__(self, socket: Path) -> None:
-        self.socket = socket
+    def __init__(self, sockets: Sockets) -> None:
+        self._sockets = sockets
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            return await asyncio.open_unix_connection(self.socket, limit=BUFFER_BYTES)
+            return await asyncio.open_unix_connection(self._sockets.control, limit=BUFFER_BYTES)
         except OSError as error:
             raise TransportError(f"p2pd is gone: {error}") from error
 
@@ -161,9 +156,10 @@ class _Control:
                 writer.transport.abort()
         return reader, writer
 
-    async def bring_streams(self, protocol: str, socket: Path) -> None:
+    async def bring_streams(self, protocol: str) -> None:
         """Have p2pd connect to our socket for each stream that a peer opens under this name."""
-        content = pb.StreamHandlerRequest(addr=_raw(f"/unix{socket}"), proto=[protocol], balanced=False)
+        ours = _raw(f"/unix{self._sockets.streams}")
+        content = pb.StreamHandlerRequest(addr=ours, proto=[protocol], balanced=False)
         await self._ask(pb.Request.STREAM_HANDLER, streamHandler=content)
 
 
@@ -212,25 +208,39 @@ class _Validator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no 
 
 
 class _Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """What the DHT keeps here, with bounds; hivemind's has none, and never shortens its list of what expires when."""
+    """What the DHT keeps here, with bounds; hivemind's has none, and never shortens its list of what expires when.
+
+    Anyone may make as many names and authors as there is room for. So the names that we use ourselves have room of
+    their own, and who comes when all is full takes the place of another by lot: nobody is kept out for good.
+    """
 
     def __init__(self, keys_max: int) -> None:
         super().__init__()
         self._keys_max = keys_max
+        self.used: set[Any] = set()  # keys that we announce under or look up, which are few
 
     def store_subkey(self, key: Any, subkey: bytes, value: bytes, expiration_time: float) -> bool:
         held = self.get(key)
         old = held.value.get(subkey) if held else None
-        if old is not None:
-            has_room = old.expiration_time < expiration_time
-        else:
-            has_room = len(held.value) < STORED_ENTRIES_MAX if held else len(self) < self._keys_max
-        is_taken: bool = has_room and super().store_subkey(key, subkey, value, expiration_time)
+        if not self._keys_max or (old is not None and old.expiration_time >= expiration_time):
+            return False
+        if not super().store_subkey(key, subkey, value, expiration_time):
+            return False
+        if held:
+            _draw_out(held.value, held.value.data.keys() - {subkey}, STORED_ENTRIES_MAX - 1)
+        if key not in self.used:
+            _draw_out(self, self.data.keys() - self.used - {key}, self._keys_max - 1)
         for storage in (self, held.value) if held else (self,):
             if len(storage.expiration_heap) > 2 * len(storage.data) + STORED_ENTRIES_MAX:
                 storage.expiration_heap = list(storage.key_to_heap.values())
                 heapq.heapify(storage.expiration_heap)
-        return is_taken
+        return True
+
+
+def _draw_out(storage: Any, others: set[Any], room: int) -> None:
+    """Besides one that has come, there is room for so many others."""
+    for each in random.SystemRandom().sample(list(others), max(0, len(others) - room)):
+        del storage[each]
 
 
 class _Dht:
@@ -291,15 +301,16 @@ class P2pd:
     """One node's access to the network, through a p2pd of its own."""
 
     def __init__(
-        self, identity: Identity, listen: tuple[str, ...], arguments: list[str], directory: Path, on_crash: OnCrash
+        self, identity: Identity, identity_file: Path, network: NetworkConfig, directory: Path, on_crash: OnCrash
     ) -> None:
         self.me = identity.key
-        self._listen, self._arguments, self._directory = listen, arguments, directory
-        self._control = _Control(directory / CONTROL_SOCKET)
+        self._identity_file, self._network, self._listen = identity_file, network, with_ports(network.listen)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = _Validator(identity, self._counters), _Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter are of this p2pd
         self._streams = Streams(self._counters, self._tasks, _read_opening)
+        self._sockets = Sockets(directory, self._streams.accept)
+        self._control = _Control(self._sockets)
         self._registered: set[str] = set()  # protocols whose streams this p2pd brings
         self._registering = asyncio.Lock()
         self._gossip = Gossip(self.me, self._control, self._counters)
@@ -322,25 +333,14 @@ class P2pd:
 
         Sockets lie in `directory`, which must be ours alone: whoever can open them speaks as this node.
         """
-        identity = Identity.load(identity_file)
-        listen = with_ports(network.listen)
-        arguments = make_arguments(directory / CONTROL_SOCKET, identity_file, listen, network)
-        self = cls(identity, listen, arguments, directory, on_crash)
+        self = cls(Identity.load(identity_file), identity_file, network, directory, on_crash)
+        self._closing.callback(self._sockets.close)
+        self._closing.push_async_callback(self._supervisor.close)
         is_up = False
         try:
-            server = await asyncio.start_unix_server(
-                self._streams.accept,
-                directory / STREAMS_SOCKET,
-                limit=BUFFER_BYTES,
-                backlog=STREAMS_MAX,
-                start_serving=False,  # which can be cancelled, and nobody would know of the socket
-            )
-            self._closing.callback(server.close)
-            self._closing.push_async_callback(self._supervisor.close)
-            await server.start_serving()
             await self._supervisor.start()
             self._tasks.spawn(self._supervisor.run(self._peers.come_back))
-            self._tasks.spawn(self._refresh())
+            self._tasks.spawn(self._supervisor.watch(self._refresh, lambda: not self._sockets.are_there))
             is_up = True
         finally:
             if not is_up:
@@ -353,14 +353,15 @@ class P2pd:
     async def _launch(self, stack: AsyncExitStack) -> Process:
         """Start p2pd and tell it all that it has to know."""
         with_ports(self._listen)  # p2pd would share them with another
-        self._control.socket.unlink(missing_ok=True)
-        process = await Process.start(self._arguments)
+        await self._sockets.open()
+        control = self._sockets.control
+        process = await Process.start(make_arguments(control, self._identity_file, self._listen, self._network))
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self._control.guardian())
         if (found := await self._identify()) != id_bytes_of(self.me):
             raise TransportError(f"p2pd calls itself {found.hex()} with the key of {peer_id_of(self.me)}")
-        self._dht = await _Dht.start(self._control.socket, self._validator, self._storage)
+        self._dht = await _Dht.start(control, self._validator, self._storage)
         while missing := self._streams.handlers.keys() - self._registered:  # more may come meanwhile
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
@@ -372,8 +373,9 @@ class P2pd:
         self._registered.clear()
         self._streams.abort()
         await self._session_tasks.cancel()
-        if self._dht:
-            await self._dht.stop()
+        dht, self._dht = self._dht, None
+        if dht:
+            await dht.stop()
 
     async def _keep_dht(self, dht: _Dht) -> None:
         """Its connection may break while p2pd lives: an answer that comes just as its question is given up does it."""
@@ -383,19 +385,15 @@ class P2pd:
             logger.warning("the DHT has lost p2pd, and is started again")
             try:
                 await dht.stop()
-                self._dht = dht = await _Dht.start(self._control.socket, self._validator, self._storage)
+                self._dht = dht = await _Dht.start(self._sockets.control, self._validator, self._storage)
                 await self._peers.meet_all()
             except TransportError as error:
                 logger.warning("%s", error)
 
     async def _refresh(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_SECONDS)
-            try:
-                await self._identify()
-                await self._peers.connected()
-            except TransportError as error:
-                logger.debug("cannot ask p2pd for addresses: %s", error)
+        """Our own addresses, and the way back to those who are connected."""
+        await self._identify()
+        await self._peers.connected()
 
     async def _meet(self, peer: bytes) -> None:
         if self._dht:
@@ -449,7 +447,7 @@ class P2pd:
     async def _register(self, protocol: str) -> None:
         async with self._registering:
             if protocol not in self._registered:
-                await self._control.bring_streams(protocol, self._directory / STREAMS_SOCKET)
+                await self._control.bring_streams(protocol)
                 self._registered.add(protocol)
 
     async def open(self, peer: bytes, protocol: str) -> FrameStream:
@@ -465,7 +463,7 @@ class P2pd:
 
     async def announce(self, key: str, value: bytes, seconds: float) -> None:
         assert len(value) <= VALUE_BYTES_MAX and 0 < seconds <= ANNOUNCE_SECONDS_MAX
-        node = await self._node()
+        node = await self._node_for(key)
         try:
             async with asyncio.timeout(SEARCH_SECONDS):
                 is_stored = await node.store(key, value, time.time() + seconds, subkey=self.me)
@@ -475,7 +473,7 @@ class P2pd:
             raise TransportError(f"nobody took the announcement of {key}: perhaps an earlier one holds for longer")
 
     async def look_up(self, key: str) -> dict[bytes, bytes]:
-        node = await self._node()
+        node = await self._node_for(key)
         try:
             async with asyncio.timeout(SEARCH_SECONDS):
                 found = await node.get(key, latest=True)
@@ -485,8 +483,10 @@ class P2pd:
         records = [(peer, entry.value) for peer, entry in entries if entry.expiration_time > now]
         return dict(random.SystemRandom().sample(records, min(len(records), FOUND_MAX)))
 
-    async def _node(self) -> Any:
+    async def _node_for(self, key: str) -> Any:
+        self._storage.used.add(DHTID.generate(source=key))
         await self._supervisor.up()
         await self._peers.met()
-        assert self._dht, "it is started before p2pd counts as up"
+        if self._dht is None:
+            raise TransportError("p2pd has just ended")
         return self._dht.node

@@ -35,7 +35,6 @@ LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output, for error messages
 TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # lines before a stack or a list of options
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # p2pd closes the least useful when there are more
-CONTROL_SOCKET, STREAMS_SOCKET = "p2pd.sock", "streams.sock"  # p2pd's, and ours for the streams that it brings
 LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 BECOME = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
@@ -125,6 +124,10 @@ class Process:
                 self._signal(signal.SIGKILL)
         await self._child.wait()
         await self._reading
+
+    def kill(self) -> None:
+        """Whoever waits for it then sees that it has ended."""
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # it has just ended

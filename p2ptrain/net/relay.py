@@ -3,13 +3,17 @@
 From each source come the pieces that it gave out least, in random order, so that many who fetch the same blob from its
 author take different pieces and then exchange them; whom a source names as holders are asked too. When nothing has
 moved for a while, we insist on what we were put off with, and ask others for what we wait for elsewhere.
+
+Nobody keeps the others out by giving little or nothing: while others wait, only the fastest source has its place for
+longer than its turn. Turns double, so that those who are all slow get time for a piece.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from p2ptrain.digest import PIECE_BYTES, piece_count
@@ -20,10 +24,14 @@ from p2ptrain.net.sources import PIECE_SECONDS, Source, SourceError, Sources, pi
 from p2ptrain.net.transport import TransportError
 
 SOURCES_AT_ONCE = 4
+NAMED_AT_ONCE = 3  # of them, that were only named by others: so one who was told of by the core has a place
+TURN_SECONDS = 5.0  # the first of a source; then twice as long each time
+TURN_DOUBLINGS_MAX = 8
 SOURCES_MAX = 64  # of a fetch, with those that were learnt from others
 PIPELINE = 4  # pieces asked for ahead: hides the way there and back up to 4 MiB, 30 ms at a gigabit
 REFRESH_PIECES = 8  # until a source is asked again what it has, and has given to others; at first after one
 STALL_SECONDS = 5.0  # without a piece from anywhere, and we insist
+ALONE_SECONDS = 1.0  # the same, when nobody else answers who might give us what we were put off with
 INSIST_SECONDS = 0.5  # between insisting and insisting on more, as long as nothing comes by itself
 POLL_SECONDS = 0.05  # until a source that had nothing new is asked again; doubles
 POLL_SECONDS_MAX = 0.8
@@ -36,6 +44,22 @@ T = TypeVar("T")
 async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
     """Do what may wait for a disk in a thread."""
     return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
+
+
+@dataclass(slots=True)
+class Turn:
+    """Of a source that has a place."""
+
+    began: float
+    ends: float  # if others wait
+    task: asyncio.Task[None] | None = None
+    source: Source | None = None
+    pieces: int = 0  # that we got in it
+    is_over: bool = False  # another one gets the place, and this source waits for its next turn
+
+    def speed(self, now: float) -> float:
+        """Pieces a second; one that just came is not taken for fast."""
+        return self.pieces / max(now - self.began, TURN_SECONDS)
 
 
 class Relay:
@@ -57,10 +81,12 @@ class Relay:
         self.size, self.leaves = -1, b""
         self.missing = 0  # pieces, once the size is known
         self.flying: dict[int, list[Source]] = {}  # by piece: from whom it is expected
+        self.flying_since: dict[int, float] = {}
         self.first = frozenset(first)
         self.known = set(first[:SOURCES_MAX]) | {sources.transport.me}
         self.waiting = deque(first[:SOURCES_MAX])
-        self.working: set[bytes] = set()
+        self.working: dict[bytes, Turn] = {}
+        self.turns: Counter[bytes] = Counter()  # that each has had
         self.failures: dict[bytes, str] = {}
         self.broken: DataError | None = None  # of the sink: our world, not theirs
         self.changed = asyncio.Event()
@@ -69,19 +95,22 @@ class Relay:
         self.insists, self.rounds = 0, 0  # pieces that we may insist on now, and how often we came to that
 
     async def run(self) -> None:
-        workers: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as group:
             while not self._is_over():
-                while self.waiting and len(self.working) < SOURCES_AT_ONCE:
-                    peer = self.waiting.popleft()
-                    self.working.add(peer)
-                    worker = group.create_task(self._work(peer))
-                    workers.add(worker)
-                    worker.add_done_callback(workers.discard)
+                while len(self.working) < SOURCES_AT_ONCE and (peer := self._next()) is not None:
+                    now, seconds = asyncio.get_running_loop().time(), TURN_SECONDS * 2 ** self.turns[peer]
+                    self.turns[peer] = min(self.turns[peer] + 1, TURN_DOUBLINGS_MAX)
+                    turn = self.working[peer] = Turn(now, now + seconds)
+                    turn.task = group.create_task(self._work(peer, turn))
                 self.changed.clear()
-                await self.changed.wait()
-            for worker in workers:
-                worker.cancel()
+                try:
+                    async with asyncio.timeout_at(self._end_turns()):
+                        await self.changed.wait()
+                except TimeoutError:
+                    pass  # a turn ends
+            for turn in self.working.values():
+                assert turn.task is not None
+                turn.task.cancel()
         if self.broken is not None:
             raise self.broken
         if not self._is_complete():
@@ -95,14 +124,49 @@ class Relay:
         return self._is_complete() or self.broken is not None or not (self.waiting or self.working)
 
     # ---------------------------------------------------------------------------------------------------
+    # Whose turn it is
+
+    def _next(self) -> bytes | None:
+        """Who waits and may have a place."""
+        for peer in self.waiting:
+            if self._may_work(peer):
+                self.waiting.remove(peer)
+                return peer
+        return None
+
+    def _may_work(self, peer: bytes, instead_of: bytes = b"") -> bool:
+        named = sum(each not in self.first for each in self.working if each != instead_of)
+        return peer in self.first or named < NAMED_AT_ONCE
+
+    def _is_place_wanted(self, peer: bytes) -> bool:
+        """Whether another source would get the place of this one."""
+        return any(self._may_work(each, peer) for each in self.waiting)
+
+    def _end_turns(self) -> float | None:
+        """End the turns that are up, if others wait; and say when the next one will be."""
+        now = asyncio.get_running_loop().time()
+        fastest = max(self.working.values(), key=lambda turn: turn.speed(now), default=None)
+        for peer, turn in self.working.items():
+            if turn.ends <= now and not turn.is_over and self._is_place_wanted(peer):
+                if turn is fastest and turn.pieces:
+                    turn.ends = now + TURN_SECONDS
+                    continue
+                assert turn.task is not None
+                turn.is_over = True
+                turn.task.cancel()
+        to_come = [turn.ends for peer, turn in self.working.items() if not turn.is_over and self._is_place_wanted(peer)]
+        return min(to_come, default=None)
+
+    # ---------------------------------------------------------------------------------------------------
     # A source
 
-    async def _work(self, peer: bytes) -> None:
+    async def _work(self, peer: bytes, turn: Turn) -> None:
         why = ""
         try:
             async with self.sources.opened(peer, self.name) as source:
+                turn.source = source
                 try:
-                    await self._pull(source)
+                    await self._pull(source, turn)
                 finally:
                     self._land(source)
         except RemoteProtocolError as error:
@@ -113,14 +177,16 @@ class Relay:
         except DataError as error:
             self.broken = error
         finally:
-            self.working.discard(peer)
+            del self.working[peer]
+            if turn.is_over and not why:
+                self.waiting.append(peer)
             self.changed.set()
         if why and not self._is_complete():
             self.failures[peer] = why
             if peer in self.first:
                 self.failed(peer, why)
 
-    async def _pull(self, source: Source) -> None:
+    async def _pull(self, source: Source, turn: Turn) -> None:
         """Take from a source until there is nothing missing, or another one had better have its place."""
         await self._look(source, leaves=not self.leaves)
         since, refresh, polls = 0, 1, 0
@@ -138,8 +204,9 @@ class Relay:
             rate = self.sources.download.rate  # under a low limit, we may be what others wait for
             if now - self.moved_at > PIECE_SECONDS + (SOURCES_AT_ONCE * PIECE_BYTES / rate if rate else 0.0):
                 raise SourceError("has nothing of what is missing")
-            if polls > POLLS_MAX and self.waiting:
-                self.waiting.append(source.stream.peer)
+            is_empty = not self.missing & source.held & ~source.put_off  # what it has may be on its way from elsewhere
+            if is_empty and polls > POLLS_MAX and self._is_place_wanted(source.stream.peer):
+                turn.is_over = True
                 return
             await asyncio.sleep(min(POLL_SECONDS * 2 ** (polls - 1), POLL_SECONDS_MAX))
             await self._look(source, leaves=False)
@@ -159,6 +226,7 @@ class Relay:
             if not self.missing >> index & 1:
                 continue  # it came from elsewhere meanwhile
             self.flying.setdefault(index, []).append(source)
+            self.flying_since.setdefault(index, asyncio.get_running_loop().time())
             if insist:
                 self.insists -= 1
                 source.insisted |= 1 << index
@@ -177,6 +245,7 @@ class Relay:
                     await aside(self.sink, self.sink.write, index, data)
                     self.missing &= ~(1 << index)
                     self.moved_at = asyncio.get_running_loop().time()
+                    self.working[source.stream.peer].pieces += 1
                     if not source.insisted >> index & 1:
                         self.insists, self.rounds = 0, 0
                     if not self.missing:
@@ -241,17 +310,29 @@ class Relay:
         for rare in source.rarity:
             if found := free & rare & ~source.put_off:
                 return pick(found, rng), False
-        silent = [index for index, them in self.flying.items() if any(now - each.at > STALL_SECONDS for each in them)]
-        slow = can & sum(1 << index for index in silent)
+        slow = can & sum(1 << index for index in self.flying if self._is_late(index, source, now))
         if found := slow & ~source.put_off:
             return pick(found, rng), False
-        if (found := (free | slow) & source.put_off & ~source.insisted) and self._may_insist(now):
+        if (found := (free | slow) & source.put_off & ~source.insisted) and self._may_insist(source, now):
             return pick(found, rng), True
         return None
 
-    def _may_insist(self, now: float) -> bool:
+    def _is_late(self, index: int, source: Source, now: float) -> bool:
+        """Whether a piece had better come from this source too: from where we wait for it comes nothing, or little."""
+        them, mine = self.flying[index], self.working[source.stream.peer].speed(now)
+        if any(now - each.at > STALL_SECONDS for each in them):
+            return True
+        is_quick = all(mine > 2 * self.working[each.stream.peer].speed(now) for each in them)
+        return is_quick and now - self.flying_since[index] > STALL_SECONDS
+
+    def _may_insist(self, source: Source, now: float) -> bool:
         """A few pieces at first, and more as long as nothing comes by itself."""
-        if self.insists <= 0 and now - self.moved_at > (INSIST_SECONDS if self.rounds else STALL_SECONDS):
+        others = [turn.source for turn in self.working.values() if turn.source not in (None, source)]
+        if any(each and each.size >= 0 and now - each.at < STALL_SECONDS for each in others):
+            stall = STALL_SECONDS
+        else:
+            stall = ALONE_SECONDS
+        if self.insists <= 0 and now - self.moved_at > (INSIST_SECONDS if self.rounds else stall):
             self.insists = PIPELINE << min(self.rounds, 8)
             self.rounds += 1
         return self.insists > 0
@@ -260,7 +341,7 @@ class Relay:
         expected = self.flying[index]
         expected.remove(source)
         if not expected:
-            del self.flying[index]
+            del self.flying[index], self.flying_since[index]
 
     def _land(self, source: Source) -> None:
         """What a source still owed is free for others."""

@@ -1,4 +1,8 @@
-"""Incoming streams: who may have how many, who answers them, and what becomes of them when the answer fails."""
+"""Incoming streams: who may have how many, who answers them, and what becomes of them when the answer fails.
+
+When all places are taken, whoever has most gives one up to a peer that has fewer. So a handful of keys cannot keep
+others out, whatever they do with theirs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from p2ptrain.net.tasks import Tasks
 from p2ptrain.net.transport import Handler, TransportError
 
 STREAMS_MAX, STREAMS_OF_PEER_MAX = 256, 32  # at a time; a peer with more has lost count of them. 130 MB of buffers
+OPENINGS_MAX = 64  # beyond them: those whose peer is not known yet, or which were given up and end
 HANDSHAKE_SECONDS = 10.0  # for p2pd to say whose stream it brings
 
 ReadOpening: TypeAlias = Callable[[asyncio.StreamReader], Awaitable[tuple[bytes, str]]]  # the peer's id, the protocol
@@ -29,7 +34,7 @@ class Streams:
         self._counters, self._tasks, self._read_opening = counters, tasks, read_opening
         self._open: set[FrameStream] = set()
         self._incoming = 0
-        self._incoming_of: Counter[bytes] = Counter()
+        self._incoming_of: dict[bytes, list[FrameStream]] = {}  # by peer, the oldest first
 
     def add(
         self, peer: bytes, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -44,19 +49,19 @@ class Streams:
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection from p2pd."""
-        if self._incoming < STREAMS_MAX:
+        if self._incoming < STREAMS_MAX + OPENINGS_MAX:
             self._incoming += 1
             self._tasks.spawn(self._answer(reader, writer))
         else:
-            self._refuse(writer, f"{STREAMS_MAX} are open")
+            self._refuse(writer, f"{self._incoming} are open")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 peer_id, protocol = await self._read_opening(reader)
             peer = key_of_bytes(peer_id)
-            if self._incoming_of[peer] >= STREAMS_OF_PEER_MAX:
-                self._refuse(writer, f"{peer_id_of(peer)} has {STREAMS_OF_PEER_MAX}")
+            if why := self._make_room(peer):
+                self._refuse(writer, why)
             else:
                 await self._handle(self.add(peer, protocol, reader, writer))
         except PeerIdError as error:
@@ -67,8 +72,24 @@ class Streams:
             self._incoming -= 1
             writer.transport.abort()
 
+    def _make_room(self, peer: bytes) -> str:
+        """Why a peer can have no further stream, if that is so.
+
+        Whoever gives one up loses its newest: the first that a peer opens is the line on which it talks.
+        """
+        mine = len(self._incoming_of.get(peer, ()))
+        if mine >= STREAMS_OF_PEER_MAX:
+            return f"{peer_id_of(peer)} has {mine}"
+        if sum(map(len, self._incoming_of.values())) >= STREAMS_MAX:
+            most = max(self._incoming_of.values(), key=len)
+            if len(most) < mine + 2:  # otherwise the two would only change places, for ever
+                return f"{STREAMS_MAX} are open"
+            self._counters["streams given up"] += 1
+            most.pop().abort()
+        return ""
+
     async def _handle(self, stream: FrameStream) -> None:
-        self._incoming_of[stream.peer] += 1
+        self._incoming_of.setdefault(stream.peer, []).append(stream)
         try:
             await self.handlers[stream.protocol](stream)
             await stream.close()
@@ -76,9 +97,11 @@ class Streams:
             logger.debug("a stream %s of %s ended: %s", stream.protocol, peer_id_of(stream.peer), error)
         finally:
             stream.abort()
-            self._incoming_of[stream.peer] -= 1
-            if not self._incoming_of[stream.peer]:
-                del self._incoming_of[stream.peer]
+            streams = self._incoming_of.get(stream.peer, [])
+            if stream in streams:  # it may have been given up, and the others have ended since
+                streams.remove(stream)
+                if not streams:
+                    del self._incoming_of[stream.peer]
 
     def _refuse(self, writer: asyncio.StreamWriter, why: str) -> None:
         self._counters["streams refused"] += 1

@@ -1,4 +1,4 @@
-"""Keeps one p2pd running: starts it again whenever it ends, for as long as that takes."""
+"""Keeps one p2pd running: starts it again whenever it ends, for as long as that takes, and ends it when it hangs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from p2ptrain.net.transport import TransportError
 
 WAIT_SECONDS = 10.0  # for p2pd to come back before a request fails
 STEADY_SECONDS = 60.0  # after which a p2pd that ends has not just been started in vain
+LAUNCH_SECONDS = 60.0  # it takes half a second; each question to p2pd has its own limit, those of the DHT's start none
+LOOK_SECONDS = 10.0  # between looks at a p2pd
+LOOKS_MAX = 3  # in a row without an answer, of 16 s each: a machine may be busy, but not so busy for a minute
 
 logger = logging.getLogger("p2ptrain.net")
 
@@ -35,7 +38,11 @@ class Supervisor:
 
     async def start(self) -> None:
         async with AsyncExitStack() as stack:
-            self.process = await self._launch(stack)
+            try:
+                async with asyncio.timeout(LAUNCH_SECONDS):
+                    self.process = await self._launch(stack)
+            except TimeoutError as error:
+                raise TransportError(f"p2pd was not ready in {LAUNCH_SECONDS:.0f} s") from error
             self._is_up.set()
             stack.callback(self._is_up.clear)
             self._session = stack.pop_all()
@@ -58,6 +65,33 @@ class Supervisor:
             started_at = time.monotonic()
             self._counters["p2pd restarts"] += 1
             came_back()
+
+    async def watch(self, look: Callable[[], Awaitable[None]], is_cut_off: Callable[[], bool]) -> None:
+        """End a p2pd that nobody can reach any more, or that hangs: `run` starts it again.
+
+        `look` asks it something, which only one that hangs fails to answer for several looks in a row.
+        """
+        failed = 0
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            process, was_up, why = self.process, self.is_up, ""
+            try:
+                await look()
+                failed = 0
+            except TransportError as error:
+                logger.debug("cannot ask p2pd for addresses: %s", error)
+                failed, why = failed + 1, f"no answer to {LOOKS_MAX} questions in a row; the last: {error}"
+            if not (was_up and self.is_up and process is self.process):
+                failed = 0  # it has ended by itself
+            elif is_cut_off():
+                self._end("its sockets are gone")
+            elif failed >= LOOKS_MAX:
+                failed = 0
+                self._end(why)
+
+    def _end(self, why: str) -> None:
+        logger.warning("p2pd cannot be used any more, and is ended: %s", why)
+        self.process.kill()
 
     async def up(self) -> None:
         """Wait for p2pd, though not for long."""

@@ -99,9 +99,7 @@ class ClaimsToBeAhead(Unasked):
         rng, state = self.rng, core.here.state
         branch = rng.choice((state.branch, state.branch, rng.randbytes(32)))
         number = rng.choice((state.round + 2, state.round + 100, NUMBER_MAX - 1))
-        return [
-            Publish(self.signed(Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", False, self.me)).envelope)
-        ]
+        return [Publish(self.signed(_hello(branch, number, self.me)).envelope)]
 
     def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
         told = self._told(cluster, core, effect)
@@ -191,3 +189,8 @@ class FalseJumps(ClaimsToBeAhead):
         vote = self.signed(Vote(*place, 0, Ballot.PRECOMMIT, manifest.digest, self.me))
         certificate = Certificate(*place, 0, manifest.digest, b"\x01", (signature_of(vote),))
         return Entry(manifest, certificate), state.after(manifest, run)
+
+
+def _hello(branch: bytes, number: int, author: bytes) -> Hello:
+    """As of somebody who stands there and has heard of nothing yet."""
+    return Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", False, author)

@@ -49,8 +49,8 @@ class Lock:
 
     @classmethod
     def of_identity(cls, key_file: Path) -> Self:
-        """For who may speak with a key."""
-        return cls(key_file.with_name(key_file.name + LOCK_SUFFIX), f"the identity {key_file}")
+        """For who may speak with a key, whatever links lead to it."""
+        return cls(beside(key_file, LOCK_SUFFIX), f"the identity {key_file}")
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -62,3 +62,9 @@ class Lock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def beside(key_file: Path, suffix: str) -> Path:
+    """What belongs to a key lies beside the file itself: under two names it is one key."""
+    file = Path(os.path.realpath(key_file))  # Path.resolve raises where links lead in a circle
+    return file.with_name(file.name + suffix)

@@ -37,6 +37,7 @@ from p2ptrain.store.log import Log
 from p2ptrain.store.payloads import Payloads
 
 CHECKPOINTS_KEPT = 4
+PEERS_NAME = "peers.json"
 PEERS_MAX = 1_024  # addresses; a few are enough to find the others
 ADDRESS_LENGTH_MAX = 512
 SPOKEN_SUFFIX = ".spoken"  # of the directory beside a key, with a file for each run
@@ -153,15 +154,19 @@ class Store:
     # Peers
 
     def peers(self) -> list[str]:
-        """Addresses that worked, the best first; losing them is no reason not to start."""
-        path = self.directory / "peers.json"
-        try:
-            content = read(path)
-            return [] if content is None else msgspec.json.decode(content, type=_Addresses)
-        except (DataError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            _log.warning("remembered addresses are lost", path=str(path), why=str(error))
-            return []
+        return remembered_peers(self.directory)
 
     def remember_peers(self, addresses: Sequence[str]) -> None:
         kept = [address for address in dict.fromkeys(addresses) if len(address) <= ADDRESS_LENGTH_MAX][:PEERS_MAX]
-        write_atomically(self.directory / "peers.json", msgspec.json.encode(kept))
+        write_atomically(self.directory / PEERS_NAME, msgspec.json.encode(kept))
+
+
+def remembered_peers(directory: Path) -> list[str]:
+    """Addresses that worked in the run of this directory, the best first; losing them is no reason not to start."""
+    path = directory / PEERS_NAME
+    try:
+        content = read(path)
+        return [] if content is None else msgspec.json.decode(content, type=_Addresses)
+    except (DataError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        _log.warning("remembered addresses are lost", path=str(path), why=str(error))
+        return []
