@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from p2ptrain.daemon.control import ask
-from p2ptrain.errors import NoDaemonError
+from p2ptrain.errors import P2ptrainError
 
 # A round takes half a second of one core; three nodes are a swarm that goes on when one is missing. What comes late
 # may still be taken: the cores are shared, and a newcomer's seat should not be a matter of luck.
@@ -111,7 +111,7 @@ class Daemon:
         """Empty while it does not answer. What it says of the rounds' roots is compared with what others said."""
         try:
             status = self.ask()
-        except NoDaemonError:
+        except P2ptrainError:
             return {}
         self.swarm.compare(self.name, status)
         return status

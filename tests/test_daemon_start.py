@@ -78,11 +78,16 @@ def test_a_directory_that_cannot_be_written_is_named(swarm: Swarm, place: str) -
 
 
 def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
-    searching = [swarm.joiner(f"searching{number}", some_address()).start() for number in (1, 2)]
+    searching = [swarm.joiner(f"searching{number}", some_address()).start() for number in (1, 2, 3)]
     for each in searching:
         took = each.until_says(f"cannot connect to {some_address()}: nobody listens there (connection refused)")
         swarm.note("says that nobody is there", took)
-    for each, number, status in zip(searching, (signal.SIGINT, signal.SIGTERM), (130, 130), strict=True):
+    owner = ("--data-dir", searching[2].directory)
+    status, _, err = p2ptrain("status", *owner)
+    assert (status, err) == (1, "it is starting, or looks for the run: its log says what it waits for\n")
+    assert p2ptrain("leave", *owner)[0] == 0
+    assert searching[2].until_ended(SECONDS_TO_END) == 130
+    for each, number, status in zip(searching, (signal.SIGINT, signal.SIGTERM), (130, 130), strict=False):
         each.signal(number)
         assert each.until_ended(SECONDS_TO_END) == status
         assert all(line.endswith("; will go on trying") for line in each.text.splitlines()), each.text
@@ -90,7 +95,7 @@ def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
 
 def test_a_first_start_may_be_killed_anywhere(swarm: Swarm) -> None:
     first = swarm.first()
-    for place in ("identity.key", "data/*", "runs/*/wal", "runs/*/checkpoints/*", "daemon.json"):
+    for place in ("identity.key", "data/*", "runs/*/wal", "runs/*/checkpoints/*", "runs/*/events/*"):
         first.start()
         first.until(lambda place=place: any(first.directory.glob(place)), look=0.01)
         first.kill()

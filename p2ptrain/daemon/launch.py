@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
-from p2ptrain.daemon.daemon import live, save_last
+from p2ptrain.daemon.daemon import Daemon, live, save_last
 from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run
 from p2ptrain.daemon.logs import set_up
 from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
@@ -107,6 +107,9 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
             raise _first(group) from group
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None  # the user does not want to wait
+    finally:
+        for handler in logging.getLogger().handlers:
+            handler.flush()  # before what the command itself has to say
 
 
 def _first(group: BaseExceptionGroup[P2ptrainError]) -> P2ptrainError:
@@ -136,13 +139,13 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
     _check_addresses(config.network)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
+        owner = await _answer_owner(stack, config)
         log.info("making or reading the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
-        sockets = stack.enter_context(private_directory())
-        transport = await _open_transport(stack, identity_file(config), config.network, sockets)
-        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), sockets)
+        transport = await _open_transport(stack, identity_file(config), config.network, owner.sockets)
+        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), owner)
 
 
 async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None) -> None:
@@ -151,15 +154,15 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
     ticket = _read_ticket(ticket_file)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
-        sockets = stack.enter_context(private_directory())
-        transport = await _open_transport(stack, identity_file(config), config.network, sockets)
+        owner = await _answer_owner(stack, config)
+        transport = await _open_transport(stack, identity_file(config), config.network, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
         directory = find_dataset(config, run.data.manifest)
         if (directory / MANIFEST_NAME).exists():
             data = TokenDataset.open(directory, run.data.manifest)
         else:
             data = await fetch_dataset(transport, config, run, directory, sources)
-        await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket), sockets)
+        await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket), owner)
 
 
 def _check_addresses(network: NetworkConfig) -> None:
@@ -213,12 +216,35 @@ async def _open_transport(stack: AsyncExitStack, identity: Path, network: Networ
 # Taking part
 
 
-async def _serve(stack: AsyncExitStack, launch: Launch, sockets: Path) -> None:
-    """Until the node has left."""
-    daemon, started = await assemble(stack, launch)
-    control = Control(data_directory(launch.config), sockets, daemon.answer)
+class _Owner:
+    """Who asks over the control socket, from the start on."""
+
+    def __init__(self, sockets: Path) -> None:
+        self.sockets = sockets
+        self.daemon: Daemon | None = None
+        self._life = asyncio.current_task()
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self.daemon is not None:
+            return await self.daemon.answer(request)
+        if request == {"do": "leave"} and self._life is not None:
+            self._life.cancel()  # there is nothing to leave yet
+            return {"leaving": True}
+        return {"error": "it is starting, or looks for the run: its log says what it waits for"}
+
+
+async def _answer_owner(stack: AsyncExitStack, config: NodeConfig) -> _Owner:
+    owner = _Owner(stack.enter_context(private_directory()))
+    control = Control(data_directory(config), owner.sockets, owner.answer)
     await control.start()
     stack.push_async_callback(control.close)
+    return owner
+
+
+async def _serve(stack: AsyncExitStack, launch: Launch, owner: _Owner) -> None:
+    """Until the node has left."""
+    daemon, started = await assemble(stack, launch)
+    owner.daemon = daemon
     _tell_how_to_join(launch.transport, launch.run)
     progress = Progress(launch.config.logging.format, lambda: status_of(daemon))
     progress.start()
