@@ -7,6 +7,7 @@ time of the loop, so that nothing depends on threads.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -185,8 +186,8 @@ class ScriptedNode:
     """In the core's place: it notes what it hears, and answers as the test says."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.context = SimpleNamespace(me=ME, run=run)
-        self.work = SimpleNamespace(outstanding={})
+        self.context = SimpleNamespace(me=ME, run=run, counters=Counter())
+        self.work = SimpleNamespace(outstanding={}, applied_round=0)
         self.line = SimpleNamespace(state=SimpleNamespace(place={key: seat for seat, key in enumerate(KEYS[:4])}))
         self.deadline: float | None = None
         self.handled: list[tuple[float, ev.Event]] = []
@@ -293,7 +294,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
     connections = Connections(transport, RUN, speaks, lambda peer: None, lambda peer: None, Random(0))
     lines: Any = NotedLines(done)
-    fetching = Fetching(run, transport, connections, fetcher, data, library)
+    fetching = Fetching(run, transport, connections, fetcher, data, library, tmp_path / "fetching")
     keeping = LoopKeeping(store, library, 4, needed=lambda: ())
     keeping.writes, keeping.trouble, keeping.disk_seconds = [], [], 0.01
     edges = Edges(RUN, transport, connections, lines, fetching, keeping, library)

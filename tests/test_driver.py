@@ -17,7 +17,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import decode, payload_digest
 from p2ptrain.daemon import driver as driver_module
 from p2ptrain.daemon.driver import DISK_SECONDS, EVENTS_MAX, OUTBOX_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
-from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.line import AskHistory, Deliver
 
@@ -206,6 +206,19 @@ async def test_a_core_that_fails_ends_the_driver(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # Events
+
+
+@skipping_time
+async def test_a_machine_that_miscalculates_ends_its_node_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        async with bench(tmp_path) as each, each.running() as task:
+            for number in (10, 60, 108):
+                each.node.context.counters["root mismatches"] += 1
+                each.node.work.applied_round = number
+                each.driver.give(ev.PeerSeen(PEER))
+                await now_is(number)
+            await asyncio.wait([task])
+    assert raised.group_contains(DataError, match=r"in rounds 10, 60, 108, .* Suspect this machine's hardware")
 
 
 @skipping_time

@@ -28,11 +28,12 @@ from net_known import at, skipping_time, some_bytes, until
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.driver import DISK_SECONDS
+from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName, MemoryBlob
+from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
 BODY = some_bytes(PAYLOAD_BYTES, 7)
@@ -225,6 +226,57 @@ async def test_who_claims_the_newest_state_and_does_not_give_it_keeps_nobody_fro
         doing(each, ev.CatchUp(((16, root_of(NEWER)), (8, root_of(STATE))), (PEER, OTHER), 1))
         await until(lambda: bool(each.node.events))
         assert each.node.events == [ev.CaughtUp(8, root_of(STATE), 1)]
+
+
+@skipping_time
+async def test_of_a_state_that_came_out_wrong_only_what_differs_is_fetched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = bytearray(NEWER)
+    wrong[PIECE_BYTES + 5] ^= 1
+    async with bench(tmp_path) as each, each.running():
+        server = await each.serve(PEER)
+        server.blobs |= state_blob(NEWER)
+        await tells_states(server, (8, root_of(NEWER)))
+        each.trainer.round, each.trainer.state = 8, bytes(wrong)
+        doing(each, ev.CatchUp(((8, root_of(NEWER)),), (PEER,), 1))
+        await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
+        assert each.trainer.state == NEWER
+        assert server.server.counters()["pieces"] == 1
+        assert "1 pieces of my own state were wrong, each of 1 MiB: 1" in caplog.text
+        assert list((tmp_path / "fetching").iterdir()) == []
+
+
+@skipping_time
+async def test_a_state_that_an_earlier_life_had_begun_to_fetch_is_gone_on_with(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        server = await each.serve(PEER)
+        server.blobs |= state_blob(NEWER)
+        await tells_states(server, (8, root_of(NEWER)))
+        directory = tmp_path / "fetching"
+        directory.mkdir()
+        begun, other = FileSink(directory / root_of(NEWER).hex()), FileSink(directory / root_of(STATE).hex())
+        for sink in (begun, other):
+            sink.begin(STATE_BYTES, b"")
+        begun.write(0, NEWER[:PIECE_BYTES])
+        doing(each, ev.CatchUp(((8, root_of(NEWER)),), (PEER,), 1))
+        await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
+        assert each.trainer.state == NEWER
+        assert server.server.counters()["pieces"] == 1
+        assert list(directory.iterdir()) == [], "nobody will ask for the other again"
+
+
+@skipping_time
+async def test_a_state_that_was_taken_over_is_saved_at_once(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        server = await each.serve(PEER)
+        server.blobs |= state_blob(NEWER)
+        await tells_states(server, (7, root_of(NEWER)))
+        doing(each, ev.CatchUp(((7, root_of(NEWER)),), (PEER,), 1))
+        await each.heard(ev.CaughtUp(7, root_of(NEWER), 1))
+        await until(lambda: bool(each.store.checkpoints.present()))
+        [saved] = each.store.checkpoints.present()
+        assert (saved.round, saved.root, saved.head) == (7, root_of(NEWER), b"")
 
 
 @skipping_time

@@ -98,7 +98,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         _add(connections, address, Origin.REMEMBERED)
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
-    fetching = Fetching(run, transport, connections, fetcher, launch.data, library)
+    fetching = Fetching(run, transport, connections, fetcher, launch.data, library, store.directory / "fetching")
     keeping = Keeping(store, library, CHECKPOINT_ROUNDS, needed=lambda: node.parts.payloads.held)
     stack.callback(keeping.close)
     driver.edges = edges = Edges(run_id, transport, connections, lines, fetching, keeping, library)

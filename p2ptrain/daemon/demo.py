@@ -83,6 +83,7 @@ class DemoNode:
 
     def start(self) -> None:
         own = {"OMP_NUM_THREADS": "1", "P2PTRAIN_DEVICE__NAME": "cpu", "P2PTRAIN_DEVICE__THREADS": "1"}
+        own |= {"P2PTRAIN_NETWORK__NAT": "false"}  # loopback: nothing to ask a router for
         command = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), sys.executable, "-m", "p2ptrain"]
         command += [*self.arguments, "--data-dir", str(self.directory)]
         with self.log.open("ab") as log:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import TypeVar
@@ -29,11 +29,33 @@ from p2ptrain.store.diary import Trained
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
+MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds, and the node ends
 RATES_KEPT = 16  # rounds over which tokens a second are told
 
 
 class StoppedError(P2ptrainError):
     """Training was broken off because the node ends."""
+
+
+class Mismatches:
+    """How often this machine came to another state than everybody else: nobody is helped by its going on for ever."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._rounds: deque[int] = deque(maxlen=MISMATCHES_MAX)
+
+    def look(self, count: int, number: int) -> None:
+        """After an event: how many there were, and the round that was applied last. DataError: too many."""
+        if count == self._count:
+            return
+        self._count = count
+        self._rounds.append(number)
+        if len(self._rounds) == MISMATCHES_MAX and number - self._rounds[0] < MISMATCH_ROUNDS:
+            rounds = ", ".join(map(str, self._rounds))
+            raise DataError(
+                f"the state came out wrong here in rounds {rounds}, and right everywhere else. Suspect this machine's "
+                "hardware: test its memory, and do not overclock it"
+            )
 
 
 class Device:
@@ -166,6 +188,14 @@ class Device:
 
     async def give_back(self, number: int) -> None:
         await self.run(self._let_go, number, self.trainer.restore)
+
+    async def state_of(self, rounds: Collection[int]) -> tuple[int, bytes] | None:
+        """The round and the state that are here, if it is one of these rounds."""
+
+        def look() -> tuple[int, bytes] | None:
+            return (self.trainer.round, self.trainer.state_bytes()) if self.trainer.round in rounds else None
+
+        return await self.run(look)
 
     async def adopt(self, number: int, state: bytes | memoryview) -> None:
         await self.run(self._adopt, number, state)

@@ -23,7 +23,7 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX, decode_history, encode_hist
 from p2ptrain.core.messages import Announcement, Received, decode, payload_digest
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
-from p2ptrain.daemon.device import Device, StoppedError
+from p2ptrain.daemon.device import Device, Mismatches, StoppedError
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import ignore
 from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
@@ -69,6 +69,7 @@ class Driver:
         self._checking = 0  # attachments that wait for the device, or are at it
         self._shares: Counter[bytes] = Counter()  # of `events` and `_checking`, by peer
         self._is_running = False
+        self._mismatches = Mismatches()
         self._group: asyncio.TaskGroup
         self._actions: dict[type, Callable[[Any], object]] = {
             ev.Publish: self._publish,
@@ -245,6 +246,7 @@ class Driver:
                 if self.on_event is not None:
                     self.on_event(now, event, effects)
             self.has_begun.set()
+            self._mismatches.look(self.node.context.counters["root mismatches"], self.node.work.applied_round)
             if effects:
                 self.effects.extend(effects)
                 self._has_effects.set()
@@ -440,8 +442,9 @@ class Driver:
     async def _fetch_state(self, effect: ev.CatchUp) -> None:
         try:
             async with asyncio.timeout(CATCH_UP_SECONDS):
+                like = await self.device.state_of({number for number, _ in effect.roots})
                 number, root, state = await self.edges.fetching.state(
-                    effect.roots, effect.sources, self.device.state_bytes
+                    effect.roots, effect.sources, self.device.state_bytes, like
                 )
             await self.device.adopt(number, state)
         except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:

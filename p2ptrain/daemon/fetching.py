@@ -16,11 +16,12 @@ from p2ptrain.config import RunConfig
 from p2ptrain.daemon.library import Library, read_state
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.files import entries, forget, make_directory
 from p2ptrain.learn.assignment import Positions
 from p2ptrain.learn.data import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
 from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName
+from p2ptrain.net.blobs import BlobName, FileSink
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.fetch import Fetcher
@@ -29,6 +30,7 @@ from p2ptrain.net.transport import Transport, TransportError
 
 PIECES_AT_ONCE = 4  # of training data
 DATA_SOURCES = 64  # peers that are asked for a piece: as a rule all, so that those who failed lately get their turn
+PIECES_TOLD = 16  # of a state that was wrong
 WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between tries for a piece of training data
 LATE_SECONDS = 60.0  # for which a peer that did not give a piece comes after those that may
 LATE_TIMES = 30.0  # or so many times as long as it took: who is silent costs us 20 s in ten minutes, and not each time
@@ -47,6 +49,7 @@ class Fetching:
     fetcher: Fetcher
     dataset: TokenDataset
     library: Library
+    directory: Path  # for states that are on their way
     late: dict[bytes, float] = field(default_factory=dict)  # peers that come last for training data, and until when
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
@@ -113,9 +116,12 @@ class Fetching:
             del self.late[next(iter(self.late))]
 
     async def state(
-        self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int
+        self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int, like: tuple[int, bytes] | None
     ) -> tuple[int, bytes, bytes]:
-        """The newest of these states that somebody has: round, root and bytes."""
+        """The newest of these states that somebody has: round, root and bytes.
+
+        `like` is a round and the state that we have come to in it: of the right one, only what differs is fetched.
+        """
         wanted = {root: number for number, root in roots}
         holders: dict[bytes, list[bytes]] = {}
         answers = await asyncio.gather(*(self._states_of(source) for source in sources))
@@ -130,13 +136,36 @@ class Fetching:
             if found is not None:
                 return wanted[root], root, found[0]
             if root in holders:
+                similar = like[1] if like is not None and like[0] == wanted[root] else None
                 try:
-                    sink = await self.fetcher.fetch(BlobName("state", root), size, holders[root], failed=ignore)
+                    return wanted[root], root, await self._state(root, size, holders[root], similar)
                 except FetchError as error:  # whoever told of it may lie: others may have an older one
                     log.info("%s", error)
-                    continue
-                return wanted[root], root, sink.data()
         raise DataError(f"none of {len(sources)} peers has a state of the {len(roots)} that would do")
+
+    async def _state(self, root: bytes, size: int, holders: Sequence[bytes], similar: bytes | None) -> bytes:
+        """By way of a file, so that a fetch that was broken off goes on where it was, also after a restart."""
+        sink = FileSink(self.directory / root.hex())
+        await asyncio.to_thread(make_directory, self.directory)
+        await asyncio.to_thread(self._clear, but=root.hex())
+        if similar is not None:
+            await asyncio.to_thread(sink.seed, similar)
+        await self.fetcher.fetch(BlobName("state", root), size, holders, sink=sink, failed=ignore)
+        if similar is not None:
+            pieces = ", ".join(map(str, sink.dropped[:PIECES_TOLD]))
+            log.error("%d pieces of my own state were wrong, each of 1 MiB: %s", len(sink.dropped), pieces)
+        try:
+            return await asyncio.to_thread(sink.path.read_bytes)
+        except OSError as error:
+            raise DataError(f"{sink.path} cannot be read: {error.strerror}") from error
+        finally:
+            await asyncio.to_thread(self._clear)
+
+    def _clear(self, but: str = "none") -> None:
+        """What is left of other states will not be asked for again."""
+        for path in entries(self.directory):
+            if not path.name.startswith(but):
+                forget(path)
 
     async def _states_of(self, source: bytes) -> tuple[tuple[int, bytes], ...]:
         try:

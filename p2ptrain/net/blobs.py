@@ -10,6 +10,7 @@ pieces a matter of microseconds.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -209,9 +210,22 @@ class FileSink:
         self._part = path.with_name(path.name + ".part")
         self._list = path.with_name(path.name + ".held")
         self.size, self.leaves, self.held = 0, b"", 0
+        self.dropped: list[int] = []  # pieces that were here, and were others
+        self._lock = threading.Lock()  # several sources give pieces at once
+
+    def seed(self, data: bytes) -> None:
+        """Begin with something that may be mostly the same, unless an earlier fetch has left a part of it."""
+        if self._part.exists():
+            return
+        try:
+            self._part.write_bytes(data)
+            self.size, self.held = len(data), all_pieces(len(data))
+            self._write_list()
+        except OSError as error:
+            raise _no_room(self._part, error) from error
 
     def begin(self, size: int, leaves: bytes) -> None:
-        self.size, self.leaves, self.held = size, leaves, 0
+        self.size, self.leaves, self.held, self.dropped = size, leaves, 0, []
         try:
             if self._part.exists() and self._part.stat().st_size == size and self._list.exists():
                 listed = self._list.read_bytes()[: PIECES_MAX // 8]
@@ -225,16 +239,18 @@ class FileSink:
 
     def write(self, index: int, piece: bytes) -> None:
         try:
-            with self._part.open("r+b") as file:
-                file.seek(index * PIECE_BYTES)
-                file.write(piece)
-            self.held |= 1 << index
-            self._write_list()
+            with self._lock:
+                with self._part.open("r+b") as file:
+                    file.seek(index * PIECE_BYTES)
+                    file.write(piece)
+                self.held |= 1 << index
+                self._write_list()
         except OSError as error:
             raise _no_room(self._part, error) from error
 
     def drop(self, index: int) -> None:
         self.held &= ~(1 << index)
+        self.dropped.append(index)
 
     def finish(self) -> None:
         assert self.held == all_pieces(self.size)
