@@ -105,6 +105,10 @@ class StorageConfig(Section):
     """What the node keeps."""
 
     directory: FilePath = Field("", description="where runs, data and keys are kept; empty: the user's data directory")
+    checkpoint_every_rounds: int = Field(
+        8, ge=1, le=10**6, description="rounds between checkpoints, at most half of those whose history is kept"
+    )
+    checkpoints_kept: int = Field(4, ge=1, le=1_000, description="checkpoints; each takes as much as the model twice")
 
 
 def _is_loopback(host: str) -> bool:

@@ -282,7 +282,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         founders=[key.hex() for key in KEYS[:4]],
     )
     base = genesis(RUN, KEYS[:4], root_of(STATE))
-    store = Store.open(tmp_path / "run", run, base, ME, tmp_path / "key")
+    store = Store(tmp_path / "run", run, base, ME, tmp_path / "key")
     node, device = ScriptedNode(run), LoopDevice(ChainTrainer())
     blamed: list[tuple[bytes, str]] = []
     done: list[tuple[Any, ...]] = []

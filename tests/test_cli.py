@@ -82,11 +82,13 @@ def test_help_imports_nothing_heavy() -> None:
                 "replay",
                 "config",
                 "data",
+                "checkpoint",
                 "identity",
             ],
         ),
         (("config",), ["check", "schema", "show"]),
         (("data",), ["prepare"]),
+        (("checkpoint",), ["list", "verify", "export", "prune"]),
     ],
 )
 def test_without_a_command_it_lists_them(

@@ -17,7 +17,6 @@ from net_known import SkippingLoop, until
 from store_known import Power, PowerCut
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.daemon import assembly
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
@@ -61,7 +60,7 @@ async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, byte
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         stack.callback(device.close)
-        config = NodeConfig(storage=StorageConfig(directory=str(root)))
+        config = NodeConfig(storage=StorageConfig(directory=str(root), checkpoint_every_rounds=3))
         daemon, started = await assemble(stack, Launch(run, config, ME, transport, dataset, state=STATE), device)
         running = asyncio.create_task(daemon.driver.run(started))
         try:
@@ -85,8 +84,7 @@ def lived(root: Path, dataset: TokenDataset, rounds: int = ROUNDS) -> dict[int, 
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenDataset:
-    monkeypatch.setattr(assembly, "CHECKPOINT_ROUNDS", 3)
+def dataset(tmp_path: Path) -> TokenDataset:
     return a_dataset(tmp_path / "data")
 
 

@@ -36,7 +36,7 @@ def run_of(name: str = "test") -> RunConfig:
 
 
 def opened(root: Path, run: RunConfig | None = None, me: bytes = ME) -> Store:
-    return Store.open(root / "run", run or run_of(), some_records()[0], me, root / "identity.key")
+    return Store(root / "run", run or run_of(), some_records()[0], me, root / "identity.key")
 
 
 def content_of(number: int) -> bytes:
@@ -96,7 +96,7 @@ def test_a_key_under_two_names_is_one_key(tmp_path: Path) -> None:
         with Lock.of_identity(names[0]), pytest.raises(ConfigError, match=f"the identity {names[1]} is in use by"):
             Lock.of_identity(names[1])
     for directory, name in (("run", link), ("again", key)):
-        with Store.open(tmp_path / directory, run_of(), some_records()[0], ME, name) as store:
+        with Store(tmp_path / directory, run_of(), some_records()[0], ME, name) as store:
             assert store.is_forgetful == (directory == "again")  # it has spoken, as whatever it was called
     circle = tmp_path / "circle.key"
     circle.symlink_to(circle)
@@ -311,10 +311,10 @@ def test_an_identity_that_has_spoken_and_lost_its_log_knows_it(tmp_path: Path) -
 
 def test_in_another_run_the_identity_is_new(tmp_path: Path) -> None:
     opened(tmp_path).close()
-    with Store.open(tmp_path / "other", run_of("other"), some_records()[0], ME, tmp_path / "identity.key") as store:
+    with Store(tmp_path / "other", run_of("other"), some_records()[0], ME, tmp_path / "identity.key") as store:
         assert not store.is_forgetful
     moved = tmp_path / "moved"
-    with Store.open(moved, run_of(), some_records()[0], ME, tmp_path / "identity.key") as store:
+    with Store(moved, run_of(), some_records()[0], ME, tmp_path / "identity.key") as store:
         assert store.is_forgetful
 
 

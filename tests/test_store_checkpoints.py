@@ -33,6 +33,12 @@ def history() -> tuple[Journal, list[AgreedState]]:
     return folded(base, list(certified)), [record.state for record in certified]
 
 
+def opened(directory: Path, run_id: bytes = RUN) -> Checkpoints:
+    made = Checkpoints(directory, run_id)
+    made.tidy()
+    return made
+
+
 def write(
     checkpoints: Checkpoints, number: int, head: bytes, root: bytes = b"x" * 32, weights: bytes = b"weights"
 ) -> Checkpoint:
@@ -47,8 +53,8 @@ def void(_: object) -> None:
 def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
     weights = Random(1).randbytes(PIECE_BYTES + 100)
     root = merkle_root(leaf_digests(weights), len(weights))
-    made = write(Checkpoints(tmp_path, RUN), 7, b"h" * 32, root, weights)
-    checkpoints = Checkpoints(tmp_path, RUN)
+    made = write(opened(tmp_path), 7, b"h" * 32, root, weights)
+    checkpoints = opened(tmp_path)
     [found] = checkpoints.present()
     assert found == made
     assert (found.round, found.branch, found.head, found.root) == (7, RUN, b"h" * 32, root)
@@ -61,7 +67,7 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_digests_are_those_that_a_person_can_check(tmp_path: Path) -> None:
-    made = write(Checkpoints(tmp_path, RUN), 7, b"h" * 32, weights=b"")
+    made = write(opened(tmp_path), 7, b"h" * 32, weights=b"")
     stamp = json.loads((made.path / "checkpoint.json").read_text())
     empty = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"  # BLAKE3 of nothing, as published
     assert stamp["state"] == {"bytes": 0, "blake3": empty}
@@ -70,7 +76,7 @@ def test_digests_are_those_that_a_person_can_check(tmp_path: Path) -> None:
 
 def test_the_newest_is_the_last_made_of_the_saved_history(tmp_path: Path) -> None:
     journal, states = history()
-    checkpoints = Checkpoints(tmp_path, RUN)
+    checkpoints = opened(tmp_path)
     assert checkpoints.newest(journal) is None
     write(checkpoints, 1, LOST)
     assert checkpoints.newest(journal) is None
@@ -90,7 +96,7 @@ def test_the_newest_is_the_last_made_of_the_saved_history(tmp_path: Path) -> Non
 @pytest.mark.parametrize("damage", ["bit", "short", "long", "gone"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
     journal, states = history()
-    checkpoints = Checkpoints(tmp_path, RUN)
+    checkpoints = opened(tmp_path)
     good = write(checkpoints, states[-2].round, states[-2].head)
     path = write(checkpoints, states[-1].round, states[-1].head).path / name
     content = bytearray(path.read_bytes())
@@ -112,7 +118,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str
 
 def test_a_flipped_bit_anywhere_in_a_stamp_is_noticed(tmp_path: Path) -> None:
     journal, states = history()
-    checkpoints = Checkpoints(tmp_path, RUN)
+    checkpoints = opened(tmp_path)
     made = write(checkpoints, states[-1].round, states[-1].head)
     path = made.path / "checkpoint.json"
     content = path.read_bytes()
@@ -125,15 +131,15 @@ def test_a_flipped_bit_anywhere_in_a_stamp_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_passed_over(tmp_path: Path) -> None:
-    write(Checkpoints(tmp_path, b"o" * 32), 7, b"h" * 32)
+    write(opened(tmp_path, b"o" * 32), 7, b"h" * 32)
     with structlog.testing.capture_logs() as said:
-        assert Checkpoints(tmp_path, RUN).present() == []
+        assert opened(tmp_path).present() == []
     assert "of another run" in said[0]["why"]
 
 
 def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) -> None:
     journal, states = history()
-    checkpoints = Checkpoints(tmp_path, RUN)
+    checkpoints = opened(tmp_path)
     write(checkpoints, 1, LOST)
     mine = [write(checkpoints, state.round, state.head) for state in states[-4:-1]]
     lost = [write(checkpoints, 900 + number, LOST) for number in range(3)]
@@ -150,7 +156,7 @@ def test_a_checkpoint_that_is_finished_while_others_are_pruned_stays(
 ) -> None:
     """The trainer's thread writes, and the disk's thread may be anywhere in its looks at the directory."""
     journal, states = history()
-    checkpoints, looks, made = Checkpoints(tmp_path, RUN), itertools.count(), []
+    checkpoints, looks, made = opened(tmp_path), itertools.count(), []
     for state in states[-4:]:
         write(checkpoints, state.round, state.head)
 
@@ -171,12 +177,12 @@ def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     partial = tmp_path / "00000001-round-4.partial"
     partial.mkdir()
     (partial / "state.bin").write_bytes(b"half")
-    assert Checkpoints(tmp_path, RUN).present() == []
+    assert opened(tmp_path).present() == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trainer_that_cannot_save_leaves_nothing_behind(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, RUN)
+    checkpoints = opened(tmp_path)
 
     def save(path: Path) -> None:
         path.write_bytes(b"half")
@@ -192,7 +198,7 @@ def test_on_a_full_disk_the_checkpoints_before_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     journal, states = history()
-    checkpoints = Checkpoints(tmp_path, RUN)
+    checkpoints = opened(tmp_path)
     good = write(checkpoints, states[-2].round, states[-2].head)
 
     def fail(*_: Any) -> None:
@@ -214,13 +220,13 @@ def test_wherever_the_power_is_cut_a_checkpoint_is_whole_or_not_there(tmp_path: 
         root.mkdir()
         power, written = Power(root, cuts, Random(cuts)), []
         with power.on():
-            checkpoints = Checkpoints(root / "checkpoints", RUN)
+            checkpoints = opened(root / "checkpoints")
             for state in states[-4:]:
                 written.append(write(checkpoints, state.round, state.head))
                 checkpoints.prune(2, journal)
         power.disk_after(after)
         with structlog.testing.capture_logs() as said:
-            again = Checkpoints(after / "checkpoints", RUN)
+            again = opened(after / "checkpoints")
             newest = again.newest(journal)
         if written:
             assert newest is not None

@@ -2,8 +2,7 @@
 
 What takes long to import (pydantic, numpy, torch, rich) is imported in the commands that use it, so that
 `p2ptrain --help` answers at once. Exit status: 0 done, 1 failed, 2 the user erred, 3 no daemon answers, 130
-interrupted. Errors
-are one paragraph on stderr, which names the key or the file and says what to do.
+interrupted. Errors are one paragraph on stderr, which names the key or the file and says what to do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from p2ptrain import __version__
-from p2ptrain.cli import node, simulation
+from p2ptrain.cli import checkpoint, node, simulation
 from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ config_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 data_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 app.add_typer(config_app, name="config", help="Check and show configurations.")
 app.add_typer(data_app, name="data", help="Make training data.")
+app.add_typer(checkpoint.app, name="checkpoint", help="What this node has saved.")
 app.add_typer(node.identity_app, name="identity", help="This node's key, by which others know it.")
 for command in (
     node.start,
@@ -83,6 +83,7 @@ def top(
 
 @config_app.callback()
 @data_app.callback()
+@checkpoint.app.callback()
 def _help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -43,7 +43,7 @@ Format = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 
 
-def _node_config(
+def node_config(
     file: Path | None,
     data_dir: Path | None = None,
     bootstrap: list[str] | None = None,
@@ -67,7 +67,7 @@ def _node_config(
 def _data_dir(data_dir: Path | None, file: Path | None = None) -> Path:
     from p2ptrain.daemon.places import data_directory
 
-    return data_directory(_node_config(file, data_dir))
+    return data_directory(node_config(file, data_dir))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def start(
     """Begin the run that RUN.toml describes and train as its first node; started again, go on with it."""
     from p2ptrain.config import load_run_config
 
-    node = _node_config(config, data_dir, None, listen, log_level, log_format)
+    node = node_config(config, data_dir, None, listen, log_level, log_format)
     what = load_run_config(run)
     from p2ptrain.daemon.launch import start as begin  # torch takes two seconds, in which an error could be told
 
@@ -111,7 +111,7 @@ def join(
     log_format: Format = None,
 ) -> None:
     """Take part in a run: its settings, data and weights come from the nodes that are there, and are checked."""
-    node = _node_config(config, data_dir, bootstrap, listen, log_level, log_format)
+    node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
     from p2ptrain.daemon.launch import join as take_part  # torch takes two seconds, in which an error could be told
 
     take_part(node, run, ticket)
@@ -158,7 +158,7 @@ def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = 
 
 def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile = None) -> None:
     """List the runs that the nodes at these addresses take part in."""
-    node = _node_config(config, None, bootstrap)
+    node = node_config(config, None, bootstrap)
     if not node.network.bootstrap:
         raise ConfigError("no address to ask", key="--bootstrap", fix="Name the address of a node of the run")
     from p2ptrain.daemon.launch import list_runs
@@ -178,7 +178,7 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
 def _identity_file(config: Path | None, data_dir: Path | None) -> Path:
     from p2ptrain.daemon.places import identity_file
 
-    return identity_file(_node_config(config, data_dir))
+    return identity_file(node_config(config, data_dir))
 
 
 @identity_app.command("show")

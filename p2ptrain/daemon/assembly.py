@@ -36,8 +36,6 @@ from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
 
-CHECKPOINT_ROUNDS = 8  # half of what a newcomer can replay comfortably
-
 log = logging.getLogger("p2ptrain.daemon")
 
 
@@ -99,7 +97,8 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
     fetching = Fetching(run, transport, connections, fetcher, launch.data, library, store.directory / "fetching")
-    keeping = Keeping(store, library, CHECKPOINT_ROUNDS, needed=lambda: node.parts.payloads.held)
+    every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
+    keeping = Keeping(store, library, every, needed=lambda: node.parts.payloads.held)
     stack.callback(keeping.close)
     driver.edges = edges = Edges(run_id, transport, connections, lines, fetching, keeping, library)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
@@ -120,7 +119,8 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
     beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
     directory, key_file = run_directory(launch.config, run_id), identity_file(launch.config)
-    store = Store.open(directory, run, beginning, launch.identity.key, key_file)
+    kept = launch.config.storage.checkpoints_kept
+    store = Store(directory, run, beginning, launch.identity.key, key_file, checkpoints_kept=kept)
     stack.callback(store.close)
     return store
 

@@ -90,7 +90,7 @@ async def ask_around(
 async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, Tellers]:
     """The config of the run to join, and who told of it: from the nodes that are there, or from the last time."""
     addresses = config.network.bootstrap
-    stored = [run for run in _stored_runs(config) if run.run_id.startswith(wanted or "")]
+    stored = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
     if addresses and not wanted:  # whoever names a stranger to the runs on this disk means another one
         stored = [run for run in stored if _is_among_peers(run, config, addresses)]
     if not addresses and not stored:
@@ -130,6 +130,18 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         wait = min(2 * wait, FIND_SECONDS_MAX)
 
 
+def choose_run(config: NodeConfig, wanted: str | None) -> RunConfig:
+    """The one run of this directory that is meant."""
+    found = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        what = f"no run {wanted} in" if wanted else "no run in"
+        raise ConfigError(f"{what} {data_directory(config)}", key="--data-dir", fix="Name the directory of the node")
+    names = "\n".join(f"  {run.run_id}  {run.name}" for run in found)
+    raise ConfigError(f"there are {len(found)} runs:\n{names}", key="--run", fix="Name one of them")
+
+
 def _is_among_peers(run: RunConfig, config: NodeConfig, addresses: Sequence[str]) -> bool:
     """Whether one of these was a peer in this run."""
     directory = run_directory(config, bytes.fromhex(run.run_id))
@@ -137,7 +149,7 @@ def _is_among_peers(run: RunConfig, config: NodeConfig, addresses: Sequence[str]
     return any(address.rpartition("/p2p/")[2] in known for address in addresses)
 
 
-def _stored_runs(config: NodeConfig) -> list[RunConfig]:
+def stored_runs(config: NodeConfig) -> list[RunConfig]:
     """Runs that this directory has taken part in."""
     found = []
     for path in sorted((data_directory(config) / "runs").glob("*/run.json")):

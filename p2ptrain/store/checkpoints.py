@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -128,9 +129,12 @@ class Checkpoints:
 
     def __init__(self, directory: Path, run_id: bytes) -> None:
         self.directory, self.run_id = directory, run_id
-        make_directory(directory)
-        for path in entries(directory):
-            if path.name.endswith(PARTIAL_SUFFIX):  # a crash interrupted it
+
+    def tidy(self) -> None:
+        """Before the first is written: make the directory, and remove what a crash has interrupted."""
+        make_directory(self.directory)
+        for path in entries(self.directory):
+            if path.name.endswith(PARTIAL_SUFFIX):
                 forget(path)
 
     def write(
@@ -172,15 +176,23 @@ class Checkpoints:
                 forget(partial)
         return Checkpoint(path, self._stamp(path))
 
-    def present(self) -> list[Checkpoint]:
-        """Those that are there, the last made at the end; what cannot be read is named and passed over."""
-        found = []
+    def found(self) -> list[Checkpoint | DataError]:
+        """All that are there, the last made at the end, and why they cannot be read."""
+        found: list[Checkpoint | DataError] = []
         for path in self._directories():
             try:
                 found.append(Checkpoint(path, self._stamp(path)))
             except DataError as error:
-                _log.warning("checkpoint passed over", path=str(path), why=str(error))
+                found.append(error)
         return found
+
+    def present(self) -> list[Checkpoint]:
+        """Those that can be read, the last made at the end; the others are named and passed over."""
+        found = self.found()
+        for each in found:
+            if isinstance(each, DataError):
+                _log.warning("checkpoint passed over", why=str(each))
+        return [each for each in found if isinstance(each, Checkpoint)]
 
     def verify(self, checkpoint: Checkpoint) -> str | None:
         """Why it cannot be used; None if both its files are what was written."""
@@ -193,6 +205,33 @@ class Checkpoints:
             if found != (stamp.bytes, stamp.blake3):
                 return f"{path}: damaged: its digest is not the one in {STAMP_NAME}"
         return None
+
+    def export(self, checkpoint: Checkpoint, target: Path) -> None:
+        """A copy in a directory of its own, and checked there."""
+        if target.exists():
+            raise DataError(f"{target}: there is something already")
+        partial = target.with_name(target.name + PARTIAL_SUFFIX)
+        forget(partial)
+        with trouble(target):
+            try:
+                make_directory(partial)
+                for name in (TRAINER_NAME, STATE_NAME, STAMP_NAME):
+                    shutil.copyfile(checkpoint.path / name, partial / name)
+                    sync(partial / name)
+                if why := self.verify(Checkpoint(partial, checkpoint.stamp)):
+                    raise DataError(why)
+                sync(partial)
+                rename(partial, target)
+            finally:
+                forget(partial)
+
+    def keep_last(self, count: int) -> list[Checkpoint]:
+        """Remove all but the last made that are whole; those that went."""
+        whole = [each for each in self.present() if self.verify(each) is None]
+        gone = whole[:-count]
+        for each in gone:
+            forget(each.path)
+        return gone
 
     def newest(self, journal: Journal) -> Checkpoint | None:
         """The last made that is whole and of the saved history; it reads all of it."""

@@ -36,8 +36,7 @@ from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import Log
 from p2ptrain.store.payloads import Payloads
 
-CHECKPOINTS_KEPT = 4
-PEERS_NAME = "peers.json"
+PEERS_NAME, CHECKPOINTS_NAME = "peers.json", "checkpoints"
 PEERS_MAX = 1_024  # addresses; a few are enough to find the others
 ADDRESS_LENGTH_MAX = 512
 SPOKEN_SUFFIX = ".spoken"  # of the directory beside a key, with a file for each run
@@ -57,9 +56,18 @@ class PayloadLostError(DataError):
 class Store:
     """Of one identity in one run. One thread writes."""
 
-    def __init__(self, directory: Path, run: RunConfig, genesis: AgreedState, me: bytes, key_file: Path) -> None:
-        """See `open`."""
-        self.directory, self.genesis, self.me = directory, genesis, me
+    def __init__(
+        self,
+        directory: Path,
+        run: RunConfig,
+        genesis: AgreedState,
+        me: bytes,
+        key_file: Path,
+        *,
+        checkpoints_kept: int = 4,
+    ) -> None:
+        """Open a directory, or begin it; `genesis` is the state before the first round."""
+        self.directory, self.genesis, self.me, self.checkpoints_kept = directory, genesis, me, checkpoints_kept
         self.lock = Lock.of_directory(directory)
         with ExitStack() as failed:
             failed.callback(self.lock.release)
@@ -74,13 +82,9 @@ class Store:
                 write_atomically(spoken, b"")
             self.payloads = Payloads(directory / "payloads")
             self.diary = Diary(directory / "diary.jsonl")
-            self.checkpoints = Checkpoints(directory / "checkpoints", bytes.fromhex(run.run_id))
+            self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id))
+            self.checkpoints.tidy()
             failed.pop_all()
-
-    @classmethod
-    def open(cls, directory: Path, run: RunConfig, genesis: AgreedState, me: bytes, key_file: Path) -> Self:
-        """Open a directory, or begin it; `genesis` is the state before the first round."""
-        return cls(directory, run, genesis, me, key_file)
 
     def _claim(self, name: str, content: bytes, what: str) -> None:
         """Written at the first start, and the same ever after."""
@@ -147,7 +151,7 @@ class Store:
         needed = self.journal.payloads
         self.payloads.keep(self.payloads.fleeting(needed))
         self.payloads.prune(needed.union(payloads), known)
-        self.checkpoints.prune(CHECKPOINTS_KEPT, self.journal)
+        self.checkpoints.prune(self.checkpoints_kept, self.journal)
         self.diary.forget(min((each.stamp.trained for each in self.checkpoints.present()), default=0))
 
     # -----------------------------------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""The commands about checkpoints of the local node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.node import DataDir, NodeFile, node_config
+from p2ptrain.errors import DataError
+
+if TYPE_CHECKING:
+    from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+
+FAILED = 1
+
+app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")]
+
+
+def _open(config: Path | None, data_dir: Path | None, run: str | None) -> Checkpoints:
+    from p2ptrain.daemon.find import choose_run
+    from p2ptrain.daemon.places import run_directory
+    from p2ptrain.store.checkpoints import Checkpoints
+    from p2ptrain.store.store import CHECKPOINTS_NAME
+
+    node = node_config(config, data_dir)
+    run_id = bytes.fromhex(choose_run(node, run).run_id)
+    return Checkpoints(run_directory(node, run_id) / CHECKPOINTS_NAME, run_id)
+
+
+def _line(checkpoint: Checkpoint) -> str:
+    size = checkpoint.stamp.trainer.bytes + checkpoint.stamp.state.bytes
+    return f"round {checkpoint.round:>8}  root {checkpoint.root.hex()[:16]}  {size:>15,} bytes  {checkpoint.path}"
+
+
+@app.command("list")
+def list_checkpoints(config: NodeFile = None, data_dir: DataDir = None, run: Run = None) -> None:
+    """List the checkpoints of this node, the last made at the end."""
+    for each in _open(config, data_dir, run).found():
+        typer.echo(f"DAMAGED {each}" if isinstance(each, DataError) else _line(each))
+
+
+@app.command()
+def verify(config: NodeFile = None, data_dir: DataDir = None, run: Run = None) -> None:
+    """Read all checkpoints and compare their digests; exit status 1 if one is damaged."""
+    checkpoints, is_bad = _open(config, data_dir, run), False
+    for each in checkpoints.found():
+        why = str(each) if isinstance(each, DataError) else checkpoints.verify(each)
+        typer.echo(f"DAMAGED {why}" if isinstance(each, DataError) or why else f"OK      {_line(each)}")
+        is_bad = is_bad or why is not None
+    if is_bad:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copy goes; it must not be there yet.")],
+    number: Annotated[int | None, typer.Option("--round", min=0, help="Of this round; without it, the newest.")] = None,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+    run: Run = None,
+) -> None:
+    """Copy a checkpoint that is whole, and check the copy."""
+    checkpoints = _open(config, data_dir, run)
+    found = [each for each in checkpoints.present() if number is None or each.round == number]
+    for each in reversed(found):
+        if checkpoints.verify(each) is None:
+            checkpoints.export(each, out)
+            typer.echo(_line(each))
+            return
+    raise DataError(f"{checkpoints.directory}: no whole checkpoint" + ("" if number is None else f" of round {number}"))
+
+
+@app.command()
+def prune(
+    keep: Annotated[int, typer.Option(min=1, help="So many of the last that are whole.")] = 1,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+    run: Run = None,
+) -> None:
+    """Remove older checkpoints of a node that is not running; a running one does so by itself."""
+    from p2ptrain.store.lock import Lock
+
+    checkpoints = _open(config, data_dir, run)
+    with Lock.of_directory(checkpoints.directory.parent):
+        for each in checkpoints.keep_last(keep):
+            typer.echo(f"removed {_line(each)}")
