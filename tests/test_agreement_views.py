@@ -153,6 +153,32 @@ def test_an_earlier_view_may_still_decide() -> None:
     assert member.go_on(0.0) == [Decided(0, A)]
 
 
+def test_in_a_view_that_was_left_without_votes_they_are_cast_for_nothing_when_a_member_is_still_in_it() -> None:
+    member = Member(seat=6, size=7)
+    member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2, view=3)
+    assert member.go_on(0.0) == [Entered(3)]
+    assert [member.agreement.pass_by(view) for view in (3, 4)] == [[], []]  # not left yet
+    assert member.agreement.pass_by(1) == [Say(1, PREVOTE, NOTHING), Say(1, PRECOMMIT, NOTHING)]
+    assert member.agreement.pass_by(1) == [], "nothing is said twice"
+    assert member.agreement.said == {(1, PREVOTE): NOTHING, (1, PRECOMMIT): NOTHING}
+
+
+def test_where_a_vote_was_cast_only_the_other_is_missing() -> None:
+    member = Member(seat=6, size=7)
+    member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2, view=3)
+    member.go_on(0.0)
+    member.agreement.said[1, PREVOTE] = A
+    assert member.agreement.pass_by(1) == [Say(1, PRECOMMIT, NOTHING)]
+    assert member.agreement.said[1, PREVOTE] == A
+
+
+def test_who_only_watches_casts_no_votes_in_passing() -> None:
+    member = Member(seat=9, size=7)
+    member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2, view=3)
+    member.go_on(0.0)
+    assert member.agreement.pass_by(1) == []
+
+
 def test_precommits_of_different_views_do_not_add_up() -> None:
     member = Member(seat=3)
     member.hear_votes(PRECOMMIT, A, 0, 1)

@@ -254,6 +254,8 @@ class Inbox:
             if hello.view > here.agreement.view:
                 node.repair.greet(here, author)
             else:
+                if author in here.roster.seat:
+                    here.help_in(hello.view)
                 node.repair.hand_over(here, hello)
 
     def _standing_elsewhere(self, hello: Hello) -> None:

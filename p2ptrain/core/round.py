@@ -373,6 +373,12 @@ class Round:
                 case Decided() | None:
                     return
 
+    def help_in(self, view: int) -> None:
+        """A member has not come further than this view."""
+        for vote in self.agreement.pass_by(view):
+            self._vote(vote.view, vote.ballot, vote.manifest)
+        self.advance()
+
     def _vote(self, view: int, ballot: Ballot, manifest: bytes) -> None:
         if not self.context.may_speak(self.branch, self.number):
             return
@@ -430,8 +436,7 @@ class Round:
         agreement, me = self.agreement, self.context.me
         again = [self.mine] if self.mine else []
         for number in sorted({agreement.view - 1, agreement.view}):
-            view = agreement.views.get(number)
-            if view is None:
+            if (view := agreement.views.get(number)) is None:
                 continue
             if view.proposal is not None and agreement.proposer(number) == me:
                 again.append(view.proposal)
@@ -447,12 +452,11 @@ class Round:
         decided = self.agreement.decided
         if decided is None:
             return None
-        manifest = self.manifests.get(decided.manifest)
-        if manifest is None:
-            for view in self.agreement.views.values():  # perhaps in a proposal that we have not looked at
+        if decided.manifest not in self.manifests:  # perhaps in a proposal that we have not looked at
+            for view in self.agreement.views.values():
                 if view.proposal and read(view.proposal, Proposal).manifest == decided.manifest:
                     self._judge(view.proposal)
-            manifest = self.manifests.get(decided.manifest)
+        manifest = self.manifests.get(decided.manifest)
         if manifest is None:
             return None
         votes = self.agreement.voted(decided.view, Ballot.PRECOMMIT, decided.manifest)[: self.roster.quorum]
