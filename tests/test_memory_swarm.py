@@ -190,6 +190,8 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
             assert len(peers_of(node.daemon)["peers"]) == 3
             assert 8 in dict(node.daemon.edges.library.states())
             assert status["counters"]["contributions taken"] >= 6  # links lose messages, and threads say which
+        for node in made.nodes[1:]:  # also if it is killed now: whom it joined by
+            assert node.daemon.edges.keeping.store.peers() == [made.network.address(made.nodes[0].key)]
         directories = [node.daemon.edges.keeping.store.directory for node in made.nodes]
     for directory in directories:
         logs = sorted((directory / "events").glob("*.jsonl"))

@@ -346,9 +346,7 @@ def test_a_directory_that_may_not_be_written_says_what_to_do(tmp_path: Path, mon
     base, _ = some_records()
     with monkeypatch.context() as patch:
         failing(patch, "mkdir", errno.EACCES)
-        with pytest.raises(
-            DiskError, match=r"wal: cannot be made \(Permission denied\)\. Let the node's user write there"
-        ):
+        with pytest.raises(DiskError, match=r"wal: cannot be made \(Permission denied\)\. Let this user write there"):
             Log(tmp_path / "wal", base, KEPT)
 
 

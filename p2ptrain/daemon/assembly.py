@@ -92,6 +92,8 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         rng,
         roster=lambda: node.line.state.members if driver.has_begun.is_set() else (),
     )
+    if config.network.bootstrap and not store.peers():  # by which this run is known again, if they are away next time
+        store.remember_peers(config.network.bootstrap)
     for address in store.peers():
         _add(connections, address, Origin.REMEMBERED)
     for address in config.network.bootstrap:

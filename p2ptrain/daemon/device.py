@@ -190,10 +190,11 @@ class Device:
         await self.run(self._let_go, number, self.trainer.restore)
 
     async def state_of(self, rounds: Collection[int]) -> tuple[int, bytes] | None:
-        """The round and the state that are here, if it is one of these rounds."""
+        """The round and the state that are here, if it is one of these rounds; a newcomer has none."""
 
         def look() -> tuple[int, bytes] | None:
-            return (self.trainer.round, self.trainer.state_bytes()) if self.trainer.round in rounds else None
+            number = self.trainer.round
+            return (number, self.trainer.state_bytes()) if number and number in rounds else None
 
         return await self.run(look)
 
