@@ -19,13 +19,14 @@ from store_known import Power, PowerCut
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.digest import digest
-from p2ptrain.errors import DataError
+from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.net.memory import Network
 from p2ptrain.node_config import StorageConfig
 
 ROUNDS = 13  # with a checkpoint in every third
+Bits = tuple[bytes, bytes]  # the weights, and what is still to be told
 ME = Identity(bytes(31) + b"\1")
 
 
@@ -34,14 +35,13 @@ class WatchedTrainer(ChainTrainer):
 
     def __init__(self, dataset: TokenDataset) -> None:
         super().__init__(dataset)
-        self.bits: dict[int, bytes] = {}
+        self.bits: dict[int, Bits] = {}
 
     def note(self) -> None:
-        kept = bytes(self.kept_rounds)
-        self.bits[self.round] = digest("test bits", self.state[:32], self.residual, kept)
+        self.bits[self.round] = self.state[:32], digest("test bits", self.residual, bytes(self.kept_rounds))
 
 
-async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, bytes]:
+async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, Bits]:
     """Take part until so many rounds are applied, and then be killed."""
     run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(
         manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
@@ -73,14 +73,17 @@ async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, byte
     return trainer.bits
 
 
-def lived(root: Path, dataset: TokenDataset, rounds: int = ROUNDS) -> dict[int, bytes]:
+def lived(root: Path, dataset: TokenDataset, rounds: int = ROUNDS) -> dict[int, Bits]:
     try:
         with asyncio.Runner(loop_factory=SkippingLoop) as runner:
             return runner.run(live(root, dataset, rounds))
     except BaseExceptionGroup as group:
-        cut, rest = group.split(PowerCut)
-        assert rest is None, rest
-        raise PowerCut from cut
+        ended, rest = group.split((PowerCut, TimeoutError, P2ptrainError))
+        assert rest is None and ended is not None, rest
+        first: BaseException = ended
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from group
 
 
 @pytest.fixture
@@ -88,7 +91,7 @@ def dataset(tmp_path: Path) -> TokenDataset:
     return a_dataset(tmp_path / "data")
 
 
-def changes_of(tmp_path: Path, dataset: TokenDataset) -> tuple[int, dict[int, bytes]]:
+def changes_of(tmp_path: Path, dataset: TokenDataset) -> tuple[int, dict[int, Bits]]:
     """How often a whole run changes anything on the disk, and the bits that it comes to."""
     root = tmp_path / "whole"
     root.mkdir()
@@ -98,11 +101,11 @@ def changes_of(tmp_path: Path, dataset: TokenDataset) -> tuple[int, dict[int, by
     return power.changes, bits
 
 
-def interrupted(tmp_path: Path, dataset: TokenDataset, at: int, fails: bool, expected: dict[int, bytes]) -> None:
+def interrupted(tmp_path: Path, dataset: TokenDataset, at: int, fails: bool, expected: dict[int, Bits]) -> None:
     root, after = tmp_path / f"{at}", tmp_path / f"{at} after"
     root.mkdir()
     power = Power(root, at, Random(at), fails)
-    bits: dict[int, bytes] = {}
+    bits: dict[int, Bits] = {}
     with power.on():
         try:
             bits = lived(root, dataset)
