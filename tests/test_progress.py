@@ -51,6 +51,8 @@ def test_a_node_in_one_line() -> None:
         "round 13 collect · loss 2.346 · 2 peers · 3 in the roster · 12,346 tokens/s · "
         "sent 1.2 KB, received 56.8 MB · root cdcdcdcdcdcd"
     )
+    small = STATUS | {"health": ["crash-only: fewer than four members"]}
+    assert line_of(small) == line_of(STATUS)  # in `status` it stands
     new = STATUS | {"loss": None, "state_root": "", "bytes": {}, "health": ["degraded: the disk is full", "no peers"]}
     assert line_of(new) == (
         "round 13 collect · loss - · 2 peers · 3 in the roster · 12,346 tokens/s · "

@@ -34,7 +34,10 @@ def line_of(status: dict[str, Any]) -> str:
     """A node in one line."""
     loss = "-" if status["loss"] is None else f"{status['loss']:.3f}"
     traffic = status["bytes"]
-    health = f" · {status['health'][0]}" if status["health"] else ""
+    troubles = [
+        each for each in status["health"] if not each.startswith("crash-only")
+    ]  # how a small run is, each round
+    health = f" · {troubles[0]}" if troubles else ""
     return plain(
         f"round {status['round']} {status['phase']} · loss {loss} · {len(status['peers'])} peers · "
         f"{len(status['roster'])} in the roster · {status['tokens_per_second']:,.0f} tokens/s · "
