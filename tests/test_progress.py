@@ -105,6 +105,8 @@ def test_where_there_is_no_terminal_a_round_is_told_once(caplog: pytest.LogCaptu
         "state_root": "cd" * 32,
         "peers": 2,
         "roster": 3,
+        "bytes_sent": 1_234,
+        "bytes_received": 56_789_000,
     }
 
 

@@ -34,9 +34,7 @@ def line_of(status: dict[str, Any]) -> str:
     """A node in one line."""
     loss = "-" if status["loss"] is None else f"{status['loss']:.3f}"
     traffic = status["bytes"]
-    troubles = [
-        each for each in status["health"] if not each.startswith("crash-only")
-    ]  # how a small run is, each round
+    troubles = [each for each in status["health"] if not each.startswith("crash-only")]  # as small runs are
     health = f" · {troubles[0]}" if troubles else ""
     return plain(
         f"round {status['round']} {status['phase']} · loss {loss} · {len(status['peers'])} peers · "
@@ -85,6 +83,7 @@ class Progress:
         elif status["applied_round"] != self._told_round:
             fields = {key: status[key] for key in ("round", "phase", "loss", "tokens_per_second", "state_root")}
             fields |= {"peers": len(status["peers"]), "roster": len(status["roster"])}
+            fields |= {f"bytes_{way}": status["bytes"].get(f"bytes {way}", 0) for way in ("sent", "received")}
             log.info(line_of(status), extra={"fields": fields})
         self._told_round = status["applied_round"]
 
