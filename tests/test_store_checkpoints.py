@@ -93,7 +93,7 @@ def test_the_newest_is_the_last_made_of_the_saved_history(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["trainer.safetensors", "state.bin", "checkpoint.json"])
-@pytest.mark.parametrize("damage", ["bit", "short", "long", "gone"])
+@pytest.mark.parametrize("damage", ["bit", "short", "long", "gone", "no text"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
     journal, states = history()
     checkpoints = opened(tmp_path)
@@ -108,6 +108,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str
             path.write_bytes(path.read_bytes()[:-3])
         case "long":
             path.write_bytes(path.read_bytes() + b"?")
+        case "no text":
+            path.write_bytes(b'{"format": "\xb1"}')
         case _:
             path.unlink()
     with structlog.testing.capture_logs() as said:

@@ -181,7 +181,7 @@ async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes])
 
 def _check_protocol(run_id: bytes, encoded: bytes) -> None:
     """A run of another protocol can be joined with another release only."""
-    with suppress(msgspec.MsgspecError):
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         needed = msgspec.json.decode(encoded, type=dict[str, object]).get("protocol")
         if needed != PROTOCOL_VERSION:
             what = (

@@ -264,7 +264,7 @@ class Checkpoints:
             raise DataError(f"{path}: missing, or not a checkpoint's")
         try:
             stamp = msgspec.json.decode(content, type=Stamp)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{path}: not a checkpoint's: {error}") from error
         if stamp.encoded() != content:
             raise DataError(f"{path}: damaged: it is not what was written")

@@ -210,7 +210,7 @@ class Log:
     def _decoded(self, at: int, body: bytes) -> Record | Snapshot:
         try:
             return _DECODER.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise damaged(self.path, at, f"not a record that this version knows: {error}") from error
 
 
