@@ -7,6 +7,7 @@ order.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,17 @@ def test_hosts_find_each_other_at_their_own_addresses(hosted: Hosted) -> None:
         node.until(lambda node=node: node.peers == SIZE - 1, SECONDS)
     hosted.swarm.note("rounds over an open network", hosted.go_on(*hosted.nodes))
     assert hosted.swarm.compared() >= ROUNDS
+
+
+def test_where_there_is_no_route_it_is_said_so(hosted: Hosted) -> None:
+    address = f"/ip4/203.0.113.7/tcp/4001/p2p/{hosted.nodes[0].ask()['peer_id']}"
+    stranded = HostedDaemon(hosted.swarm, "stranded", "join", "--bootstrap", address, listen="/ip4/127.0.0.1/tcp/0")
+    stranded.host = hosted.lan.hosts[1]
+    hosted.swarm.daemons.append(stranded)
+    stranded.start()
+    stranded.until_says(f"cannot connect to {address}: no way there (network is unreachable", SECONDS)
+    stranded.signal(signal.SIGINT)
+    assert stranded.until_ended() == 130
 
 
 def test_rounds_go_on_over_thin_and_lossy_lines(hosted: Hosted) -> None:
