@@ -13,6 +13,7 @@ from net_known import key, skipping_time, some_bytes, until
 
 from p2ptrain.core.history import HISTORY_BYTES_MAX
 from p2ptrain.net import line
+from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.line import Ask, AskHistory, Deliver, HistoryBegins, HistoryPart, LineMessage, Lines, TellHistory
 from p2ptrain.net.memory import MemoryTransport, Network
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
@@ -32,7 +33,7 @@ class Ear:
         self.histories: list[tuple[bytes, bytes]] = []
         self.none: list[tuple[bytes, str]] = []
 
-    def lines(self, transport: MemoryTransport) -> Lines:
+    def lines(self, transport: MemoryTransport, upload: TokenBucket | None = None) -> Lines:
         return Lines(
             transport,
             RUN,
@@ -40,6 +41,7 @@ class Ear:
             malformed=lambda *each: self.wrong.append(each),
             history=lambda *each: self.histories.append(each),
             no_history=lambda *each: self.none.append(each),
+            upload=upload,
         )
 
 
@@ -269,6 +271,25 @@ async def test_an_answer_that_nobody_asked_for_or_that_is_late_is_thrown_away() 
         assert (ear.histories, ear.wrong, ear.none) == ([], [], [])
         assert lines.counters()["unasked"] == 1
         assert lines._unasked == {}
+
+
+@skipping_time
+async def test_what_a_history_takes_of_the_upload_limit_other_things_wait_for() -> None:
+    network, limit = Network(), TokenBucket(2**20)
+    a, b = network.transport(A), network.transport(B)
+    await a.connect(b.addresses()[0])
+    ear_a, ear_b = Ear(), Ear()
+    async with ear_a.lines(a) as lines, ear_b.lines(b, limit) as other:
+        lines.ask_history(B, bytes(32), 3)
+        await until(lambda: bool(ear_b.heard))
+        other.post(A, TellHistory(some_bytes(8 * 2**20)))
+        await until(lambda: bool(ear_a.histories))
+        began = asyncio.get_running_loop().time()
+        assert began < 2.0, "it did not wait itself"
+        await limit.take(1)
+        assert asyncio.get_running_loop().time() - began > 5.0
+    for node in (a, b):
+        await node.close()
 
 
 @skipping_time

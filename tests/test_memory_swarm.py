@@ -25,7 +25,7 @@ from p2ptrain.identity import Identity
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.memory import MemoryTransport, Network
-from p2ptrain.node_config import NetworkConfig, StorageConfig
+from p2ptrain.node_config import LimitsConfig, NetworkConfig, StorageConfig
 from p2ptrain.replay import replay
 from p2ptrain.store.store import Store
 
@@ -74,7 +74,9 @@ class Member:
         first = swarm.nodes[0]
         bootstrap = () if first is self else (swarm.network.address(first.key),)
         config = NodeConfig(
-            network=NetworkConfig(bootstrap=bootstrap), storage=StorageConfig(directory=str(self.directory))
+            network=NetworkConfig(bootstrap=bootstrap),
+            storage=StorageConfig(directory=str(self.directory)),
+            limits=LimitsConfig(upload_bytes_per_second=10**9, download_bytes_per_second=2 * 10**9),
         )
         dataset = a_dataset(self.directory / "data", is_whole=is_founder)
         self.device = LoopDevice(ChainTrainer(dataset, seed=self.number))
@@ -190,6 +192,8 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
             assert len(peers_of(node.daemon)["peers"]) == 3
             assert 8 in dict(node.daemon.edges.library.states())
             assert status["counters"]["contributions taken"] >= 6  # links lose messages, and threads say which
+        edges = made.nodes[0].daemon.edges
+        assert (edges.lines._upload.rate, edges.fetching.fetcher._sources.download.rate) == (10**9, 2 * 10**9)
         for node in made.nodes[1:]:  # also if it is killed now: whom it joined by
             assert node.daemon.edges.keeping.store.peers() == [made.network.address(made.nodes[0].key)]
         directories = [node.daemon.edges.keeping.store.directory for node in made.nodes]

@@ -71,6 +71,10 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
     driver = Driver(node, signer, device)
+    limits = config.limits
+    upload, download = (
+        TokenBucket(rate) for rate in (limits.upload_bytes_per_second, limits.download_bytes_per_second)
+    )
     lines = Lines(
         transport,
         run_id,
@@ -78,11 +82,11 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         malformed=driver.blame,
         history=driver.history_came,
         no_history=driver.history_failed,
+        upload=upload,
     )
-    limits = config.limits
-    fetcher = Fetcher(transport, run_id, download=TokenBucket(limits.download_bytes_per_second), blame=driver.blame)
+    fetcher = Fetcher(transport, run_id, download=download, blame=driver.blame)
     library = Library(run, store, launch.data, fetcher)
-    server = Server(transport, run_id, library, upload=TokenBucket(limits.upload_bytes_per_second), blame=driver.blame)
+    server = Server(transport, run_id, library, upload=upload, blame=driver.blame)
     connections = Connections(
         transport,
         run_id,

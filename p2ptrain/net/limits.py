@@ -55,6 +55,11 @@ class TokenBucket:
         self._level -= size if self._rate else 0
         return True
 
+    def charge(self, size: int) -> None:
+        """Count bytes that could not wait: what comes after them does."""
+        self._fill()
+        self._level -= size if self._rate else 0
+
     @property
     def _burst(self) -> int:
         return max(self._rate, PIECE_BYTES)

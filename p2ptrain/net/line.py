@@ -26,6 +26,7 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX
 from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, Digest, Number, Short
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
 NAMES_MAX = 1_024  # of an `Ask`: what a round of the largest run has
@@ -175,10 +176,13 @@ class Lines:
         malformed: Callable[[bytes, str], None],
         history: Callable[[bytes, bytes], None],
         no_history: Callable[[bytes, str], None],
+        upload: TokenBucket | None = None,
     ) -> None:
+        """`upload` is charged for histories: who asks for one gets it in time, and pieces wait instead."""
         self.protocol = f"/p2ptrain/1/{run_id.hex()}/line"
         self._transport = transport
         self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
+        self._upload = upload or TokenBucket(0)
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, list[Stream]] = {}
         self._questions: dict[bytes, Question] = {}
@@ -323,6 +327,8 @@ class Lines:
             return outgoing.next() is not None
         async with asyncio.timeout(SEND_SECONDS):
             await stream.send(frame)
+        if frame is outgoing.part:
+            self._upload.charge(len(frame))
         outgoing.sent(frame)
         self._counters["sent"] += 1
         return True
