@@ -26,6 +26,7 @@ from p2ptrain.net.memory import Network
 from p2ptrain.node_config import StorageConfig
 
 ROUNDS = 13  # with a checkpoint in every third
+LIFE_SECONDS = 600.0  # of virtual time; the rounds take less than one
 Bits = tuple[bytes, bytes]  # the weights, and what is still to be told
 ME = Identity(bytes(31) + b"\1")
 
@@ -64,7 +65,8 @@ async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, Bits
         daemon, started = await assemble(stack, Launch(run, config, ME, transport, dataset, state=STATE), device)
         running = asyncio.create_task(daemon.driver.run(started))
         try:
-            await until(lambda: running.done() or trainer.round >= rounds)
+            async with asyncio.timeout(LIFE_SECONDS):
+                await until(lambda: running.done() or trainer.round >= rounds)
             if running.done():
                 running.result()
         finally:
