@@ -12,7 +12,7 @@ from net_known import skipping_time, some_bytes, until
 
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs import BlobName, FileBlob, FileSink, MemoryBlob, MemorySink, Sink, all_pieces, is_piece, proves
+from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob, MemorySink, Sink, all_pieces, is_piece, proves
 from p2ptrain.net.sources import pick
 
 
@@ -41,16 +41,20 @@ def test_a_choice_at_random_reaches_every_piece_and_no_other() -> None:
     assert pick(1 << 59_999, rng) == 59_999
 
 
-def test_a_file_is_a_blob(tmp_path: Path) -> None:
+def test_a_file_that_came_whole_can_be_served_as_long_as_it_is_whole(tmp_path: Path) -> None:
     path, data = tmp_path / "blob", some_bytes(PIECE + 5)
-    with pytest.raises(DataError, match="cannot be read"):
-        FileBlob(path)
-    path.write_bytes(data)
-    blob = FileBlob(path)
-    assert (blob.size, blob.held, blob.read(0) + blob.read(1)) == (PIECE + 5, 3, data)
+    sink = FileSink(path)
+    sink.begin(len(data), b"")
+    sink.write(0, data[:PIECE])
+    sink.write(1, data[PIECE:])
+    sink.finish()
+    assert (sink.size, sink.held, sink.read(0) + sink.read(1)) == (PIECE + 5, 3, data)
     path.write_bytes(data[:PIECE])
     with pytest.raises(DataError, match="shorter"):
-        blob.read(1)
+        sink.read(1)
+    path.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        sink.read(0)
 
 
 @pytest.mark.parametrize("size", [1, PIECE, 9 * PIECE + 5])
@@ -112,7 +116,7 @@ async def test_a_state_is_fetched_into_a_file(tmp_path: Path) -> None:
         sink = FileSink(tmp_path / "state")
         assert await me.fetcher.fetch(name, 30 * PIECE, [a.key, b.key], sink=sink, failed=me.fail) is sink
         assert (tmp_path / "state").read_bytes() == blob.data()
-        me.blobs[name] = FileBlob(tmp_path / "state", blob.leaves)
+        me.blobs[name] = sink
         assert await b.fetch(name, 30 * PIECE, me.key) == blob.data()
 
 

@@ -150,22 +150,6 @@ class MemoryBlob:
         return self._data
 
 
-class FileBlob:
-    """A blob that is all here, in a file."""
-
-    is_quick = False
-
-    def __init__(self, path: Path, leaves: bytes = b"") -> None:
-        try:
-            self.size = path.stat().st_size
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        self._path, self.leaves, self.held = path, leaves, all_pieces(self.size)
-
-    def read(self, index: int) -> bytes:
-        return _read(self._path, index, self.size)
-
-
 class MemorySink:
     """A blob that is fetched into memory, which is taken piece by piece and not on anybody's word."""
 
