@@ -42,9 +42,12 @@ class Arrivals:
             return
         self.noted[author] = number
         start = self.starts.get(number)
-        if start is None:  # of a round that we have not begun, or so long ago that we only know: at least as late
-            start = now if number > max(self.starts, default=0) else min(self.starts.values())
-        self.offsets[author] = now - start
+        if start is not None:
+            self.offsets[author] = now - start
+        elif number > max(self.starts, default=0):  # we are behind: what we know of it is better than that it was early
+            self.offsets.setdefault(author, 0.0)
+        else:  # of so long ago that we only know: at least as late
+            self.offsets[author] = now - min(self.starts.values())
 
     def missed(self, author: bytes) -> None:
         """The round closed without this author, for which it had waited."""

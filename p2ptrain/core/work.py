@@ -1,7 +1,10 @@
 """My own work: what to train, what to apply, and whether my state is the swarm's.
 
 Training waits for the newest applied state, and for the last contribution to be taken or to expire: one on offer at a
-time, two with overlap. Certified rounds are applied in order, each when all its payloads are here. Every manifest
+time, two with overlap. Where only a contribution from the newest state counts, one that begins late comes late, and so
+would the next and all after it: such a node lets the round pass, and begins the next together with the others.
+
+Certified rounds are applied in order, each when all its payloads are here. Every manifest
 carries the newest root that q - f members attest; a node whose own root for that round is another has computed
 something else. It stops contributing (`quarantine`), gets the certified state from its peers, and goes on; the
 counter says how often, because a machine that does this again is broken.
@@ -26,6 +29,7 @@ RETRY_SECONDS = 1.0
 RETRY_SECONDS_MAX = 30.0
 CERTIFIED_MAX = 256  # roots that may be fetched: more than any peer keeps states
 SOURCES_MAX = 8  # peers that a state is fetched from at once
+PASSED_TIMES = 2.0  # of what a round usually takes, without anybody's contribution: then there may be nobody else
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class Training:
     round: int
     base_round: int
     base_root: bytes
+    began: float
     is_useful: bool = True  # False: its base has left our line
 
 
@@ -47,6 +52,10 @@ class Work:
         self.roots = {applied_round: applied_root} if applied_root else {}  # mine, by round
         self.applying: Manifest | None = None
         self.training: Training | None = None
+        self.training_seconds = 0.0  # that my last training took
+        self.passed = (b"", 0)  # branch and round that I let pass last, because I would have come too late
+        self.passed_until = 0.0  # unless somebody else has contributed to it, or does until then
+        self.look_at: float | None = None  # whether to train after all
         self.outstanding: dict[int, Received] = {}  # my announcements that may still be taken
         self.announced: dict[bytes, int] = {}  # by branch: the last round that I have announced for
         self.is_astray = not applied_root  # the applied state is not on my line, or there is none
@@ -212,6 +221,7 @@ class Work:
     # Training
 
     def _train(self) -> None:
+        self.look_at = None
         state, context = self.line.state, self.context
         overlap = context.run.agreement.overlap_rounds
         is_free = self.training is None and not self.is_stopping and len(self.outstanding) <= overlap
@@ -220,8 +230,27 @@ class Work:
         number = max(state.round + 1, self.announced.get(state.branch, 0) + 1)
         if number > state.round + 1 + overlap or not context.may_speak(state.branch, number):
             return
-        self.training = Training(number, self.applied_round, self.roots[self.applied_round])
+        if self._lets_pass(number):
+            return
+        self.training = Training(number, self.applied_round, self.roots[self.applied_round], context.now)
         context.emit(Train(number, self.applied_round, state.place[context.me], len(state.admitted)))
+
+    def _lets_pass(self, number: int) -> bool:
+        """Whether a training from now on would come too late only because it begins late; never twice in a row."""
+        parts, state, now = self.parts, self.line.state, self.context.now
+        if self.passed != (state.branch, number):
+            began = parts.arrivals.starts.get(number)
+            patience, _ = parts.arrivals.patience(key for key in state.members if key != self.context.me)
+            if parts.offers.staleness or self.passed == (state.branch, number - 1) or began is None or patience is None:
+                return False
+            if not self.training_seconds <= patience < now - began + self.training_seconds:
+                return False
+            self.passed, self.passed_until = (state.branch, number), began + PASSED_TIMES * patience
+            self.context.counters["rounds let pass"] += 1
+        if now < self.passed_until:
+            self.look_at = self.passed_until
+            return True
+        return any(parts.offers.has_from(author, state) for author in parts.offers.by_author)
 
     def finished(self, event: TrainingFinished, here: Round) -> None:
         """Offer what was trained, if it may still be taken."""
@@ -230,6 +259,7 @@ class Work:
             return
         self.training = None
         state, context = self.line.state, self.context
+        self.training_seconds = context.now - training.began
         announcement = Announcement(
             state.branch,
             event.round,
@@ -290,7 +320,9 @@ class Work:
 
     @property
     def deadline(self) -> float | None:
-        return self.retry_at if self.catching is None and (self.is_astray or self.is_quarantined) else None
+        if self.catching is None and (self.is_astray or self.is_quarantined):
+            return self.retry_at
+        return self.look_at
 
     def say_again(self) -> list[Received]:
         return list(self.outstanding.values())
