@@ -137,6 +137,7 @@ async def test_bootstraps_come_first_then_members_then_other_address_ranges() ->
     node.connections.linked[neighbour] = None
     node.connections.add(network.address(neighbour))
     await node.transport.connect(network.address(neighbour))  # whose range is that of the twenty
+    node.connections.known[neighbour].worked = network.address(neighbour)
     node.dials.clear()
     async with node.running():
         await until(lambda: len({dialled for _, dialled in node.dials}) == 27)

@@ -10,6 +10,7 @@ import pytest
 from net_known import at, key, skipping_time, some_bytes
 
 from p2ptrain.config import CONFIG_BYTES_MAX
+from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import inquiry
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
@@ -30,6 +31,7 @@ from p2ptrain.net.inquiry import (
     Runs,
     States,
 )
+from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.memory import MemoryTransport, Network
 from p2ptrain.net.transport import Stream, TransportError
 
@@ -82,6 +84,21 @@ async def test_each_question_gets_its_answer_however_large() -> None:
         (A, inquiry.AskStates(RUN)),
         (A, inquiry.AskPeers(RUN)),
     ]
+    await asked.close()
+
+
+@skipping_time
+async def test_answers_count_towards_the_upload_limit_and_do_not_wait() -> None:
+    asking, asked = await two()
+    upload = TokenBucket(100_000)
+    await inquiry.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
+    assert upload.take_now(PIECE_BYTES)  # all that there is
+    before = asyncio.get_running_loop().time()
+    for _ in range(5):
+        assert len(await inquiry.ask_config(asking, B, RUN)) == CONFIG_BYTES_MAX
+    assert asyncio.get_running_loop().time() < before + 1.0
+    await upload.take(1)
+    assert asyncio.get_running_loop().time() > before + 5 * CONFIG_BYTES_MAX / 100_000
     await asked.close()
 
 

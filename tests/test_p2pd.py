@@ -8,12 +8,13 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.identity import Identity, peer_id_of
-from p2ptrain.net import p2pd, pubsub, streams
+from p2ptrain.net import dht, p2pd, process, pubsub, streams
 from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.records import sign_record
 from p2ptrain.net.transport import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, Stream, TransportError
@@ -352,7 +353,7 @@ async def test_records_that_are_not_their_authors_are_refused(make: Make) -> Non
     packed = protocol.serializer.dumps(b"evil")
 
     async def is_taken(subkey: object, value: bytes, expires_at: float = expires_at) -> bool:
-        target = p2pd.PeerID(p2pd.id_bytes_of(nodes[0].me))
+        target = dht.PeerID(p2pd.id_bytes_of(nodes[0].me))
         answer = await protocol.call_store(target, [key], [value], [expires_at], subkeys=[subkey])
         return bool(answer[0])
 
@@ -370,8 +371,8 @@ async def test_records_that_are_not_their_authors_are_refused(make: Make) -> Non
 
 
 async def test_the_dht_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2pd, "STORED_ENTRIES_MAX", 2)
-    storage, late = p2pd._Storage(keys_max=2), time.time() + 60
+    monkeypatch.setattr(dht, "STORED_ENTRIES_MAX", 2)
+    storage, late = dht.Storage(keys_max=2), time.time() + 60
     assert [storage.store_subkey(1, subkey, b"1", late) for subkey in (b"a", b"b", b"a")] == [True, True, False]
     for number in range(1_000):
         assert storage.store_subkey(1, b"b", b"2", late + number + 1)
@@ -384,13 +385,13 @@ async def test_the_dht_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch
         assert all(len(item.value) <= 2 for _, item in storage.items())
     assert not storage.store_subkey(9_999, b"a", b"1", time.time() - 1)  # expired: it displaces nothing
     assert len(storage) == 2
-    assert not p2pd._Storage(keys_max=0).store_subkey(1, b"a", b"1", late)
+    assert not dht.Storage(keys_max=0).store_subkey(1, b"a", b"1", late)
 
 
 async def test_nobody_can_keep_others_out_of_the_dht(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and authors cost nothing, and whoever comes first may have filled it."""
-    monkeypatch.setattr(p2pd, "STORED_ENTRIES_MAX", 4)
-    storage, late = p2pd._Storage(keys_max=4), time.time() + 60
+    monkeypatch.setattr(dht, "STORED_ENTRIES_MAX", 4)
+    storage, late = dht.Storage(keys_max=4), time.time() + 60
     storage.used.add(0)
     for number in range(1, 100):
         storage.store_subkey(number, b"a", b"1", late)
@@ -412,8 +413,32 @@ async def test_what_a_node_announces_or_looks_up_has_room_in_its_own_dht(
     await nodes[0].look_up("sought")
     storage, late = nodes[0]._storage, time.time() + 600
     assert storage.used == {p2pd.DHTID.generate("mine"), p2pd.DHTID.generate("sought")}
-    for number in range(2 * p2pd.STORED_KEYS_MAX):
+    for number in range(2 * dht.STORED_KEYS_MAX):
         storage.store_subkey(p2pd.DHTID.generate(f"junk {number}"), b"a", b"1", late)
     await nodes[1].announce("sought", b"found", 60)
     assert await nodes[0].look_up("sought") == {nodes[1].me: b"found"}
     assert storage.used <= storage.data.keys()
+
+
+def without_dht(*arguments: Any) -> list[str]:
+    return [each for each in process.make_arguments(*arguments) if each != "-dhtServer=true"]
+
+
+async def test_when_there_are_too_many_connections_those_that_are_kept_stay(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "CONNECTIONS_LOW", 2)
+        patched.setattr(process, "CONNECTIONS_HIGH", 3)
+        patched.setattr(process, "CONNECTIONS_GRACE_SECONDS", 0)
+        patched.setattr(p2pd, "make_arguments", without_dht)  # it holds on to peers of its own choice
+        node = await make()
+    others = [await make() for _ in range(6)]
+    for each in others:
+        await each.connect(node.addresses()[0])
+    await node.keep([others[4].me, others[5].me])
+    await node.keep([others[0].me, others[1].me])  # in place of the others
+    async with asyncio.timeout(SECONDS):
+        while len(connected := await node.peers()) > 2:
+            pass
+    assert set(connected) == {others[0].me, others[1].me}

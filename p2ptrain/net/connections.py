@@ -9,8 +9,10 @@ of itself, or what has worked.
 Only a peer that speaks the run's protocol counts as connected; a bootstrap of another run is told apart and said so.
 
 Small swarms are fully connected. In larger ones a node dials up to LINKS_MAX connections: bootstraps and members of the
-roster first, for whom there are as many places again should strangers fill these, and some on purpose in address ranges
-of their own, so that one network cannot surround it (an eclipse).
+roster first, for whom there are as many places again should strangers fill these. So that one network cannot surround
+it (an eclipse: Heilman et al. 2015), it holds on to a few links in address ranges of their own, of each range to the
+one that has lasted longest (`anchors`): for these there are places whatever else is connected, and p2pd, which gives up
+connections when there are too many, is told to give up theirs, the bootstraps' and the members' last.
 Dials that fail are repeated with growing waits and jitter, for ever: an outage may last a weekend.
 
 Names cost nothing, and neither do addresses at which nobody answers. So those we need, those who were reached before,
@@ -49,7 +51,8 @@ STEADY_SECONDS = 30.0  # a connection that held so long is dialled again at once
 DIALS_AT_ONCE = 4  # of each standing
 DIAL_SECONDS_LIMIT = 20.0  # of one dial under all addresses: p2pd gives one 15, and another may answer at once
 LINKS_MAX = 48  # gossip needs a dozen; the rest shortens the way to payloads and histories
-RANGES_KEPT = 8  # links to different address ranges (/16, /32 of IPv6) that are dialled first
+RANGES_KEPT = 8  # anchors: links to different address ranges (/16, /32 of IPv6), besides all others
+KEEP_SECONDS = 60.0  # until it is said again whom to keep: it is forgotten with a connection that broke for a moment
 KNOWN_MAX = 1_024  # peers with addresses; of more, those that were never reached are forgotten first
 ADDRESSES_MAX = 8  # of a peer; as many of the longest fit an announcement
 ANNOUNCE_SECONDS = 300.0  # between announcements of our own addresses in the DHT
@@ -146,6 +149,9 @@ class Connections:
     shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, until when
     dialling: set[bytes] = field(default_factory=set)
     meeting: set[bytes] = field(default_factory=set)  # being asked whether they speak our protocol
+    anchors: dict[str, bytes] = field(default_factory=dict)  # by address range
+    kept: set[bytes] = field(default_factory=set)  # whose connections are to be given up last
+    keep_at: float = -math.inf  # when that is said again
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # somebody may have come: look now
 
     # -----------------------------------------------------------------------------------------------
@@ -223,6 +229,7 @@ class Connections:
                 for peer in await self.look():
                     self.meeting.add(peer)
                     group.create_task(self._meet(peer), name="meeting")
+                await self._keep()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self.changed.wait()
@@ -247,6 +254,28 @@ class Connections:
         self.rng.shuffle(due)
         due.sort(key=lambda peer: (strangers[peer].tries, strangers[peer].next_at))  # who comes again waits again
         return self._placed(due, self.meeting, MEETINGS_AT_ONCE)
+
+    def _choose_anchors(self) -> dict[str, bytes]:
+        """Of each range the one that has been linked longest (`linked` is in order), of those longest linked."""
+        anchors: dict[str, bytes] = {}
+        for peer in self.linked:
+            if len(anchors) < RANGES_KEPT and (place := self._range_of(peer)):
+                anchors.setdefault(place, peer)
+        return anchors
+
+    def _range_of(self, peer: bytes) -> str:
+        """Where it was reached; empty if it came by itself, from wherever it says."""
+        known = self.known.get(peer)
+        return address_range(known.worked) if known is not None and known.worked else ""
+
+    async def _keep(self) -> None:
+        """Have the connections that matter given up last."""
+        now = asyncio.get_running_loop().time()
+        self.anchors = self._choose_anchors()
+        needed = {peer for peer in self.linked if self._is_needed(peer)} | set(self.anchors.values())
+        if needed != self.kept or now >= self.keep_at:
+            await self.transport.keep(needed)
+            self.kept, self.keep_at = needed, now + KEEP_SECONDS
 
     async def _meet(self, peer: bytes) -> None:
         """One that does not answer must not hold up the others."""
@@ -301,20 +330,32 @@ class Connections:
             and peer not in self.shunned and known.origins
             and busy[self._standing(peer)] < DIALS_AT_ONCE  # to rank a thousand who must wait takes 20 ms
         ]  # fmt: skip
-        linked = [self.known[peer].addresses for peer in self.linked if peer in self.known]
-        ranges = {address_range(addresses[0]) for addresses in linked if addresses}
+        ranges = {place for peer in self.linked if (place := self._range_of(peer))}
+        ranges |= {address_range(self.known[peer].addresses[0]) for peer in self.dialling if peer in self.known}
+
+        def is_elsewhere(peer: bytes) -> bool:
+            return len(ranges) < RANGES_KEPT and address_range(self.known[peer].addresses[0]) not in ranges
 
         def rank(peer: bytes) -> tuple[bool, bool, bool, float]:
-            known = self.known[peer]
-            is_elsewhere = len(ranges) < RANGES_KEPT and address_range(known.addresses[0]) not in ranges
-            return (not known.is_bootstrap, peer not in self.members, not is_elsewhere, self.rng.random())
+            return (
+                not self.known[peer].is_bootstrap,
+                peer not in self.members,
+                not is_elsewhere(peer),
+                self.rng.random(),
+            )
 
         wanted.sort(key=rank)
-        room = LINKS_MAX - len(self.linked) - len(self.dialling)
-        # Whoever fills all places must not keep us from those whom we need: they have as many places of their own.
-        needed = [peer for peer in wanted if self._is_needed(peer)]
-        taken = sum(map(self._is_needed, [*self.linked, *self.dialling]))
-        return wanted[: max(0, room, min(len(needed), LINKS_MAX - taken))]
+        room = max(0, LINKS_MAX - len(self.linked) - len(self.dialling))
+        # Whoever fills all places must not keep us from those whom we need, or from other ranges: these have their own.
+        chosen, rest = wanted[:room], wanted[room:]
+        places = LINKS_MAX - sum(map(self._is_needed, [*self.linked, *self.dialling, *chosen]))
+        chosen += [peer for peer in rest if self._is_needed(peer)][: max(0, places)]
+        ranges |= {address_range(self.known[peer].addresses[0]) for peer in chosen}
+        for peer in rest:
+            if is_elsewhere(peer):
+                ranges.add(address_range(self.known[peer].addresses[0]))
+                chosen.append(peer)
+        return chosen
 
     def _is_needed(self, peer: bytes) -> bool:
         return self._standing(peer) is Standing.NEEDED

@@ -18,6 +18,7 @@ from p2ptrain.core import wire
 from p2ptrain.core.messages import Digest, Number
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
+from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import Stream, Transport, TransportError
 
 PROTOCOL = "/p2ptrain/1/ask"
@@ -83,14 +84,19 @@ _QUESTION: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-async def serve(transport: Transport, answer: Callable[[bytes, Question], Answer]) -> None:
-    """Answer the questions of peers; `answer` gets the peer and the question."""
+async def serve(
+    transport: Transport, answer: Callable[[bytes, Question], Answer], upload: TokenBucket | None = None
+) -> None:
+    """Answer the questions of peers; `answer` gets the peer and the question. Answers count, and do not wait."""
 
     async def handle(stream: Stream) -> None:
         try:
             async with asyncio.timeout(SECONDS):
                 question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
-                await stream.send(wire.encode(answer(stream.peer, question)))
+                frame = wire.encode(answer(stream.peer, question))
+                if upload is not None:
+                    upload.charge(len(frame))
+                await stream.send(frame)
         except (TransportError, RemoteProtocolError, TimeoutError):
             stream.abort()
 

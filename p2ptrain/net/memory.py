@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from random import Random
 
@@ -32,6 +32,7 @@ class Network:
         self.nodes: dict[bytes, MemoryTransport] = {}
         self.links: set[frozenset[bytes]] = set()
         self._cuts: set[frozenset[bytes]] = set()
+        self.hosts: dict[bytes, str] = {}  # where nodes are; as a rule on loopback
         self._ports: dict[bytes, int] = {}
 
     def transport(self, key: bytes) -> MemoryTransport:
@@ -42,7 +43,8 @@ class Network:
         return node
 
     def address(self, key: bytes) -> str:
-        return f"/ip4/127.0.0.1/tcp/{self._ports.get(key, 0)}/p2p/{peer_id_of(key)}"  # port 0: it was never here
+        host, port = self.hosts.get(key, "127.0.0.1"), self._ports.get(key, 0)  # port 0: it was never here
+        return f"/ip4/{host}/tcp/{port}/p2p/{peer_id_of(key)}"
 
     def cut(self, one: bytes, other: bytes) -> None:
         """Nothing passes between the two, and their connection is lost; only `heal` lets them connect again."""
@@ -98,6 +100,7 @@ class MemoryTransport:
     def __init__(self, network: Network, key: bytes) -> None:
         self.me = key
         self.heard: dict[str, Hear] = {}
+        self.kept: frozenset[bytes] = frozenset()  # connections that would be given up last, were there too many
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}  # by key and author: value and expiry
         self._network = network
         self._handlers: dict[str, Handler] = {}
@@ -126,6 +129,9 @@ class MemoryTransport:
 
     async def peers(self) -> dict[bytes, list[str]]:
         return {peer: [self._network.address(peer)] for peer in self._network.linked(self.me)}
+
+    async def keep(self, peers: Collection[bytes]) -> None:
+        self.kept = frozenset(peers)
 
     async def subscribe(self, topic: str, hear: Hear) -> None:
         self._alive()

@@ -1,4 +1,4 @@
-"""The `Transport` by go-libp2p: p2pd in a process of its own, with hivemind's DHT node on top of it.
+"""The `Transport` by go-libp2p: p2pd in a process of its own, with hivemind's DHT node on top of it (dht.py).
 
 A request to p2pd takes a short connection to its control socket: a protobuf there and one back, each behind its
 length. Some connections stay. The guardian is a persistent one with nothing on it: p2pd ends when the last of these
@@ -9,30 +9,30 @@ When p2pd dies, hangs or loses its sockets, it is started again with the same id
 again what it has to know: whose streams to pass on, which topics to hear, whom to connect to. Whoever asks meanwhile
 waits, but not for long.
 
-gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754). The DHT: Kademlia, Maymounkov and Mazieres 2002.
+gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754).
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
+from p2ptrain.net.dht import STORED_KEYS_MAX, Dht, Storage, Validator
 from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
 from p2ptrain.net.peers import Peers
 from p2ptrain.net.process import Process, make_arguments, with_ports
 from p2ptrain.net.pubsub import Gossip, Mailbox
-from p2ptrain.net.records import ANNOUNCE_SECONDS_MAX, VALUE_BYTES_MAX, Checker, sign_record, strip_record
+from p2ptrain.net.records import ANNOUNCE_SECONDS_MAX, VALUE_BYTES_MAX
 from p2ptrain.net.sockets import Sockets
 from p2ptrain.net.streams import Streams
 from p2ptrain.net.supervisor import Supervisor
@@ -42,12 +42,7 @@ from p2ptrain.node_config import NetworkConfig
 
 with warnings.catch_warnings():  # all of hivemind is imported, and some of it is older than our torch
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-    from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DHTLocalStorage
-    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.proto import p2pd_pb2 as pb
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
@@ -61,10 +56,9 @@ logger = logging.getLogger("p2ptrain.net")
 
 CONTROL_SECONDS = 15  # for p2pd to answer, and to reach a peer
 RESPONSE_BYTES_MAX = 2**22  # of p2pd's, which we trust: a list of 512 connections takes 50 KB
-SEARCHING_MAX = 32  # questions to peers of the DHT at a time
 FOUND_MAX = 256  # announcements that one search returns
 SEARCH_SECONDS = 20.0
-STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # of the DHT's that lie here, 4 KB each: 70 MB if someone tries
+TAG, TAG_WEIGHT = "p2ptrain", 1_000  # beside gossipsub's and the DHT's own, which are below 100
 
 
 class _RefusedError(TransportError):
@@ -121,6 +115,12 @@ class _Control:
 
     async def disconnect(self, peer: bytes) -> None:
         await self._ask(pb.Request.DISCONNECT, disconnect=pb.DisconnectRequest(peer=id_bytes_of(peer)))
+
+    async def tag(self, peer: bytes, weight: int) -> None:
+        """How much its connection is worth when there are too many; 0: as much as any."""
+        kind = pb.ConnManagerRequest.TAG_PEER if weight else pb.ConnManagerRequest.UNTAG_PEER
+        content = pb.ConnManagerRequest(type=kind, peer=id_bytes_of(peer), tag=TAG, weight=weight)
+        await self._ask(pb.Request.CONNMANAGER, connManager=content)
 
     async def peers(self) -> list[tuple[bytes, list[str]]]:
         """One entry for each connection."""
@@ -187,116 +187,6 @@ def _texts(raw: Iterable[bytes]) -> list[str]:
     return found
 
 
-class _Validator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """records.py as hivemind asks for it."""
-
-    def __init__(self, identity: Identity, counters: Counter[str]) -> None:
-        self._identity, self._counters, self._checker = identity, counters, Checker()
-
-    def validate(self, record: DHTRecord) -> bool:
-        parts = record.key, record.subkey, record.value, record.expiration_time
-        if why := self._checker.why_invalid(*parts, time.time()):
-            self._counters["DHT records refused"] += 1
-            logger.debug("refused a DHT record: %s", why)
-        return not why
-
-    def sign_value(self, record: DHTRecord) -> bytes:
-        return sign_record(self._identity.sign, self._identity.key, record.key, record.value, record.expiration_time)
-
-    def strip_value(self, record: DHTRecord) -> bytes:
-        return strip_record(record.value)
-
-
-class _Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """What the DHT keeps here, with bounds; hivemind's has none, and never shortens its list of what expires when.
-
-    Anyone may make as many names and authors as there is room for. So the names that we use ourselves have room of
-    their own, and who comes when all is full takes the place of another by lot: nobody is kept out for good.
-    """
-
-    def __init__(self, keys_max: int) -> None:
-        super().__init__()
-        self._keys_max = keys_max
-        self.used: set[Any] = set()  # keys that we announce under or look up, which are few
-
-    def store_subkey(self, key: Any, subkey: bytes, value: bytes, expiration_time: float) -> bool:
-        held = self.get(key)
-        old = held.value.get(subkey) if held else None
-        if not self._keys_max or (old is not None and old.expiration_time >= expiration_time):
-            return False
-        if not super().store_subkey(key, subkey, value, expiration_time):
-            return False
-        if held:
-            _draw_out(held.value, held.value.data.keys() - {subkey}, STORED_ENTRIES_MAX - 1)
-        if key not in self.used:
-            _draw_out(self, self.data.keys() - self.used - {key}, self._keys_max - 1)
-        for storage in (self, held.value) if held else (self,):
-            if len(storage.expiration_heap) > 2 * len(storage.data) + STORED_ENTRIES_MAX:
-                storage.expiration_heap = list(storage.key_to_heap.values())
-                heapq.heapify(storage.expiration_heap)
-        return True
-
-
-def _draw_out(storage: Any, others: set[Any], room: int) -> None:
-    """Besides one that has come, there is room for so many others."""
-    for each in random.SystemRandom().sample(list(others), max(0, len(others) - room)):
-        del storage[each]
-
-
-class _Dht:
-    """hivemind's DHT node on one p2pd."""
-
-    def __init__(self, node: Any) -> None:
-        self.node = node
-        self._control = node.p2p._client.control
-        self.reading: asyncio.Task[None] = self._control._read_task  # while this runs, there are answers
-
-    @classmethod
-    async def start(cls, socket: Path, validator: _Validator, storage: _Storage) -> Self:
-        class Client(P2P):  # type: ignore[misc]  # hivemind has no types
-            _UNIX_SOCKET_PREFIX = f"/unix{socket.parent}/"  # or else its sockets lie in /tmp
-
-        try:
-            p2p = await Client.replicate(Multiaddr(f"/unix{socket}"))
-            node = await DHTNode.create(
-                p2p=p2p,
-                node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),
-                parallel_rpc=SEARCHING_MAX,
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                cache_refresh_before_expiry=0,
-                reuse_get_requests=False,
-                record_validator=validator,
-            )
-        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
-            raise TransportError(f"the DHT did not start: {error}") from error
-        node.protocol.storage, node.protocol.cache = storage, _Storage(keys_max=0)
-        return cls(node)
-
-    async def meet(self, peer: bytes) -> None:
-        """Tell each other our places in the DHT; it logs what goes wrong and raises nothing."""
-        await self.node.protocol.call_ping(PeerID(id_bytes_of(peer)))
-        await asyncio.sleep(0)  # it takes note of the answer in a task of its own
-
-    async def stop(self) -> None:
-        """hivemind's own way out waits for p2pd, which may be gone, and leaves tasks behind that wait for answers."""
-        self.node.is_alive = False
-        self._control.call_unary_handler = _no_more_calls
-        for answer in self._control._pending_calls.values():
-            if not answer.done():
-                answer.set_exception(P2PDaemonError("closing"))
-        tasks = [self.reading, self._control._write_task, *self._control._handler_tasks.values()]
-        await self.node.p2p.shutdown()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _no_more_calls(*arguments: object) -> bytes:
-    raise P2PDaemonError("closing")
-
-
 class P2pd:
     """One node's access to the network, through a p2pd of its own."""
 
@@ -306,7 +196,7 @@ class P2pd:
         self.me = identity.key
         self._identity_file, self._network, self._listen = identity_file, network, with_ports(network.listen)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
-        self._validator, self._storage = _Validator(identity, self._counters), _Storage(STORED_KEYS_MAX)
+        self._validator, self._storage = Validator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter are of this p2pd
         self._streams = Streams(self._counters, self._tasks, _read_opening)
         self._sockets = Sockets(directory, self._streams.accept)
@@ -315,10 +205,11 @@ class P2pd:
         self._registering = asyncio.Lock()
         self._gossip = Gossip(self.me, self._control, self._counters)
         self._routes: list[str] = []  # to us
+        self._kept: set[bytes] = set()
         self._supervisor = Supervisor(self._launch, self._counters)
         self._peers = Peers(self.me, self._control, self._meet, self._supervisor.up, self._tasks)
         self._closing = AsyncExitStack()
-        self._dht: _Dht | None = None
+        self._dht: Dht | None = None
 
     @classmethod
     async def start(
@@ -361,7 +252,7 @@ class P2pd:
         await stack.enter_async_context(self._control.guardian())
         if (found := await self._identify()) != id_bytes_of(self.me):
             raise TransportError(f"p2pd calls itself {found.hex()} with the key of {peer_id_of(self.me)}")
-        self._dht = await _Dht.start(control, self._validator, self._storage)
+        self._dht = await Dht.start(control, self._validator, self._storage)
         while missing := self._streams.handlers.keys() - self._registered:  # more may come meanwhile
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
@@ -377,7 +268,7 @@ class P2pd:
         if dht:
             await dht.stop()
 
-    async def _keep_dht(self, dht: _Dht) -> None:
+    async def _keep_dht(self, dht: Dht) -> None:
         """Its connection may break while p2pd lives: an answer that comes just as its question is given up does it."""
         while True:
             await asyncio.wait({dht.reading})
@@ -385,7 +276,7 @@ class P2pd:
             logger.warning("the DHT has lost p2pd, and is started again")
             try:
                 await dht.stop()
-                self._dht = dht = await _Dht.start(self._sockets.control, self._validator, self._storage)
+                self._dht = dht = await Dht.start(self._sockets.control, self._validator, self._storage)
                 await self._peers.meet_all()
             except TransportError as error:
                 logger.warning("%s", error)
@@ -426,6 +317,15 @@ class P2pd:
 
     async def peers(self) -> dict[bytes, list[str]]:
         return await self._peers.connected()
+
+    async def keep(self, peers: Collection[bytes]) -> None:
+        await self._supervisor.up()
+        for peer in self._kept - set(peers):
+            await self._control.tag(peer, 0)
+            self._kept.discard(peer)
+        for peer in peers:  # also those named before: what p2pd knows of a peer goes with its connection
+            self._kept.add(peer)
+            await self._control.tag(peer, TAG_WEIGHT)
 
     # -------------------------------------------------------------------------------------------------
     # Traffic

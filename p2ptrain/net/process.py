@@ -35,6 +35,7 @@ LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output, for error messages
 TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # lines before a stack or a list of options
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # p2pd closes the least useful when there are more
+CONNECTIONS_GRACE_SECONDS = 20  # for which a new one is not closed
 LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 BECOME = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
@@ -160,6 +161,7 @@ def make_arguments(
         "trustedRelays": ",".join(relays),
         "connLo": CONNECTIONS_LOW,
         "connHi": CONNECTIONS_HIGH,
+        "connGrace": f"{CONNECTIONS_GRACE_SECONDS}s",
     }
     switches = {
         "pubsub": True,

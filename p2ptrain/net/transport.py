@@ -12,7 +12,7 @@ net/p2pd.py does this with go-libp2p, net/memory.py in one process, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol, TypeAlias
 
 from p2ptrain.errors import P2ptrainError
@@ -69,6 +69,10 @@ class Transport(Protocol):
 
     async def peers(self) -> dict[bytes, list[str]]:
         """Who is connected, and from which addresses they are known (with the id)."""
+        ...
+
+    async def keep(self, peers: Collection[bytes]) -> None:
+        """When there are too many connections, these are given up last; said again, they replace those said before."""
         ...
 
     async def subscribe(self, topic: str, hear: Hear) -> None:

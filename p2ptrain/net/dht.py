@@ -1,0 +1,145 @@
+"""hivemind's DHT node, with bounds and our own signatures: hints about where peers are.
+
+The DHT is Kademlia: Maymounkov and Mazieres 2002. Records are checked by records.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import random
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any, Self
+
+from p2ptrain.identity import Identity, id_bytes_of
+from p2ptrain.net.records import Checker, sign_record, strip_record
+from p2ptrain.net.transport import TransportError
+
+with warnings.catch_warnings():  # all of hivemind is imported, and some of it is older than our torch
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+    from hivemind.utils.multiaddr import Multiaddr
+
+logger = logging.getLogger("p2ptrain.net")
+
+SEARCHING_MAX = 32  # questions to peers of the DHT at a time
+STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # of the DHT's that lie here, 4 KB each: 70 MB if someone tries
+
+
+class Validator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """records.py as hivemind asks for it."""
+
+    def __init__(self, identity: Identity, counters: Counter[str]) -> None:
+        self._identity, self._counters, self._checker = identity, counters, Checker()
+
+    def validate(self, record: DHTRecord) -> bool:
+        parts = record.key, record.subkey, record.value, record.expiration_time
+        if why := self._checker.why_invalid(*parts, time.time()):
+            self._counters["DHT records refused"] += 1
+            logger.debug("refused a DHT record: %s", why)
+        return not why
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return sign_record(self._identity.sign, self._identity.key, record.key, record.value, record.expiration_time)
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return strip_record(record.value)
+
+
+class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+    """What the DHT keeps here, with bounds; hivemind's has none, and never shortens its list of what expires when.
+
+    Anyone may make as many names and authors as there is room for. So the names that we use ourselves have room of
+    their own, and who comes when all is full takes the place of another by lot: nobody is kept out for good.
+    """
+
+    def __init__(self, keys_max: int) -> None:
+        super().__init__()
+        self._keys_max = keys_max
+        self.used: set[Any] = set()  # keys that we announce under or look up, which are few
+
+    def store_subkey(self, key: Any, subkey: bytes, value: bytes, expiration_time: float) -> bool:
+        held = self.get(key)
+        old = held.value.get(subkey) if held else None
+        if not self._keys_max or (old is not None and old.expiration_time >= expiration_time):
+            return False
+        if not super().store_subkey(key, subkey, value, expiration_time):
+            return False
+        if held:
+            _draw_out(held.value, held.value.data.keys() - {subkey}, STORED_ENTRIES_MAX - 1)
+        if key not in self.used:
+            _draw_out(self, self.data.keys() - self.used - {key}, self._keys_max - 1)
+        for storage in (self, held.value) if held else (self,):
+            if len(storage.expiration_heap) > 2 * len(storage.data) + STORED_ENTRIES_MAX:
+                storage.expiration_heap = list(storage.key_to_heap.values())
+                heapq.heapify(storage.expiration_heap)
+        return True
+
+
+def _draw_out(storage: Any, others: set[Any], room: int) -> None:
+    """Besides one that has come, there is room for so many others."""
+    for each in random.SystemRandom().sample(list(others), max(0, len(others) - room)):
+        del storage[each]
+
+
+class Dht:
+    """hivemind's DHT node on one p2pd."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self._control = node.p2p._client.control
+        self.reading: asyncio.Task[None] = self._control._read_task  # while this runs, there are answers
+
+    @classmethod
+    async def start(cls, socket: Path, validator: Validator, storage: Storage) -> Self:
+        class Client(P2P):  # type: ignore[misc]  # hivemind has no types
+            _UNIX_SOCKET_PREFIX = f"/unix{socket.parent}/"  # or else its sockets lie in /tmp
+
+        try:
+            p2p = await Client.replicate(Multiaddr(f"/unix{socket}"))
+            node = await DHTNode.create(
+                p2p=p2p,
+                node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),
+                parallel_rpc=SEARCHING_MAX,
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+                cache_refresh_before_expiry=0,
+                reuse_get_requests=False,
+                record_validator=validator,
+            )
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            raise TransportError(f"the DHT did not start: {error}") from error
+        node.protocol.storage, node.protocol.cache = storage, Storage(keys_max=0)
+        return cls(node)
+
+    async def meet(self, peer: bytes) -> None:
+        """Tell each other our places in the DHT; it logs what goes wrong and raises nothing."""
+        await self.node.protocol.call_ping(PeerID(id_bytes_of(peer)))
+        await asyncio.sleep(0)  # it takes note of the answer in a task of its own
+
+    async def stop(self) -> None:
+        """hivemind's own way out waits for p2pd, which may be gone, and leaves tasks behind that wait for answers."""
+        self.node.is_alive = False
+        self._control.call_unary_handler = _no_more_calls
+        for answer in self._control._pending_calls.values():
+            if not answer.done():
+                answer.set_exception(P2PDaemonError("closing"))
+        tasks = [self.reading, self._control._write_task, *self._control._handler_tasks.values()]
+        await self.node.p2p.shutdown()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _no_more_calls(*arguments: object) -> bytes:
+    raise P2PDaemonError("closing")
