@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 SECONDS := 120
+MINUTES := 20
 NODES := 3
 ROUNDS := 200
 SEED := 1
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS := 1
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt demo test swarm test-slow test-network test-gpu clean
+.PHONY: help setup check fmt demo test swarm kills test-slow test-network test-hf test-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,11 +47,18 @@ test: setup ## the tests that take seconds
 swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS, SEED)
 	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) --seed $(SEED)
 
+kills: setup ## real daemons, one of which is killed again and again (MINUTES)
+	$(VENV)/bin/python benchmarks/kills.py --minutes $(MINUTES)
+
 test-slow: setup ## the tests that take minutes
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m slow --timeout=1800 || test $$? -eq 5  # 5: there are none
 
 test-network: setup ## real daemons on hosts of their own: Linux network namespaces, as root; skipped elsewhere
 	$(VENV)/bin/pytest -m network -rs -s
+
+test-hf: setup ## what transformers makes of an export; installs the extra [hf]
+	$(PIP) install --quiet -e '.[dev,hf]'
+	$(VENV)/bin/pytest -m hf -rs
 
 test-gpu: setup ## the tests that need a CUDA device; they say so where there is none
 	$(VENV)/bin/pytest -m gpu -rs

@@ -48,6 +48,7 @@ name = "benchmark"
 {agreement}
 [admission]
 probation_rounds = 1
+{admission}
 """
 ONE_MILLION = 'preset = "1m"'
 TINY = "dim = 64\nlayers = 2\nheads = 2\nkv_heads = 2\nffn_dim = 128\nsequence_length = 64"
@@ -140,7 +141,9 @@ def _runs(node: DemoNode) -> bool:
 @contextmanager
 def swarm_of(size: int, keep: bool, **sections: str) -> Iterator[Swarm]:
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-benchmark-"))
-    swarm = Swarm(directory, RUN.format(**{"model": ONE_MILLION, "recipe": "", "agreement": ""} | sections), size)
+    swarm = Swarm(
+        directory, RUN.format(**{"model": ONE_MILLION, "recipe": "", "agreement": "", "admission": ""} | sections), size
+    )
     try:
         yield swarm
     finally:

@@ -32,14 +32,15 @@ class DiskError(DataError):
     def __init__(self, path: Path, what: str, error: OSError) -> None:
         self.path, self.code = path, error.errno
         found = error.strerror or type(error).__name__
-        super().__init__(f"{path}: {what} ({found}). {_fix(self.code)}")
+        super().__init__(f"{path}: {what} ({found}). {fix_of(self.code)}")
 
     @property
     def is_full(self) -> bool:
         return self.code in FULL
 
 
-def _fix(code: int | None) -> str:
+def fix_of(code: int | None) -> str:
+    """What a person can do about an error of this number."""
     if code in FULL:
         return "Free some space there: nothing that was saved is lost"
     if code in FORBIDDEN:

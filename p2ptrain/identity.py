@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +27,7 @@ PRIVATE_PREFIX = bytes.fromhex("08011240")  # field 1, varint 1: Ed25519; field 
 ID_PREFIX = bytes.fromhex(
     "002408011220"
 )  # a multihash of nothing but its 36 bytes: field 1, Ed25519; field 2, 32 bytes
+IDS_KEPT = 4_096  # ids that are not worked out again: as many peers as are remembered; 1 MB
 ID_TEXT_MAX = 64  # characters; an id has 52
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"  # Bitcoin's
 VERIFIED_MAX = 65_536  # signatures that a signer remembers: the votes of 100 rounds of 256 seats; 8 MB
@@ -134,6 +136,7 @@ def key_of_bytes(peer_id: bytes) -> bytes:
     return peer_id[len(ID_PREFIX) :]
 
 
+@lru_cache(IDS_KEPT)
 def peer_id_of(key: bytes) -> str:
     return _base58(id_bytes_of(key))
 

@@ -34,6 +34,11 @@ PeerAddress = Annotated[
     Field(pattern=r"^(/[0-9A-Za-z.:_-]{1,253}){2,12}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$"),
     Words('a node\'s address with its id at the end, such as "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."'),
 ]
+HostName = Annotated[
+    str,
+    Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(:[0-9]{1,5})?$"),
+    Words('a host name such as "node.example.org" or "localhost:9000"'),
+]
 FilePath = Annotated[str, Field(max_length=4_096), Words("a path")]  # the longest that Linux opens
 
 
@@ -113,7 +118,7 @@ class StorageConfig(Section):
     checkpoints_kept: int = Field(4, ge=1, le=1_000, description="checkpoints; each takes as much as the model twice")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -121,17 +126,27 @@ def _is_loopback(host: str) -> bool:
 
 
 class HttpConfig(Section):
-    """The dashboard, and the status and metrics that other programs read: no effect yet."""
+    """The dashboard, and the status and metrics that other programs read. Nothing can be changed there."""
 
+    enabled: bool = Field(True, description="whether there is any of it")
     host: Annotated[
         str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Words("an address or a host name of this machine")
     ] = Field("127.0.0.1", description="address to listen on; beyond loopback it takes a token_file")
-    port: int = Field(8_420, ge=0, le=65_535, description="0: any free one")
-    token_file: FilePath = Field("", description="holds the secret that readers must present; empty: none is asked for")
+    port: int = Field(
+        8_420, ge=0, le=65_535, description="0: any free one, as also where this one is taken and nobody has chosen it"
+    )
+    token_file: FilePath = Field(
+        "", description="holds the secret that readers must present, for its owner alone; empty: none is asked for"
+    )
+    allowed_hosts: Annotated[tuple[HostName, ...], FromArray] = Field(
+        (),
+        max_length=ADDRESSES_MAX,
+        description="names under which browsers reach this, besides host and those of loopback; without port: any port",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if not self.token_file and not _is_loopback(self.host):
+        if not self.token_file and not is_loopback(self.host):
             raise ValueError(
                 f'host = "{self.host}" would show the node to everyone on the network: '
                 'name a token_file, or set host = "127.0.0.1"'

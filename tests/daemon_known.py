@@ -62,6 +62,7 @@ OWN = {
     "P2PTRAIN_DEVICE__NAME": "cpu",
     "P2PTRAIN_DEVICE__THREADS": "1",
     "P2PTRAIN_NETWORK__NAT": "false",  # there is no router on loopback
+    "P2PTRAIN_HTTP__PORT": "0",
 }
 
 
@@ -72,13 +73,15 @@ class Daemon:
         self.swarm, self.name, self.own = swarm, name, own
         self.directory, self.log = swarm.directory / name, swarm.directory / f"{name}.log"
         self.arguments, self.listen = [str(each) for each in arguments], listen
+        self.prefix: tuple[str, ...] = ()  # before its command, which it has to become
         self.process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
 
     def start(self) -> Daemon:
         assert self.process is None or self.process.poll() is not None, "one process at a time"
         options = [] if "--data-dir" in self.arguments else ["--data-dir", str(self.directory)]
-        command = [sys.executable, "-m", "p2ptrain", *self.arguments, *options, "--listen", self.listen]
+        options += ["--listen", self.listen] if self.listen else []
+        command = [*self.prefix, sys.executable, "-m", "p2ptrain", *self.arguments, *options]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--log-format", "text"],

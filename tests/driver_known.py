@@ -64,6 +64,7 @@ class ChainTrainer:
     def __init__(self, dataset: TokenDataset | None = None, seed: int = 0) -> None:
         self.dataset = dataset
         self.round, self.state = 0, STATE
+        self.device = "cpu"
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
         self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
@@ -130,10 +131,15 @@ class ChainTrainer:
         self.round, self.state = number, bytes(state)
         self.done.append(("adopt", number))
 
-    def save(self, path: Path) -> None:
+    def capture(self) -> Any:
         kept = b"".join(number.to_bytes(8, "little") for number in self.kept_rounds)
         counts = self.round.to_bytes(8, "little") + len(self.kept).to_bytes(8, "little")
-        path.write_bytes(counts + kept + self.residual + self.state)
+        content, state = counts + kept + self.residual + self.state, self.state
+
+        def write(path: Path) -> None:
+            path.write_bytes(content)
+
+        return SimpleNamespace(write=write, state=memoryview(state))
 
     def load(self, path: Path) -> None:
         content = path.read_bytes()

@@ -90,3 +90,12 @@ def test_a_simulated_run_learns_and_reports(
     assert result["validation_loss"] < result["curve"][0][1] - 0.5
     learning.plot([result | {"seed": 0}], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_checkpoint_benchmark_writes_and_copies_the_same_bytes(tmp_path: Path) -> None:
+    benchmark = load("checkpoint")
+    result = benchmark.turn(benchmark.a_trainer("1m", tmp_path), tmp_path, 1)
+    assert set(result) == {"bytes", "copy", "pause", "write", "cp"}
+    assert all(value > 0 for value in result.values())
+    assert result["bytes"] > 3 * 4 * 1_000_000  # weights twice, and the residual
+    assert not list((tmp_path / "checkpoints").iterdir())  # turns do not fill the disk

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from itertools import count
 
 import pytest
 
-from p2ptrain.daemon.daemon import LAG_SECONDS, Lag
+from p2ptrain.daemon import daemon
+from p2ptrain.daemon.daemon import LAG_SECONDS, STOOD_STILL_SECONDS, Lag
+from tests.net_known import skipping_time
 
 
 async def test_what_holds_up_the_event_loop_is_measured() -> None:
@@ -21,3 +25,18 @@ async def test_what_holds_up_the_event_loop_is_measured() -> None:
     await asyncio.wait([watching], timeout=LAG_SECONDS)  # it has its turn, and goes on
     assert lag.worst == pytest.approx(0.4, abs=0.35)
     watching.cancel()
+
+
+@skipping_time
+async def test_a_sleep_is_told_also_if_the_clock_of_the_loop_has_slept_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seconds, told in ((STOOD_STILL_SECONDS, []), (600.0, ["nothing ran here for 600 s: asleep, or stopped"])):
+        caplog.clear()
+        times = count(0.0, seconds)
+        monkeypatch.setattr(daemon, "_since_boot", lambda times=times: next(times))
+        with caplog.at_level(logging.WARNING):
+            watching = asyncio.create_task(Lag().watch())
+            await asyncio.wait([watching], timeout=1.5 * LAG_SECONDS)
+            watching.cancel()
+        assert [record.message.partition(";")[0] for record in caplog.records] == told

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from bulk_known import Node
 from core_known import KEYS
 from driver_known import (
@@ -31,7 +32,7 @@ from p2ptrain.daemon.driver import DISK_SECONDS
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.learn.data import piece_digest
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.learn.trainer import Capture
 from p2ptrain.net import inquiry
 from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob
 
@@ -161,7 +162,7 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
         def broken(path: Path) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(each.trainer, "save", broken)
+        monkeypatch.setattr(each.trainer, "capture", lambda: SimpleNamespace(write=broken, state=memoryview(STATE)))
         each.trainer.adopt(3, NEWER)
         for number in (4, 5):
             doing(each, ev.Apply(held(each, number)))
@@ -174,10 +175,8 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
 
 def test_a_trainer_that_finds_no_room_for_its_state_says_so_as_a_disk_does(tmp_path: Path) -> None:
     """safetensors has an error of its own for that, which is no OSError."""
-    recipe = SimpleNamespace(residual=SimpleNamespace(kept={}))
-    trainer: Any = SimpleNamespace(_tensors=dict, recipe=recipe, round=4, _run_digest=str)
     with pytest.raises(DataError):
-        Trainer.save(trainer, tmp_path / "gone" / "trainer.safetensors")
+        Capture({}, {}, torch.zeros(0)).write(tmp_path / "gone" / "trainer.safetensors")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -293,7 +292,7 @@ async def test_when_nobody_has_a_state_that_would_do_catching_up_has_failed(tmp_
 @skipping_time
 async def test_my_own_checkpoint_is_read_before_anybody_is_asked_for_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
-        mine = each.keeping.checkpoint_first(each.device, STATE, root_of(STATE))
+        mine = each.keeping.checkpoint_first(each.device, root_of(STATE))
         doing(each, ev.CatchUp(((0, root_of(STATE)),), (), 1))
         await each.heard(ev.CaughtUp(0, root_of(STATE), 1))
         (mine.path / "state.bin").write_bytes(NEWER)  # damaged: then others are asked

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.memory import MemoryTransport, Network
 from p2ptrain.net.transport import Stream
 from p2ptrain.node_config import NetworkConfig, NodeConfig, StorageConfig
+from p2ptrain.store.records import RECORDS_NAME, Records
 
 ME, LIAR, GOOD = KEYS[:3]
 FAR_SECONDS = 3.0  # to one who is an ocean away, or only starting: others have told of the run long before
@@ -111,7 +111,8 @@ async def test_a_run_that_is_on_the_disk_without_its_data_is_joined_once_somebod
         directory = run_directory(each.config, bytes.fromhex(each.run.run_id))
         directory.mkdir(parents=True)
         (directory / "run.json").write_bytes(each.run.canonical())
-        (directory / "peers.json").write_text(json.dumps([each.network.address(GOOD)]))
+        with closing(Records(directory / RECORDS_NAME)) as records:
+            records.remember([each.network.address(GOOD)])
         for peer in (LIAR, GOOD):
             each.network.cut(ME, peer)
         run, tellers = await find_run(each.me, each.config, None)

@@ -196,7 +196,7 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
         edges = made.nodes[0].daemon.edges
         assert (edges.lines._upload.rate, edges.fetching.fetcher._sources.download.rate) == (10**9, 2 * 10**9)
         for node in made.nodes[1:]:  # also if it is killed now: whom it joined by
-            assert node.daemon.edges.keeping.store.peers() == [made.network.address(made.nodes[0].key)]
+            assert node.daemon.edges.keeping.store.records.addresses() == [made.network.address(made.nodes[0].key)]
         directories = [node.daemon.edges.keeping.store.directory for node in made.nodes]
     for directory in directories:
         logs = sorted((directory / "events").glob("*.jsonl"))

@@ -8,7 +8,7 @@ import msgspec
 from core_known import KEYS, RUN, Bench
 
 from p2ptrain.core.snapshot import Snapshot
-from p2ptrain.daemon.news import LOOKS, NAMES_MAX, News
+from p2ptrain.daemon.news import DROPS_SECONDS, LOOKS, NAMES_MAX, Drops, News
 from p2ptrain.identity import peer_id_of
 
 DISK = "degraded: the disk is full"
@@ -54,3 +54,14 @@ def test_a_complaint_that_passes_at_once_is_not_told() -> None:
     for _ in range(5):
         assert news.look(snapshot(), [DISK]) == []
         assert news.look(snapshot(), []) == []
+
+
+def test_what_is_dropped_is_told_at_once_and_then_now_and_then() -> None:
+    drops, key = Drops(), KEYS[1]
+    assert drops.look(0, b"", 0.0) == []
+    text = "had no room and were dropped: what this node misses, it asks for again"
+    assert drops.look(1_200, b"", 5.0) == [(WARNING, f"1,200 messages of peers {text}")]
+    assert drops.look(1_300, key, 5.0 + DROPS_SECONDS - 1.0) == []
+    of_peer = text.replace("dropped", f"dropped, lately of {peer_id_of(key)}")
+    assert drops.look(1_301, key, 5.0 + DROPS_SECONDS) == [(WARNING, f"101 messages of peers {of_peer}")]
+    assert drops.look(1_301, key, 5.0 + 9 * DROPS_SECONDS) == []

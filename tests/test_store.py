@@ -24,7 +24,7 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import DiskError
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.payloads import Payloads
-from p2ptrain.store.store import ADDRESS_LENGTH_MAX, PEERS_MAX, Store
+from p2ptrain.store.store import Store
 
 ME = b"m" * 32
 
@@ -389,20 +389,3 @@ def test_a_disk_that_refuses_is_named_with_what_to_do(
         with pytest.raises(DiskError) as error:
             store.write([ev.Observed(b"scores")])
         assert str(error.value).startswith(f"{store.log.path}: cannot be written ({os.strerror(code)}). {words}")
-
-
-def test_addresses_are_remembered_up_to_a_bound(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        assert store.peers() == []
-        many = [f"/ip4/203.0.113.7/tcp/{port}" for port in range(PEERS_MAX + 10)]
-        store.remember_peers(["x" * (ADDRESS_LENGTH_MAX + 1), many[0], *many])
-        assert store.peers() == many[:PEERS_MAX]
-
-
-@pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[1]", b'["\xff"]', b'["' + b"x" * 600 + b'"]'])
-def test_damaged_addresses_are_none(tmp_path: Path, content: bytes) -> None:
-    with opened(tmp_path) as store:
-        (store.directory / "peers.json").write_bytes(content)
-        with structlog.testing.capture_logs() as said:
-            assert store.peers() == []
-        assert [each["event"] for each in said] == ["remembered addresses are lost"]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from p2ptrain import __version__
-from p2ptrain.cli import checkpoint, node, simulation
+from p2ptrain.cli import checkpoint, control, model, node, simulation
+from p2ptrain.cli.audit import audit
 from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError
 
 if TYPE_CHECKING:
@@ -34,14 +35,21 @@ app.add_typer(config_app, name="config", help="Check and show configurations.")
 app.add_typer(data_app, name="data", help="Make training data.")
 app.add_typer(checkpoint.app, name="checkpoint", help="What this node has saved.")
 app.add_typer(node.identity_app, name="identity", help="This node's key, by which others know it.")
+checkpoint.app.command("now")(control.checkpoint_now)
 for command in (
     node.start,
     node.join,
     node.leave,
+    control.pause,
+    control.resume,
+    control.limit,
     node.status,
     node.peers,
     node.runs,
     node.demo,
+    model.export,
+    model.generate,
+    audit,
     simulation.simulate,
     simulation.replay,
 ):

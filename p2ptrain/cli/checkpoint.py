@@ -11,6 +11,7 @@ from p2ptrain.cli.node import DataDir, NodeFile, node_config
 from p2ptrain.errors import DataError
 
 if TYPE_CHECKING:
+    from p2ptrain.config import NodeConfig, RunConfig
     from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
 
 FAILED = 1
@@ -21,12 +22,17 @@ Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run,
 
 def _open(config: Path | None, data_dir: Path | None, run: str | None) -> Checkpoints:
     from p2ptrain.daemon.find import choose_run
+
+    node = node_config(config, data_dir)
+    return _checkpoints(node, choose_run(node, run))
+
+
+def _checkpoints(node: NodeConfig, run: RunConfig) -> Checkpoints:
     from p2ptrain.daemon.places import run_directory
     from p2ptrain.store.checkpoints import Checkpoints
     from p2ptrain.store.store import CHECKPOINTS_NAME
 
-    node = node_config(config, data_dir)
-    run_id = bytes.fromhex(choose_run(node, run).run_id)
+    run_id = bytes.fromhex(run.run_id)
     return Checkpoints(run_directory(node, run_id) / CHECKPOINTS_NAME, run_id)
 
 
@@ -62,15 +68,16 @@ def export(
     data_dir: DataDir = None,
     run: Run = None,
 ) -> None:
-    """Copy a checkpoint that is whole, and check the copy."""
-    checkpoints = _open(config, data_dir, run)
-    found = [each for each in checkpoints.present() if number is None or each.round == number]
-    for each in reversed(found):
-        if checkpoints.verify(each) is None:
-            checkpoints.export(each, out)
-            typer.echo(_line(each))
-            return
-    raise DataError(f"{checkpoints.directory}: no whole checkpoint" + ("" if number is None else f" of round {number}"))
+    """Copy a checkpoint that is whole, with what it is read with, and check the copy."""
+    from p2ptrain.daemon.find import choose_run
+    from p2ptrain.daemon.saved import beside, newest_whole
+
+    node = node_config(config, data_dir)
+    meant = choose_run(node, run)
+    checkpoints = _checkpoints(node, meant)
+    found = newest_whole(checkpoints, number)
+    checkpoints.export(found, out, beside(node, meant))
+    typer.echo(_line(found))
 
 
 @app.command()

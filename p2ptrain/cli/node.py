@@ -64,7 +64,7 @@ def node_config(
     return with_options(load_node_config(file), {name: value for name, value in options.items() if value is not None})
 
 
-def _data_dir(data_dir: Path | None, file: Path | None = None) -> Path:
+def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:
     from p2ptrain.daemon.places import data_directory
 
     return data_directory(node_config(file, data_dir))
@@ -96,13 +96,17 @@ def start(
     begin(what, node, data)
 
 
-def join(
+def join(  # noqa: PLR0913, PLR0917  # a command has its options
     bootstrap: Bootstrap = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="ID", help="Which run, if the nodes know several.")
     ] = None,
     ticket: Annotated[
         Path | None, typer.Option("--ticket", metavar="FILE", help="The invitation, for a run that wants one.")
+    ] = None,
+    trust: Annotated[
+        str | None,
+        typer.Option("--trust", metavar="HEAD", help="Join only a history with this head; `status --json` shows one."),
     ] = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
@@ -114,14 +118,14 @@ def join(
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
     from p2ptrain.daemon.launch import join as take_part  # torch takes two seconds, in which an error could be told
 
-    take_part(node, run, ticket)
+    take_part(node, run, ticket, trust)
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Ask the local daemon to leave its run properly, and to end."""
     from p2ptrain.daemon.control import ask
 
-    ask(_data_dir(data_dir, config), {"do": "leave"})
+    ask(data_dir_of(data_dir, config), {"do": "leave"})
     typer.echo("leaving: the daemon says so to the others, saves its state and ends")
 
 
@@ -133,7 +137,7 @@ def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir =
     """Say where the local daemon stands; exit status 3 when none answers."""
     from p2ptrain.daemon.control import ask
 
-    found = ask(_data_dir(data_dir, config), {"do": "status"})
+    found = ask(data_dir_of(data_dir, config), {"do": "status"})
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -146,14 +150,15 @@ def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = 
     """List the peers that the local daemon is connected with."""
     from p2ptrain.daemon.control import ask
 
-    found = ask(_data_dir(data_dir, config), {"do": "peers"})
+    found = ask(data_dir_of(data_dir, config), {"do": "peers"})
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    for peer in found["peers"]:
+    connected = [peer for peer in found["peers"] if peer["is_connected"]]
+    for peer in connected:
         seat = "member" if peer["is_member"] else "      "
         typer.echo(f"{peer['peer_id']}  {seat}  {peer['addresses'][0] if peer['addresses'] else ''}")
-    typer.echo(f"{len(found['peers'])} peers")
+    typer.echo(f"{len(connected)} peers")
 
 
 def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile = None) -> None:

@@ -30,6 +30,7 @@ from p2ptrain.core.messages import (
     signed_bytes,
 )
 from p2ptrain.core.reputation import Reputation
+from p2ptrain.core.tally import Tallies
 
 SILENT_BRANCHES_MAX = 64  # branches left; the oldest is forgotten, and by then its rounds are long past
 PLACES_MAX = 64  # branches and rounds whose own words are remembered; of an older one, a node that comes back is silent
@@ -66,6 +67,7 @@ class Context:
         self.effects: list[Effect] = []
         self.counters: Counter[str] = Counter()
         self.reputation = Reputation()
+        self.tallies = Tallies()  # of contributions, for people
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
         self.heard_at: dict[bytes, float] = {}  # when a member last said something about the round we are in
         self.silent: dict[bytes, int] = {}  # by branch: the last round in which we say nothing

@@ -107,6 +107,7 @@ class Started(Struct, frozen=True, tag=True):
     saved: Saved
     forgetful: bool = False
     ticket: bytes = b""  # an invitation, for a run that wants one
+    trust: bytes = b""  # the head without which no history is to be adopted (trust.py); only where none was yet
 
 
 class MessageReceived(Struct, frozen=True, tag=True):

@@ -30,6 +30,7 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.core.offers import Verdict
 from p2ptrain.core.reputation import Reason, prove
+from p2ptrain.core.tally import Refusal
 from p2ptrain.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -188,7 +189,10 @@ class Inbox:
                 return
         elif not state.may_take(message, node.parts.offers.staleness):
             if (author, message.round) not in state.taken:
-                node.parts.arrivals.note(author, message.round, self.context.now)
+                arrivals = node.parts.arrivals
+                if message.round > arrivals.noted.get(author, 0):  # peers repeat what they have heard
+                    self.context.tallies.of(author).late += 1
+                arrivals.note(author, message.round, self.context.now)
             return
         self._offer(sender, received, asked_for, payload_good)
 
@@ -197,6 +201,8 @@ class Inbox:
         assert isinstance(message, Announcement)
         payloads = node.parts.payloads
         verdict = node.parts.offers.add(received, asked_for)
+        if sender != self.context.me:  # then it was said before a restart, and counted
+            self._tally(message.author, verdict)
         if verdict in (Verdict.USELESS, Verdict.FULL):
             self._useless(sender)
             return
@@ -212,6 +218,15 @@ class Inbox:
         else:
             self.payload_checked(message, known, message.round <= node.here.number)
 
+    def _tally(self, author: bytes, verdict: Verdict) -> None:
+        tallies = self.context.tallies
+        if verdict in (Verdict.NEW, Verdict.CONFLICT):
+            tallies.of(author).offered += 1
+        if verdict is Verdict.CONFLICT:
+            tallies.refuse(author, Refusal.TWO_FOR_ONE_ROUND)
+        elif verdict is Verdict.FULL:
+            tallies.refuse(author, Refusal.TOO_MANY)
+
     def payload_came(self, payload: bytes, but: bytes = b"") -> None:
         """It is here, and whoever has announced it, but for one announcement, has told the truth about it or not."""
         parts = self.node.parts
@@ -224,6 +239,7 @@ class Inbox:
         node, context = self.node, self.context
         if not good:
             context.counters["bad payloads"] += 1
+            context.tallies.refuse(message.author, Refusal.BAD_PAYLOAD)
             context.reputation.note(message.author, Reason.MALFORMED, context.now)
             return
         node.parts.arrivals.note(message.author, message.round, context.now)

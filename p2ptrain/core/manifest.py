@@ -12,8 +12,9 @@ banned. So is the author of a payload that q - f refuse, and whom evidence convi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -170,6 +171,51 @@ def manifest_of(
         seated=_seated(state, run, run_id, {entry.author for entry in taken}, gone | unseated, len(unseated)),
         unseated=tuple(sorted(unseated)),
     )
+
+
+def contradiction(manifest: Manifest, state: AgreedState, run: RunConfig, run_id: bytes) -> str | None:
+    """Why no availabilities whatever lead from a state to this manifest; None if some may.
+
+    Whoever was not there can look into what a manifest says of the state before it, and no further: a quorum that is
+    not honest can still have left out what it likes. That nobody lost a seat is always possible, because a roster that
+    would become empty stays.
+    """
+    return next(_contradictions(manifest, state, run, run_id), None)
+
+
+def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig, run_id: bytes) -> Iterator[str]:
+    """The first is what counts: what comes after it may not even be defined."""
+    if not set(state.members) <= set(state.place):
+        yield "the state before it has members that were never admitted"
+    gone, unseated = {*manifest.banned, *manifest.leaves}, set(manifest.unseated)
+    seats = seats_in(manifest.absent)
+    if seats and seats[-1] >= state.roster.size:
+        yield "it misses members that there are not"
+    if unseated and unseated != _unseated(state, run, gone, seats):
+        yield "others lose their seats than have to"
+    if manifest.seated != _seated(
+        state, run, run_id, {taken.author for taken in manifest.taken}, gone | unseated, len(unseated)
+    ):
+        yield "others get seats than have earned them"
+    if not gone <= set(state.place) or gone & {taken.author for taken in manifest.taken}:
+        yield "it takes from those who go, or sends away who was not there"
+    if manifest.joins != tuple(_joins(state, run, list(manifest.joins), gone)):
+        yield "it admits who cannot be"
+    if (manifest.root_round, manifest.root) != (state.root_round, state.root) and not (
+        state.root_round < manifest.root_round <= state.round
+    ):
+        yield "its state root is of no round that could be next"
+    authors = [taken.author for taken in manifest.taken]
+    rising = (authors, manifest.refused, manifest.evidence, manifest.leaves, manifest.banned)
+    if any(first >= second for names in rising for first, second in pairwise(names)):
+        yield "what it names does not rise"
+    staleness = run.agreement.staleness_rounds_max
+    for taken in manifest.taken:
+        offer = Announcement(
+            state.branch, taken.round, taken.base_round, state.root, taken.payload, taken.payload_bytes, taken.author
+        )
+        if not state.may_take(offer, staleness) or taken.base_round > taken.round:
+            yield f"it takes a contribution of round {taken.round} that it may not take"
 
 
 def _conflicting(candidates: list[Announcement]) -> set[bytes]:

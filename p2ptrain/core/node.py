@@ -47,6 +47,7 @@ from p2ptrain.core.reputation import Reason
 from p2ptrain.core.round import Parts, Round
 from p2ptrain.core.snapshot import Snapshot, snapshot_of
 from p2ptrain.core.state import AgreedState
+from p2ptrain.core.trust import Trust
 from p2ptrain.core.work import Work
 from p2ptrain.errors import DataError
 
@@ -71,6 +72,7 @@ class Node:
         self.regrouping: Regrouping
         self.membership: Membership
         self.inbox: Inbox
+        self.trust: Trust | None = None  # as long as no history has the head that we were told to trust
         self.recalled: dict[bytes, int] | None = None  # where members stand, while we do not know what we said
         self._saved_scores = b""
         self._saved_scores_at = 0.0
@@ -117,7 +119,7 @@ class Node:
         if is_quiet and context.now < self._due and self._rested is not None and self._counted() == self._rested:
             return []  # only counted: nothing to do, and the deadline is what it was
         self._go_on()
-        self._rested = self._counted() if self._may_rest() else None
+        self._rested = self._counted() if self.trust is None and self._may_rest() else None
         effects, context.effects = context.effects, []
         return effects
 
@@ -195,7 +197,9 @@ class Node:
             context.is_halted, self.catching_up.proof_of_lies = True, (saved.halted.first, saved.halted.second)
         self.membership = Membership(context, self.parts.requests, event.ticket)
         self.inbox = Inbox(self)
-        self._handlers[ev.MessageReceived] = self.inbox.take
+        if event.trust:
+            self.trust = Trust(context, self.line, event.trust)
+        self._handlers[ev.MessageReceived] = self._not_heard if self.trust else self.inbox.take
         said = [decode(record.envelope, context.signer) for record in saved.said]
         for received, record in zip(said, saved.said, strict=True):
             context.remember(received, record)
@@ -237,7 +241,8 @@ class Node:
             self.regrouping.restart_clock()
         if len(peers) < PEERS_MAX and event.peer != self.context.me:
             peers[event.peer] = None
-            self.repair.greet(self.here, event.peer)
+            if self.trust is None:
+                self.repair.greet(self.here, event.peer)
             self.work.peer_seen()
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
@@ -275,7 +280,16 @@ class Node:
         if self.repair.may_tell_history(event.peer):
             self.context.emit(ev.SendHistory(event.peer, self.line.answer(event.branch, event.round)))
 
+    def _not_heard(self, event: ev.MessageReceived) -> None:
+        self.context.counters["messages before the trusted head"] += 1
+
     def _history_arrived(self, event: ev.HistoryArrived) -> None:
+        if self.trust is not None:
+            trusted = self.trust.answered(event.peer, event.history)
+            if trusted is not None:
+                self.trust, self._handlers[ev.MessageReceived] = None, self.inbox.take
+                self._adopt(trusted)
+            return
         verified = self.catching_up.answered(event.peer, event.history)
         if self.catching_up.proof_of_lies is not None and not self.context.is_halted:
             self.context.is_halted = True
@@ -284,6 +298,8 @@ class Node:
             self._adopt(verified)
 
     def _history_failed(self, event: ev.HistoryFailed) -> None:
+        if self.trust is not None:
+            self.trust.failed(event.peer)
         self.catching_up.failed(event.peer)
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
@@ -303,7 +319,11 @@ class Node:
 
     def _go_on(self) -> None:
         """Do all that can be done now."""
-        context = self.context
+        if self.trust is not None:  # then that is nothing but looking for a history, or leaving
+            self.trust.tick()
+            self.membership.tick(self.line.state, is_current=False)
+            self._rest(self.trust.deadline, self.membership.deadline(self.line.state))
+            return
         self.parts.payloads.tick()
         self.here.tick()
         while True:
@@ -317,7 +337,7 @@ class Node:
         self.work.go_on()
         self.repair.tick(self.here, self._is_waiting)
         self.membership.tick(self.line.state, self.work.is_current and not self.catching_up.is_behind)
-        times = (
+        self._rest(
             self.here.deadline,
             self.parts.payloads.deadline,
             self.regrouping.deadline,
@@ -326,7 +346,10 @@ class Node:
             self.membership.deadline(self.line.state),
             self.repair.deadline,
         )
-        due = self._due = max(context.now, min(time for time in times if time is not None))
+
+    def _rest(self, *times: float | None) -> None:
+        """Until the first of these."""
+        due = self._due = max(self.context.now, min(time for time in times if time is not None))
         self.deadline = due - self._shift
         while self.deadline + self._shift < due:  # rounded down, a tick would come just before what it is for
             self.deadline = nextafter(self.deadline, inf)
@@ -367,6 +390,8 @@ class Node:
         self.line.append(step, state)
         trunk = self.line.trunk(base) if self.line.has_new_trunk else None
         self.context.emit(ev.Persist(ev.Certified(step, state, trunk)))
+        if not isinstance(step, Beginning):
+            self.context.tallies.take(step.manifest)
         self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
 
     def _leave_branch(self) -> None:
@@ -384,6 +409,7 @@ class Node:
         admitted = state.place
         context.heard_at = {key: at for key, at in context.heard_at.items() if key in admitted}
         self.parts.arrivals.forget(admitted)
+        context.tallies.forget(admitted)
         self.regrouping = Regrouping(context, state)
         if before is not None:
             before.agreement.release()
@@ -458,6 +484,7 @@ class Node:
         owners: tuple[Any, ...] = (
             parts.offers, parts.payloads, parts.requests, parts.arrivals, self.line, self.here, self.work,
             self.repair, self.catching_up, self.regrouping, self.inbox, context.reputation,
+            context.tallies, *([self.trust] if self.trust else []),
         )  # fmt: skip
         found = {name: limit for owner in owners for name, limit in owner.limits().items()}
         found["connected peers"] = (len(context.peers), PEERS_MAX)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from p2ptrain.core.tally import Tally
+
 if TYPE_CHECKING:
     from p2ptrain.core.node import Node
 
@@ -36,6 +38,22 @@ class Snapshot(Struct, frozen=True):
     counters: dict[str, int]
     observed: dict[str, int]  # how often each reason (reputation.py) was noted, over all peers
     scores: tuple[tuple[bytes, float], ...]  # points against connected peers, the worst first
+
+
+class Standing(Struct, frozen=True):
+    """One peer, or this node itself, as this node has seen it since it began."""
+
+    peer: bytes
+    is_connected: bool
+    is_member: bool
+    is_admitted: bool
+    points: float  # against it, now
+    is_greylisted: bool
+    offered: int  # contributions (tally.py)
+    applied: int
+    late: int
+    refused: dict[str, int]  # by reason
+    observed: dict[str, int]  # what the points are for (reputation.py), of earlier starts too
 
 
 def snapshot_of(node: Node) -> Snapshot:
@@ -69,6 +87,31 @@ def snapshot_of(node: Node) -> Snapshot:
     )
 
 
+def standings_of(node: Node) -> list[Standing]:
+    """Everyone who is connected, and who is admitted or was lately."""
+    context, state = node.context, node.line.state
+    reputation, tallies, seats = context.reputation, context.tallies.by_author, state.roster.seat
+    found = []
+    for peer in sorted({**context.peers, **tallies}):
+        tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)
+        found.append(
+            Standing(
+                peer=peer,
+                is_connected=peer in context.peers,
+                is_member=peer in seats,
+                is_admitted=peer in state.place,
+                points=reputation.score(peer, context.now),
+                is_greylisted=reputation.is_greylisted(peer, context.now),
+                offered=tally.offered,
+                applied=tally.applied,
+                late=tally.late,
+                refused=dict(tally.refused),
+                observed={reason.value: count for reason, count in record.counters.items()} if record else {},
+            )
+        )
+    return found
+
+
 def phase_of(node: Node) -> str:
     if node.work.applying is not None or node.work.catching is not None:
         return "apply"
@@ -92,4 +135,5 @@ def health_of(node: Node) -> list[str]:
         "no peers": not context.peers and state.members != (context.me,),
         "crash-only: fewer than four members, a liar is not tolerated": state.roster.is_crash_only,
     }
-    return [what for what, holds in found.items() if holds]
+    waiting = [node.trust.why] if node.trust is not None else []
+    return waiting + [what for what, holds in found.items() if holds]

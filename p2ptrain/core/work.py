@@ -282,6 +282,7 @@ class Work:
         )
         if not may:
             context.counters["contributions too late"] += 1
+            context.tallies.of(context.me).late += 1
             context.emit(Return(event.round))
             if is_mine_to_say and event.round <= state.round:  # nobody can take it, but all learn how long to wait
                 self.announced[state.branch] = event.round
@@ -292,6 +293,7 @@ class Work:
         self.outstanding[event.round] = received
         self.parts.payloads.mine(event.payload)
         self.parts.offers.add(received)
+        context.tallies.of(context.me).offered += 1
         self.parts.arrivals.note(context.me, event.round, context.now)
         context.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random, SystemRandom
@@ -13,6 +15,7 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import genesis
+from p2ptrain.core.trust import is_on
 from p2ptrain.daemon.daemon import Daemon
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.driver import Driver
@@ -22,7 +25,9 @@ from p2ptrain.daemon.fetching import Fetching
 from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
-from p2ptrain.errors import ConfigError
+from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
+from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.files import read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net import inquiry
@@ -35,6 +40,8 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
+
+TRUST_NAME = "trust"  # in the run's directory: the head that this node was told to trust
 
 log = logging.getLogger("p2ptrain.daemon")
 
@@ -50,6 +57,7 @@ class Launch:
     data: TokenDataset
     state: bytes = b""  # the first weights, of whoever begins the run
     ticket: bytes = b""
+    trust: bytes = b""  # a head without which no history is to be adopted
 
     @property
     def run_id(self) -> bytes:
@@ -96,9 +104,8 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         rng,
         roster=lambda: node.line.state.members if driver.has_begun.is_set() else (),
     )
-    if config.network.bootstrap and not store.peers():  # by which this run is known again, if they are away next time
-        store.remember_peers(config.network.bootstrap)
-    for address in store.peers():
+    remembered = store.records.addresses()
+    for address in remembered:
         _add(connections, address, Origin.REMEMBERED)
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
@@ -106,16 +113,30 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, library, every, needed=lambda: node.parts.payloads.held)
     stack.callback(keeping.close)
-    driver.edges = edges = Edges(run_id, transport, connections, lines, fetching, keeping, library)
+    if config.network.bootstrap and not remembered:  # by which this run is known again, if they are away next time
+        await keeping.remember(config.network.bootstrap, ())
+    driver.edges = edges = Edges(
+        run_id, transport, connections, lines, fetching, keeping, library, server, upload, download
+    )
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header)
     stack.callback(events.close)
-    driver.on_event = events.note
-    daemon = Daemon(run, driver, edges)
-    started = ev.Started(await _restore(store, device, keeping, launch.state), store.is_forgetful, launch.ticket)
+    past = await keeping.on_disk(store.records.past, ROUNDS_KEPT)
+    rounds = Rounds(run, node, device, keeping, transport.counters, server.protocol, past)
+
+    def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
+        events.note(now, event, effects)
+        if effects is not None:  # the core has survived it
+            rounds.note(now, event)
+
+    driver.on_event = note
+    daemon = Daemon(run, driver, edges, rounds)
+    trust = trusted_head(store, launch.trust)
+    saved = await _restore(store, device, keeping, launch.state)
+    started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)
     await stack.enter_async_context(lines)
     await stack.enter_async_context(server)
-    await inquiry.serve(transport, daemon.ask_by_peer)
+    await inquiry.serve(transport, daemon.ask_by_peer, upload)
     return daemon, started
 
 
@@ -129,6 +150,31 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     store = Store(directory, run, beginning, launch.identity.key, key_file, checkpoints_kept=kept)
     stack.callback(store.close)
     return store
+
+
+def trusted_head(store: Store, given: bytes) -> bytes:
+    """The head that the core has to wait for: the one that was given, now or before the first history was adopted.
+
+    It is noted beside the log, so that a node that was killed while it waited does not trust anybody the next time.
+    What was adopted since has it, and is not asked for it again.
+    """
+    path, journal = store.directory / TRUST_NAME, store.journal
+    content = read(path)
+    if content is not None and not re.fullmatch(rb"[0-9a-f]{64}\n", content):
+        fix = "Remove it, and give the head once more with --trust"
+        raise DataError(f"{path}: damaged: it is not the head that this node was told to trust. {fix}")
+    noted = bytes.fromhex(content.decode()) if content is not None else b""
+    wanted = given or noted
+    is_new = journal.state.digest == store.genesis.digest
+    if wanted != noted and not is_new:
+        changes = journal.trunk.changes if journal.trunk is not None else ()
+        if not is_on(wanted, journal.base, (*changes, *(each.step for each in journal.history))):
+            fix = f"If you are sure of it, move {store.directory} away and join again; else leave the option out"
+            what = f"the history that was adopted before has not got the head {wanted.hex()}, as far as it is kept"
+            raise ConfigError(what, key="--trust", fix=fix)
+    if wanted != noted:
+        write_atomically(path, wanted.hex().encode() + b"\n")
+    return wanted if is_new else b""
 
 
 def _add(connections: Connections, address: str, origin: Origin) -> None:
@@ -163,6 +209,6 @@ async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes)
     if state:
         root = store.genesis.root
         await device.run(device.trainer.adopt, 0, state)
-        await device.run(keeping.checkpoint_first, device, state, root)
+        await device.run(keeping.checkpoint_first, device, root)
         return store.saved(None)
     return store.journal.saved_at(store.genesis.round, b"")

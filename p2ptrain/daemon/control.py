@@ -21,7 +21,10 @@ NAME = "daemon.json"
 REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
 REPLY_BYTES_MAX = 2**24  # the status of a swarm of hundreds is below 1 MiB
 CONNECTIONS_MAX = 16
-CLIENT_SECONDS = 30.0  # for an answer; a sample of text takes the longest
+CLIENT_SECONDS = 30.0  # for a client to ask, or to read the answer
+ANSWER_SECONDS = 30.0  # for what is known at once
+SAMPLE_SECONDS = 600.0  # for a sample of text, or a checkpoint, which wait until a round of training is over
+SLACK_SECONDS = 5.0  # for the answer that it took too long
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -56,7 +59,9 @@ class Control:
             if self._open > CONNECTIONS_MAX:
                 return
             async with asyncio.timeout(CLIENT_SECONDS):
-                reply = await self._reply(await reader.readline())
+                line = await reader.readline()
+            reply = await self._reply(line)
+            async with asyncio.timeout(CLIENT_SECONDS):
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, ConnectionError, ValueError, asyncio.LimitOverrunError):
@@ -73,12 +78,19 @@ class Control:
         if not isinstance(request, dict):
             return {"error": "not an object"}
         try:
-            return await self.answer(request)
+            async with asyncio.timeout(_answer_seconds(request)):
+                return await self.answer(request)
+        except TimeoutError:
+            return {"error": f"busy: no answer within {_answer_seconds(request):.0f} s"}
         except P2ptrainError as error:
             return {"error": str(error)}
 
 
-def ask(data_dir: Path, request: dict[str, Any], seconds: float = CLIENT_SECONDS) -> dict[str, Any]:
+def _answer_seconds(request: dict[str, Any]) -> float:
+    return SAMPLE_SECONDS if request.get("do") in ("sample", "checkpoint") else ANSWER_SECONDS
+
+
+def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
     """What the daemon of this data directory answers."""
     try:
         note = json.loads((data_dir / NAME).read_text())
@@ -90,7 +102,7 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float = CLIENT_SECONDS
         raise P2ptrainError(f"a request of {len(line)} bytes, the limit is {REQUEST_BYTES_MAX}")
     try:
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(seconds)
+            client.settimeout(_answer_seconds(request) + SLACK_SECONDS if seconds is None else seconds)
             client.connect(path)
             client.sendall(line)
             reply = bytearray()

@@ -9,25 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from time import monotonic
 from typing import Any
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.daemon.device import StoppedError
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
-from p2ptrain.daemon.news import News
+from p2ptrain.daemon.news import Drops, News
+from p2ptrain.daemon.orders import obey
 from p2ptrain.daemon.progress import Progress
+from p2ptrain.daemon.rounds import Rounds
 from p2ptrain.daemon.status import health_of, peers_of, status_of
-from p2ptrain.errors import DataError
+from p2ptrain.errors import ConfigError
+from p2ptrain.identity import peer_id_of
+from p2ptrain.learn.sample import Wish, read_wish
 from p2ptrain.net import inquiry
 from p2ptrain.net.connections import topic_of
 
 LAG_SECONDS = 0.25  # between looks at the event loop's lag
 LAG_KEPT = 240  # looks: the worst of the last minute is told
+STOOD_STILL_SECONDS = 10.0  # between two looks: this is no lag, nothing ran here
 TELL_SECONDS = 1.0
-REMEMBER_SECONDS = 5.0  # between saves of the peers' addresses, if they have changed
-SAMPLE_TOKENS_MAX = 4_096
+REMEMBER_SECONDS = 5.0  # between saves of the rounds lived, and of the peers' addresses if they have changed
+REACHED_SECONDS = 60.0  # between saves of when each address was reached last
+SAMPLE_SECONDS_MAX = 60.0  # in which this node trains nothing; a swarm waits for it about as long
 
 log = logging.getLogger("p2ptrain.daemon")
 
@@ -45,23 +53,37 @@ class Lag:
     async def watch(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + LAG_SECONDS
+            due, looked_at = loop.time() + LAG_SECONDS, _since_boot()
             await asyncio.sleep(LAG_SECONDS)
             self._looks = [*self._looks[-LAG_KEPT + 1 :], max(0.0, loop.time() - due)]
+            if (gap := _since_boot() - looked_at) > STOOD_STILL_SECONDS:
+                log.warning("nothing ran here for %.0f s: asleep, or stopped; what was missed is caught up on", gap)
+
+
+def _since_boot() -> float:
+    """Seconds, those of sleep too; the loop's time stands still while a machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Daemon:
     """One node of one run, running."""
 
-    def __init__(self, run: RunConfig, driver: Driver, edges: Edges) -> None:
-        self.run, self.driver, self.edges = run, driver, edges
+    def __init__(self, run: RunConfig, driver: Driver, edges: Edges, rounds: Rounds) -> None:
+        self.run, self.driver, self.edges, self.rounds = run, driver, edges, rounds
         self.lag = Lag()
+        self.http: str | None = None  # where this is shown
         self.is_leaving = False
         self._began = monotonic()
 
     @property
     def uptime(self) -> float:
         return monotonic() - self._began
+
+    @property
+    def since_applied(self) -> float | None:
+        """Seconds; None: no round in this life."""
+        at = self.driver.applied_at
+        return None if at is None else round(max(0.0, asyncio.get_running_loop().time() - at), 3)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """What the owner asks over the control socket."""
@@ -74,12 +96,28 @@ class Daemon:
             case {"do": "leave"}:
                 self.leave()
                 return {"leaving": True}
-            case {"do": "sample", "prompt": str(prompt), "tokens": int(tokens), "seed": int(seed)}:
-                device = self.driver.device
-                text = await device.run(device.trainer.sample, prompt, max(1, min(tokens, SAMPLE_TOKENS_MAX)), seed)
-                return {"text": text}
+            case {"do": "sample", **content}:
+                return {"text": await self._sample(read_wish(content))}
+            case {"do": "pause" | "resume" | "limit" | "checkpoint"}:
+                return await obey(self, request)
             case _:
                 return {"error": "unknown request"}
+
+    async def _sample(self, wish: Wish) -> str:
+        """As the agreed weights go on, after the training that the device is at; not for long."""
+        device, until = self.driver.device, 0.0
+
+        def go_on() -> None:
+            nonlocal until
+            until = until or monotonic() + SAMPLE_SECONDS_MAX
+            if device.is_stopping:
+                raise StoppedError("the daemon ends")
+            if monotonic() > until:
+                fix = "Ask for fewer, or sample from a checkpoint with --round"
+                what = f"so many take more than {SAMPLE_SECONDS_MAX:.0f} s, in which this node trains nothing"
+                raise ConfigError(what, key="tokens", fix=fix)
+
+        return await device.run(device.trainer.sample, wish.prompt, wish.tokens, wish.seed, wish.temperature, go_on)
 
     def leave(self) -> None:
         if self.is_leaving:
@@ -135,39 +173,41 @@ async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
 
 
 async def _tell(daemon: Daemon, progress: Progress) -> None:
-    news, driver = News(), daemon.driver
+    news, drops, driver = News(), Drops(), daemon.driver
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
         snapshot = driver.node.snapshot()
-        for level, text in news.look(snapshot, health_of(driver, snapshot)):
+        dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
+        lost = drops.look(dropped, driver.dropped_last, monotonic())
+        for level, text in [*news.look(snapshot, health_of(driver, snapshot)), *lost]:
             log.log(level, "%s", text)
         progress.tell()
 
 
 async def _remember(daemon: Daemon) -> None:
     saved: list[str] = []
+    saved_at = monotonic()
     while True:
         await asyncio.sleep(REMEMBER_SECONDS)
+        await daemon.rounds.save()
         addresses = daemon.edges.connections.remembered()
-        if addresses and addresses != saved:  # while all are away, those of before are the best there are
-            await daemon.edges.keeping.on_disk(_save_peers, daemon.edges, addresses)
-            saved = addresses
+        if addresses != saved or monotonic() - saved_at >= REACHED_SECONDS:
+            await _save_addresses(daemon.edges, addresses)
+            saved, saved_at = addresses, monotonic()
 
 
-def _save_peers(edges: Edges, addresses: list[str]) -> None:
-    try:
-        edges.keeping.store.remember_peers(addresses)
-    except DataError as error:
-        log.warning("%s", error)
+async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
+    if addresses:  # while all are away, those of before are the best there are
+        await edges.keeping.remember(addresses, {peer_id_of(peer) for peer in edges.connections.linked})
 
 
 async def save_last(daemon: Daemon) -> None:
-    """A checkpoint of the last round that was applied."""
+    """A checkpoint of the last round that was applied, and what is not on the disk yet of what people want to know."""
     node, device = daemon.driver.node, daemon.driver.device
     number = device.trainer.round
     entry, root = node.line.entry(number), node.work.roots.get(number)
     if entry is not None and root:
         await daemon.edges.keeping.checkpoint(device, entry.manifest, root, now=True)
-    if addresses := daemon.edges.connections.remembered():
-        _save_peers(daemon.edges, addresses)
+    await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
+    await daemon.rounds.save(all_of_it=True)

@@ -84,6 +84,7 @@ class DemoNode:
     def start(self) -> None:
         own = {"OMP_NUM_THREADS": "1", "P2PTRAIN_DEVICE__NAME": "cpu", "P2PTRAIN_DEVICE__THREADS": "1"}
         own |= {"P2PTRAIN_NETWORK__NAT": "false"}  # loopback: nothing to ask a router for
+        own |= {"P2PTRAIN_HTTP__HOST": "127.0.0.1", "P2PTRAIN_HTTP__PORT": "0"}
         command = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), sys.executable, "-m", "p2ptrain"]
         command += [*self.arguments, "--data-dir", str(self.directory)]
         with self.log.open("ab") as log:
@@ -208,6 +209,8 @@ class Demo:
         try:
             first.start()
             self.until("the first node answers", lambda: first.status.get("addresses"), START_SECONDS)
+            if first.status["http"]:
+                self._say(f"the first node in a browser: {first.status['http']}")
             address = first.status["addresses"][0]
             for node in others:
                 node.arguments = ["join", "--bootstrap", address]

@@ -60,6 +60,9 @@ class Driver:
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
+        self.applied_at: float | None = None  # in the loop's time, the last round
+        self._may_train = asyncio.Event()  # the owner lets it
+        self._may_train.set()
         self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
         self._has_events, self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._written = 0  # of the effects that wait, how many records are on the disk
@@ -68,6 +71,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking = 0  # attachments that wait for the device, or are at it
         self._shares: Counter[bytes] = Counter()  # of `events` and `_checking`, by peer
+        self.dropped_last = b""  # the peer that last brought an event for which there was no room
         self._is_running = False
         self._mismatches = Mismatches()
         self._group: asyncio.TaskGroup
@@ -104,6 +108,7 @@ class Driver:
         if len(self.events) + self._checking < EVENTS_MAX and self._shares[peer] < share:
             return True
         self.counters["events dropped"] += 1
+        self.dropped_last = peer
         return False
 
     def _is_admitted(self, peer: bytes) -> bool:
@@ -373,7 +378,19 @@ class Driver:
     # -----------------------------------------------------------------------------------------------
     # The device
 
+    @property
+    def is_paused(self) -> bool:
+        return not self._may_train.is_set()
+
+    def pause(self) -> None:
+        """Begin no other training. To the core, and to the others, this is a node that trains slowly."""
+        self._may_train.clear()
+
+    def resume(self) -> None:
+        self._may_train.set()
+
     async def _train(self, effect: ev.Train) -> None:
+        await self._may_train.wait()
         try:
             async with asyncio.timeout(DATA_SECONDS):
                 positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
@@ -409,6 +426,7 @@ class Driver:
             return
         if root is None:
             return
+        self.applied_at = asyncio.get_running_loop().time()
         self.give(ev.Applied(manifest.branch, manifest.round, root))
         await self.edges.keeping.checkpoint(self.device, manifest, root)
         await self.edges.keeping.let_go(manifest)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from p2ptrain.daemon.fetching import Fetching
 from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
+from p2ptrain.net.bulk import Server
 from p2ptrain.net.connections import Connections, topic_of
+from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.line import Lines
 from p2ptrain.net.transport import Transport
 
@@ -23,6 +26,13 @@ class Edges:
     fetching: Fetching
     keeping: Keeping
     library: Library
+    server: Server | None = None
+    upload: TokenBucket = field(default_factory=lambda: TokenBucket(0))
+    download: TokenBucket = field(default_factory=lambda: TokenBucket(0))
+
+    def bulk_bytes(self) -> Counter[str]:
+        """What went over the streams of blobs, by way and kind, such as "sent payload"."""
+        return self.library.fetcher.traffic + (self.server.traffic if self.server else Counter())
 
     async def publish(self, envelope: bytes) -> None:
         await self.transport.publish(topic_of(self.run_id), envelope)

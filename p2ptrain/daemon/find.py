@@ -24,7 +24,7 @@ from p2ptrain.net.connections import tell
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.store.store import remembered_peers
+from p2ptrain.store.records import remembered_peers
 
 FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up

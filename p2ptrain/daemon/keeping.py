@@ -1,20 +1,26 @@
-"""What this node keeps: contributions, checkpoints, and the one thread that writes to the store."""
+"""What this node keeps: contributions, checkpoints, and the one thread that writes to the store.
+
+A checkpoint is copied in the trainer's thread, between two rounds, and written in a thread of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
+from dataclasses import dataclass
+from time import monotonic, time
 from typing import TypeVar
 
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.library import Library, leaves_of, read_state
 from p2ptrain.errors import DataError
+from p2ptrain.learn.trainer import Capture
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.diary import Trained
+from p2ptrain.store.records import Batch
 from p2ptrain.store.store import Store
 
 FRESH_SECONDS = 60.0  # until a payload that arrived is counted by the core, or is of no use
@@ -22,6 +28,25 @@ PRUNE_ROUNDS = 8  # between looks at what the store may forget
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a checkpoint is made of."""
+
+    round: int
+    branch: bytes
+    head: bytes
+    root: bytes
+    trained: int  # the number of the last training in it
+    capture: Capture
+
+    @classmethod
+    def of(cls, device: Device, number: int, branch: bytes, head: bytes, root: bytes) -> Moment | None:
+        """In the trainer's thread; None if a state was taken over meanwhile."""
+        if device.trainer.round != number:
+            return None
+        return cls(number, branch, head, root, device.trained, device.trainer.capture())
 
 
 class Keeping:
@@ -33,10 +58,14 @@ class Keeping:
         """`needed` are the payloads that the core may still ask for."""
         self.store, self.library, self.checkpoint_rounds, self._needed = store, library, checkpoint_rounds, needed
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not have heard of yet, and since when
+        self.records_trouble = ""  # why no history is written, as long as none is
+        self._saving = 0  # checkpoints that are being made
         self._disk = ThreadPoolExecutor(1, "disk")
+        self._writer = ThreadPoolExecutor(1, "checkpoint")  # one of its own: gigabytes must not hold up what is said
 
     def close(self) -> None:
         """When what was asked for is on the disk."""
+        self._writer.shutdown()
         self._disk.shutdown()
 
     async def on_disk(self, job: Callable[..., T], *arguments: object) -> T:
@@ -74,21 +103,62 @@ class Keeping:
                 log.error("%s", error)
 
     # -----------------------------------------------------------------------------------------------
+    # History for people
+
+    async def record(self, batch: Batch) -> bool:
+        """Whether the disk took it. If not, it costs history and nothing else, and may be tried again."""
+        return await self._note(self.store.records.write, batch)
+
+    async def remember(self, addresses: Sequence[str], linked: Collection[str]) -> bool:
+        """Addresses for the next start; peers of these ids are connected now."""
+        return await self._note(self.store.records.remember, addresses, linked, time())
+
+    async def _note(self, job: Callable[..., None], *arguments: object) -> bool:
+        try:
+            await self.on_disk(job, *arguments)
+        except DataError as error:
+            self.records_trouble = str(error)
+            return False
+        self.records_trouble = ""
+        return True
+
+    # -----------------------------------------------------------------------------------------------
     # Checkpoints
 
     async def checkpoint(self, device: Device, manifest: Manifest, root: bytes, *, now: bool = False) -> None:
-        """Save the state after this round, if it is time; the next training waits for it."""
+        """Save the state after this round, if it is time: training waits for a copy in memory, and not for the disk.
+
+        One that is due while another is being written is left out: there is memory for one copy, and a disk as slow
+        as that does not get faster.
+        """
         if not now and manifest.round % self.checkpoint_rounds:
             return
-        await device.run(self._save, device, manifest.round, manifest.branch, manifest.digest, root)
+        if self._saving and not now:
+            log.info("no checkpoint of round %d: the last one is still being written", manifest.round)
+            return
+        self._saving += 1
+        try:
+            moment = await device.run(Moment.of, device, manifest.round, manifest.branch, manifest.digest, root)
+            if moment is not None:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._try, moment)
+        finally:
+            self._saving -= 1
 
-    def checkpoint_first(self, device: Device, state: bytes, root: bytes) -> Checkpoint:
-        """Of the first weights, by whoever begins the run."""
-        return self._write(device, 0, self.store.genesis.branch, self.store.genesis.head, root, state)
+    def checkpoint_first(self, device: Device, root: bytes) -> Checkpoint:
+        """Of the first weights, by whoever begins the run; in the trainer's thread."""
+        moment = Moment.of(device, 0, self.store.genesis.branch, self.store.genesis.head, root)
+        assert moment is not None, "the trainer has them"
+        return self._writer.submit(self._write, moment).result()
 
     async def checkpoint_adopted(self, device: Device, number: int, root: bytes) -> None:
-        """Of a state that was taken over: what is trained from now on rests on it."""
-        await device.run(self._save, device, number, b"", b"", root)
+        """Of a state that was taken over: what is trained from now on rests on it, and waits for it."""
+
+        def save() -> None:
+            moment = Moment.of(device, number, b"", b"", root)
+            if moment is not None:
+                self._writer.submit(self._try, moment).result()
+
+        await device.run(save)
 
     async def note(self, trained: Trained) -> None:
         """Have a restart repeat this training. A disk that does not take it costs exactness, and no round."""
@@ -97,19 +167,18 @@ class Keeping:
         except DataError as error:
             log.error("%s; a restart will not repeat what is trained until the next checkpoint", error)
 
-    def _save(self, device: Device, number: int, branch: bytes, head: bytes, root: bytes) -> None:
-        if device.trainer.round != number:
-            return  # a state was taken over meanwhile
+    def _try(self, moment: Moment) -> None:
         try:
-            self._write(device, number, branch, head, root, device.trainer.state_bytes())
+            self._write(moment)
         except DataError as error:
-            log.error("no checkpoint of round %d: %s", number, error)
+            log.error("no checkpoint of round %d: %s", moment.round, error)
 
-    def _write(self, device: Device, number: int, branch: bytes, head: bytes, root: bytes, state: bytes) -> Checkpoint:
+    def _write(self, moment: Moment) -> Checkpoint:
+        capture = moment.capture
         checkpoint = self.store.checkpoints.write(
-            number, branch, head, root, device.trained, device.trainer.save, state
+            moment.round, moment.branch, moment.head, moment.root, moment.trained, capture.write, capture.state
         )
-        if leaves := leaves_of(state, root):  # a partial root proves no pieces
+        if leaves := leaves_of(capture.state, moment.root):  # a partial root proves no pieces
             self.library.offer_state(checkpoint, leaves)
         return checkpoint
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import tempfile
 from collections.abc import Coroutine
@@ -20,6 +21,7 @@ from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.daemon import Daemon, live, save_last
 from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run
+from p2ptrain.daemon.http import Http
 from p2ptrain.daemon.logs import set_up
 from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
 from p2ptrain.daemon.progress import Progress
@@ -45,9 +47,9 @@ def start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
     _run(_start(run, config, dataset))
 
 
-def join(config: NodeConfig, run: str | None, ticket: Path | None) -> None:
+def join(config: NodeConfig, run: str | None, ticket: Path | None, trust: str | None = None) -> None:
     """`p2ptrain join`."""
-    _run(_join(config, run, ticket))
+    _run(_join(config, run, ticket, _read_trust(trust)))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -140,21 +142,23 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         owner = await _answer_owner(stack, config)
+        http = await _show(stack, config)
         log.info("making or reading the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         transport = await _open_transport(stack, identity_file(config), config.network, owner.sockets)
-        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), owner)
+        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), owner, http)
 
 
-async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None) -> None:
+async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None, trust: bytes) -> None:
     set_up(config.logging)
     _check_addresses(config.network)
     ticket = _read_ticket(ticket_file)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         owner = await _answer_owner(stack, config)
+        http = await _show(stack, config)
         transport = await _open_transport(stack, identity_file(config), config.network, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
         directory = find_dataset(config, run.data.manifest)
@@ -162,7 +166,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
             data = TokenDataset.open(directory, run.data.manifest)
         else:
             data = await fetch_dataset(transport, config, run, directory, sources)
-        await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket), owner)
+        await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket, trust=trust), owner, http)
 
 
 def _check_addresses(network: NetworkConfig) -> None:
@@ -172,6 +176,15 @@ def _check_addresses(network: NetworkConfig) -> None:
             split(address)
         except TransportError as error:
             raise ConfigError(str(error), key="network.bootstrap", fix="Check that it was copied whole") from error
+
+
+def _read_trust(head: str | None) -> bytes:
+    if head is None:
+        return b""
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", head):
+        fix = "Give the 64 digits that `p2ptrain status --json` shows as head at a node that you trust"
+        raise ConfigError("not the head of a history", key="--trust", fix=fix)
+    return bytes.fromhex(head)
 
 
 def _read_ticket(path: Path | None) -> bytes:
@@ -241,10 +254,19 @@ async def _answer_owner(stack: AsyncExitStack, config: NodeConfig) -> _Owner:
     return owner
 
 
-async def _serve(stack: AsyncExitStack, launch: Launch, owner: _Owner) -> None:
+async def _show(stack: AsyncExitStack, config: NodeConfig) -> Http:
+    """Over HTTP, as soon as there is anything to be said; at first, that it is starting."""
+    http = Http(config.http)
+    await http.start()
+    stack.push_async_callback(http.close)
+    return http
+
+
+async def _serve(stack: AsyncExitStack, launch: Launch, owner: _Owner, http: Http) -> None:
     """Until the node has left."""
     daemon, started = await assemble(stack, launch)
-    owner.daemon = daemon
+    owner.daemon = http.daemon = daemon
+    daemon.http = http.url
     _tell_how_to_join(launch.transport, launch.run)
     progress = Progress(launch.config.logging.format, lambda: status_of(daemon))
     progress.start()

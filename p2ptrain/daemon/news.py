@@ -1,8 +1,12 @@
-"""What has changed since the last look, as lines for a person: who takes part, which branch, and what is wrong."""
+"""What has changed since the last look, as lines for a person: who takes part, which branch, and what is wrong.
+
+And what the node could not take in, because peers said more than it can hear.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 
 from p2ptrain.core.snapshot import Snapshot
@@ -10,7 +14,9 @@ from p2ptrain.identity import peer_id_of
 
 NAMES_MAX = 8  # peers that one line names
 LOOKS = 3  # in a row until a complaint is told: some pass within a round
-USUAL = ("crash-only", "not admitted", "catching up")  # what passes by itself, or is how the run is meant to be
+DROPS_SECONDS = 60.0  # between two lines about what is dropped: a flood may last for days
+# What passes by itself, or is how the run is meant to be.
+USUAL = ("crash-only", "not admitted", "catching up", "paused")
 
 Line = tuple[int, str]  # level of logging and text
 
@@ -52,6 +58,25 @@ class News:
         for each, looks in before.items():
             if looks >= LOOKS and each not in self._health:
                 yield logging.INFO, f"over: {each}"
+
+
+class Drops:
+    """Of one node: messages for which there was no room. Told at once, and then now and then."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._next_at = -math.inf
+
+    def look(self, dropped: int, last: bytes, now: float) -> list[Line]:
+        """`dropped` are all so far, `last` the peer that the last came from, if that is known."""
+        count = dropped - self._told
+        if not count or now < self._next_at:
+            return []
+        self._told, self._next_at = dropped, now + DROPS_SECONDS
+        whose = f", lately of {peer_id_of(last)}" if last else ""
+        what = "1 message" if count == 1 else f"{count:,} messages"
+        text = f"{what} of peers had no room and were dropped{whose}: what this node misses, it asks for again"
+        return [(logging.WARNING, text)]
 
 
 def _names(peers: Iterable[bytes]) -> str:

@@ -1,35 +1,59 @@
-"""What the daemon says about itself: the core's snapshot, and what the edges count, as plain data for JSON."""
+"""What the daemon says about itself: the core's snapshot, and what the edges count, as plain data for JSON.
+
+web/models.py describes every key, for whoever reads it over HTTP or with `p2ptrain status --json`.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from p2ptrain import __version__
+from p2ptrain.core.snapshot import Standing, standings_of
+from p2ptrain.daemon.rounds import told
 from p2ptrain.identity import peer_id_of
+from p2ptrain.net import inquiry
+from p2ptrain.store.records import PeerRecord
 
 if TYPE_CHECKING:
     from p2ptrain.core.snapshot import Snapshot
     from p2ptrain.daemon.daemon import Daemon
     from p2ptrain.daemon.driver import Driver
-
+    from p2ptrain.daemon.edges import Edges
 
 ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
+CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
+VERSION = 1  # of the answers' description
+PAUSED = "paused by its owner: it trains no further; `p2ptrain resume` goes on"
+UNREADY = ("crash-only", PAUSED)  # complaints with which a node takes part all the same
+# Kinds of blobs (net/blobs.py), by what a person calls them.
+BULK_PURPOSES = {"payloads": ("payload",), "states": ("state",), "data": ("data", "manifest", "tokenizer")}
+WAYS = ("sent", "received")
 
 
 def status_of(daemon: Daemon) -> dict[str, Any]:
     """Where the node stands. A key is never renamed; new ones may come."""
     snapshot, device = daemon.driver.node.snapshot(), daemon.driver.device
     me = peer_id_of(snapshot.me)
-    driver = daemon.driver
+    driver, edges, rounds = daemon.driver, daemon.edges, daemon.rounds
+    swarm = rounds.swarm_tokens_per_second
     return {
+        "version": VERSION,
+        "release": __version__,
         "run_id": snapshot.run_id.hex(),
         "run_name": daemon.run.name,
         "peer_id": me,
-        "addresses": daemon.edges.transport.addresses(),
+        "addresses": edges.transport.addresses(),
         "branch": snapshot.branch.hex(),
+        "head": snapshot.head.hex(),
         "round": snapshot.round,
         "phase": snapshot.phase,
         "view": snapshot.view,
         "applied_round": snapshot.applied_round,
+        "since_applied_seconds": daemon.since_applied,
         "state_root": snapshot.root.hex(),
         "certified_round": snapshot.certified_round,
         "loss": device.loss,
@@ -37,7 +61,12 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "tokens": device.tokens,
         "tokens_per_second": round(device.tokens_per_second, 1),
         "training_seconds": round(device.training_seconds, 3),
-        "peers": sorted(peer_id_of(peer) for peer in daemon.edges.connections.linked),
+        "swarm_tokens_per_second": None if swarm is None else round(swarm, 1),
+        "contribution_tokens": rounds.contribution_tokens,
+        "mine": msgspec.structs.asdict(rounds.mine) | {"share": round(rounds.mine.share, 6)},
+        "device": str(device.trainer.device),
+        "is_paused": driver.is_paused,
+        "peers": sorted(peer_id_of(peer) for peer in edges.connections.linked),
         "roster": [peer_id_of(key) for key in snapshot.members],
         "quorum": snapshot.quorum,
         "fault_tolerance": {
@@ -51,36 +80,135 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "held": snapshot.held,
         "waiting_for": snapshot.waiting_for,
         "health": health_of(driver, snapshot),
-        "http": None,  # nothing is served over TCP
+        "http": daemon.http,
         "loop_lag_seconds": round(daemon.lag.worst, 4),
         "uptime_seconds": round(daemon.uptime, 1),
         "roots": {str(number): root.hex() for number, root in sorted(driver.node.work.roots.items())[-ROOTS_TOLD:]},
         "payload_bytes": device.trainer.form.payload_bytes,
         "state_bytes": device.state_bytes,
-        "bytes": daemon.edges.transport.counters(),
-        "counters": snapshot.counters | dict(driver.counters) | daemon.edges.lines.counters(),
+        "bytes": edges.transport.counters(),
+        "traffic": traffic_of(edges),
+        "limits": limits_of(edges),
+        "counters": snapshot.counters | dict(driver.counters) | edges.lines.counters(),
         "observed": snapshot.observed,
     }
 
 
 def health_of(driver: Driver, snapshot: Snapshot) -> list[str]:
     """All that is not as it should be, the worst first."""
-    return ([f"degraded: {driver.disk_trouble}"] if driver.disk_trouble else []) + [*snapshot.health]
+    troubles = driver.disk_trouble, driver.edges.keeping.records_trouble
+    disk = [f"degraded: {trouble}" for trouble in troubles if trouble]
+    return [*disk, *snapshot.health, *([PAUSED] if driver.is_paused else [])]
+
+
+def unreadiness_of(daemon: Daemon) -> list[str]:
+    """Why the node does not take part as it should; nothing: it does."""
+    complaints = health_of(daemon.driver, daemon.driver.node.snapshot())
+    return [each for each in complaints if not each.startswith(UNREADY)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Traffic
+
+
+def limits_of(edges: Edges) -> dict[str, int]:
+    return {
+        "upload_bytes_per_second": edges.upload.rate,
+        "download_bytes_per_second": edges.download.rate,
+    }
+
+
+def traffic_of(edges: Edges) -> dict[str, dict[str, int]]:
+    """Bytes by purpose and way. What the transport counts by protocol is divided by what that protocol carried."""
+    counted = edges.transport.counters()
+    purposes: dict[str, dict[str, int]] = {}
+
+    def add(purpose: str, sent_and_received: list[int]) -> None:
+        purposes[purpose] = dict(zip(WAYS, sent_and_received, strict=True))
+
+    def of_protocol(protocol: str) -> list[int]:
+        return [counted.get(f"{way} {protocol}", 0) for way in WAYS]
+
+    add("gossip", of_protocol("gossip"))
+    histories = [edges.lines.history_bytes[way] for way in WAYS]
+    messages = of_protocol(edges.lines.protocol)
+    add("messages", [max(0, all_of_it - of_it) for all_of_it, of_it in zip(messages, histories, strict=True)])
+    add("histories", histories)
+    bulk = edges.bulk_bytes()
+    for purpose, kinds in BULK_PURPOSES.items():
+        add(purpose, [sum(bulk[f"{way} {kind}"] for kind in kinds) for way in WAYS])
+    add("questions", of_protocol(inquiry.PROTOCOL))
+    known = [sum(each[way] for each in purposes.values()) for way in WAYS]
+    totals = [counted.get(f"bytes {way}", 0) for way in WAYS]
+    add("other", [max(0, total - of_it) for total, of_it in zip(totals, known, strict=True)])
+    return purposes
+
+
+# ---------------------------------------------------------------------------------------------------
+# Peers and rounds
 
 
 def peers_of(daemon: Daemon) -> dict[str, Any]:
-    """The peers that are connected, and what we think of them."""
-    snapshot = daemon.driver.node.snapshot()
-    connections = daemon.edges.connections
-    scores = dict(snapshot.scores)
+    """Who is connected, and who else may contribute; and what we think of them."""
+    node, linked = daemon.driver.node, daemon.edges.connections.linked
+    known = {each.peer: each for each in standings_of(node)}
+    everyone = sorted({*linked, *(peer for peer, each in known.items() if each.is_connected or each.is_admitted)})
+    me = node.context.me
     return {
-        "peers": [
-            {
-                "peer_id": peer_id_of(peer),
-                "addresses": list(connections.known[peer].addresses) if peer in connections.known else [],
-                "is_member": peer in snapshot.members,
-                "points": round(scores.get(peer, 0.0), 2),
-            }
-            for peer in sorted(connections.linked)
-        ]
+        "version": VERSION,
+        "peers": [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != me],
+        "me": _peer(daemon, me, known.get(me)),
     }
+
+
+def _peer(daemon: Daemon, peer: bytes, standing: Standing | None) -> dict[str, Any]:
+    state, connections = daemon.driver.node.line.state, daemon.edges.connections
+    is_me = peer == daemon.driver.node.context.me
+    if is_me:
+        addresses = daemon.edges.transport.addresses()
+    else:
+        addresses = list(connections.known[peer].addresses) if peer in connections.known else []
+    record = daemon.rounds.peers.get(peer) or PeerRecord(peer)
+    return {
+        "peer_id": peer_id_of(peer),
+        "addresses": addresses,
+        "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
+        "is_connected": is_me or peer in connections.linked,
+        "is_member": peer in state.members,
+        "is_admitted": peer in state.place,
+        "offered": record.offered,
+        "applied": record.applied,
+        "late": record.late,
+        "refused": dict(record.refused),
+        "points": round(standing.points, 2) if standing else 0.0,
+        "is_greylisted": standing.is_greylisted if standing else False,
+        "observed": dict(standing.observed) if standing else {},
+    }
+
+
+def kind_of_address(address: str) -> str:
+    """Of what kind a multiaddr is, for a person."""
+    parts = address.split("/")
+    if "p2p-circuit" in parts:
+        return "relay"
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
+        return "name" if len(parts) > 2 and parts[1].startswith("dns") else "unknown"
+    try:
+        host = ipaddress.ip_address(parts[2])
+    except ValueError:
+        return "unknown"
+    if host.is_loopback:
+        return "loopback"
+    return "public" if host.is_global else "private"
+
+
+def rounds_of(daemon: Daemon, last: int) -> list[dict[str, Any]]:
+    """The last rounds that were applied here, the newest last; fewer, where there are very many contributors."""
+    found: deque[dict[str, Any]] = deque()
+    room = CONTRIBUTORS_TOLD
+    for record in reversed(daemon.rounds.last(last)):
+        room -= len(record.contributors)
+        if room < 0 and found:
+            break
+        found.appendleft(told(record))
+    return [*found]

@@ -11,6 +11,7 @@ only such roots serve catch-up.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +47,17 @@ def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
         return merkle_root(leaf_digests(octets(state)), size)
     each = PIECE_BYTES // FLOAT_BYTES
     leaves = [leaf_digest(index, octets(state[index * each : (index + 1) * each])) for index in pieces]
+    return _partial_root(pieces, leaves, size)
+
+
+def root_of_leaves(leaves: Sequence[bytes], size: int, pieces: list[int] | None = None) -> bytes:
+    """The same root, by the digests of all pieces of a state that nobody has in memory."""
+    if pieces is None:
+        return merkle_root(leaves, size)
+    return _partial_root(pieces, [leaves[index] for index in pieces], size)
+
+
+def _partial_root(pieces: list[int], leaves: list[bytes], size: int) -> bytes:
     names = b"".join(index.to_bytes(8, "little") for index in pieces)
     return digest("partial root", names, merkle_root(leaves, size))
 

@@ -7,41 +7,87 @@ where the model ends it.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from p2ptrain.learn.model import Transformer
+    from p2ptrain.learn.tokenizer import Tokenizer
+
+PROMPT_BYTES_MAX = 8_192  # in JSON, six times as many at worst, which fit a request; the model reads its end alone
 TOKENS_MAX = 4_096  # minutes, in which this node trains nothing
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # beyond, fp32 has no such probabilities, or all are the same
 
 
+class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is to be drawn, as a person asks for it: on a command line or through the daemon's socket."""
+
+    prompt: str
+    tokens: int
+    seed: int
+    temperature: float = 0.8
+
+
 def sample(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int, temperature: float = 0.8
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    seed: int,
+    temperature: float = 0.8,
+    on_token: Callable[[], None] = lambda: None,
 ) -> str:
-    """The prompt and up to `tokens` tokens that follow it; the same text for the same seed on the same device."""
-    _check(prompt, tokens, seed, temperature)
+    """The prompt and up to `tokens` tokens that follow it; the same text for the same seed on the same device.
+
+    `on_token` is called before each is drawn; what it raises breaks off.
+    """
+    import torch  # noqa: PLC0415  # two seconds, in which an error could be told
+
+    check(Wish(prompt, tokens, seed, temperature))
     given, end = tokenizer.encode(prompt).tolist(), tokenizer.end_of_document
     device = model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    before = torch.tensor([[end, *given]], device=device)
-    drawn = model.generate(before, tokens, temperature, generator)[0, before.shape[1] :].tolist()
+    text = torch.tensor([[end, *given]], device=device)
+    begin = text.shape[1]
+    for _ in range(tokens):
+        on_token()
+        text = model.generate(text, 1, temperature, generator)
+        if int(text[0, -1]) == end:
+            break
+    drawn = text[0, begin:].tolist()
     if end in drawn:
         drawn = drawn[: drawn.index(end)]
     return tokenizer.decode([*given, *drawn])
 
 
-def _check(prompt: str, tokens: int, seed: int, temperature: float) -> None:
-    """It comes from a person, on a command line or through the daemon's socket."""
+def read_wish(content: object) -> Wish:
+    """What stands in a request; `ConfigError` says what is wrong with it."""
     try:
-        prompt.encode()
+        wish = msgspec.convert(content, Wish)
+    except msgspec.ValidationError as error:
+        fix = "Ask for prompt (text), tokens and seed (whole numbers) and temperature (a number)"
+        raise ConfigError(str(error), key="sample", fix=fix) from error
+    check(wish)
+    return wish
+
+
+def check(wish: Wish) -> None:
+    """`ConfigError`: it cannot be drawn."""
+    try:
+        prompt = wish.prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
-    if not 1 <= tokens <= TOKENS_MAX:
-        raise ConfigError(f"{tokens} is not possible", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"{seed} is not possible", key="seed", fix="Choose 0 to below 2**63")
-    if temperature != 0 and not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX:
+    if len(prompt) > PROMPT_BYTES_MAX:
+        fix = "Give its end alone, the model reads no more"
+        raise ConfigError(f"more than {PROMPT_BYTES_MAX:,} bytes", key="prompt", fix=fix)
+    if not 1 <= wish.tokens <= TOKENS_MAX:
+        raise ConfigError(f"{wish.tokens} is not possible", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")
+    if not 0 <= wish.seed < 2**63:
+        raise ConfigError(f"{wish.seed} is not possible", key="seed", fix="Choose 0 to below 2**63")
+    if wish.temperature != 0 and not TEMPERATURE_MIN <= wish.temperature <= TEMPERATURE_MAX:
         fix = f"Choose 0, or {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
-        raise ConfigError(f"{temperature} is not possible", key="temperature", fix=fix)
+        raise ConfigError(f"{wish.temperature} is not possible", key="temperature", fix=fix)

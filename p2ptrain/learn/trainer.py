@@ -8,7 +8,8 @@
     evaluate    the loss on the held-out slice
     sample      text that the agreed weights write
     adopt       the weights that others agreed on, in place of one's own
-    save, load  everything the next round depends on, as one safetensors file
+    capture     a copy of everything the next round depends on, to be written while training goes on
+    save, load  the same as one safetensors file
 
 It runs in one thread, knows no clock and no network, and between rounds it is fully described by what
 `save` writes: a trainer that loads it goes on to the same bits. Its `round` is the number of rounds applied:
@@ -22,6 +23,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,27 @@ def check_data(run: RunConfig, dataset: TokenDataset) -> None:
     if not dataset.sequences(run.model.sequence_length):
         fix = "Add data, or train on shorter sequences"
         raise ConfigError("the data is shorter than one sequence", key="model.sequence_length", fix=fix)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A moment of a trainer, copied, so that training need not wait for a disk."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    agreed: Tensor  # flat; the weights in `tensors` are views of it
+
+    @property
+    def state(self) -> memoryview:
+        """The agreed weights, as the state root is made of them."""
+        return octets(self.agreed)
+
+    def write(self, path: Path) -> None:
+        """To a new file; whoever calls makes it durable and renames it into place."""
+        try:
+            save_file(self.tensors, path, self.metadata)
+        except SafetensorError as error:
+            raise DataError(f"{path}: cannot be written ({error})") from error
 
 
 class Trainer:
@@ -220,11 +243,18 @@ class Trainer:
             self.live.weights.copy_(own)
 
     @torch.no_grad()
-    def sample(self, prompt: str, tokens: int, seed: int, temperature: float = 0.8) -> str:
+    def sample(
+        self,
+        prompt: str,
+        tokens: int,
+        seed: int,
+        temperature: float = 0.8,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> str:
         """The prompt, and what the agreed weights make of it."""
         tokenizer = self.dataset.open_tokenizer()
         with self._agreed_weights():
-            return sample(self.live.model, tokenizer, prompt, tokens, seed, temperature)
+            return sample(self.live.model, tokenizer, prompt, tokens, seed, temperature, on_token)
 
     @torch.no_grad()
     def evaluate(self, sequences_max: int = EVALUATED_SEQUENCES) -> float:
@@ -248,15 +278,15 @@ class Trainer:
         """Names the run even before it is sealed."""
         return digest("saved state's run", self.run.canonical()).hex()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """All that a round depends on, by name; not copied."""
-        parts = zip(self.live.names, self.live.parts(self.recipe.agreed), strict=True)
+    def _tensors(self, agreed: Tensor) -> dict[str, Tensor]:
+        """All that a round depends on, by name, with these agreed weights; not copied."""
+        parts = zip(self.live.names, self.live.parts(agreed), strict=True)
         named = {f"weights.{name}": part for name, part in parts}
         named["residual"] = self.recipe.residual.coefficients
         return named | {f"recipe.{name}": tensor for name, tensor in self.recipe.state().items()}
 
-    def save(self, path: Path) -> None:
-        """Write everything to a new file; whoever calls makes it durable and renames it into place.
+    def capture(self) -> Capture:
+        """A copy of everything.
 
         It holds the agreed weights, the round, the residual, the contributions whose fate is open, and the inner
         optimizer. It does not hold the steps of a training that has not been contributed: a trainer that loads it
@@ -264,15 +294,18 @@ class Trainer:
         Between `contribute` and the announcement, it holds a contribution that nobody may ever hear of: after
         `load`, whoever announces restores those of `kept_rounds` that were not announced.
         """
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()}
-        for number, kept in self.recipe.residual.kept.items():
+        agreed = _copied(self.recipe.agreed)
+        tensors = self._tensors(agreed)
+        tensors = {name: each if name.startswith("weights.") else _copied(each) for name, each in tensors.items()}
+        for number, kept in self.recipe.residual.kept.items():  # which is never changed
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
         metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
-        try:
-            save_file(tensors, path, metadata)
-        except SafetensorError as error:
-            raise DataError(f"{path}: cannot be written ({error})") from error
+        return Capture(tensors, metadata, agreed)
+
+    def save(self, path: Path) -> None:
+        """Write everything to a new file."""
+        self.capture().write(path)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
@@ -287,7 +320,7 @@ class Trainer:
             raise DataError(f"{path}: not the saved state of run {self.run.name}: {json.dumps(metadata)[:200]}")
         if not re.fullmatch(r"\d{1,15}", metadata.get("round", "")):
             raise DataError(f"{path}: the round is missing")
-        own = self._tensors()
+        own = self._tensors(self.recipe.agreed)
         kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
         for name, tensor in own.items():
             found = tensors.get(name)
@@ -323,3 +356,9 @@ class Trainer:
         if tensors:
             raise DataError(f"{path}: does not belong to this run: {min(tensors)}")
         return kept
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """In main memory, contiguous, and nobody else's."""
+    found = tensor.detach().to("cpu", copy=True)
+    return found.contiguous()

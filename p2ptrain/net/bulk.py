@@ -208,6 +208,8 @@ class Server:
         self._turns, self._word_limit = Turns(upload), TokenBucket(0)
         self._word_turns = Turns(self._word_limit)
         self._streams: set[Stream] = set()
+        self._kinds: dict[Stream, Kind] = {}  # of what each of them was asked for last
+        self.traffic: Counter[str] = Counter()  # bytes by way and kind, such as "sent payload"
         self._tallies: OrderedDict[BlobName, Tally] = OrderedDict()
         self._counters: Counter[str] = Counter()
         self._is_open = False
@@ -248,13 +250,18 @@ class Server:
             pass
         finally:
             self._streams.discard(stream)
+            self._kinds.pop(stream, None)
             stream.abort()
 
     async def _read(self, stream: Stream, requests: asyncio.Queue[Request]) -> None:
         """Read ahead, so that it is noticed at once when a stream ends for which something waits to go out."""
         while True:
             async with asyncio.timeout(IDLE_SECONDS):
-                request = decode_request(await stream.receive(REQUEST_BYTES_MAX))
+                data = await stream.receive(REQUEST_BYTES_MAX)
+            request = decode_request(data)
+            if isinstance(request, Want):
+                self._kinds[stream] = request.kind
+            self.traffic[f"received {self._kinds.get(stream, 'payload')}"] += len(data)
             if requests.qsize() >= AHEAD_MAX:
                 raise RemoteProtocolError(f"more than {AHEAD_MAX} requests that wait for an answer")
             requests.put_nowait(request)
@@ -357,3 +364,4 @@ class Server:
         async with asyncio.timeout(SEND_SECONDS):
             await stream.send(data)
         self._counters["bytes"] += len(data)
+        self.traffic[f"sent {self._kinds.get(stream, 'payload')}"] += len(data)

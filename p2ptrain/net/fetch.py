@@ -10,6 +10,7 @@ is only dropped.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random, SystemRandom
 from typing import TypeAlias, TypeVar, overload
@@ -52,6 +53,11 @@ class Fetcher:
 
     def counters(self) -> dict[str, int]:
         return dict(self._sources.counts)
+
+    @property
+    def traffic(self) -> Counter[str]:
+        """Bytes by way and kind, such as "received payload"."""
+        return self._sources.traffic
 
     @overload
     async def fetch(

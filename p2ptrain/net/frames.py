@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.transport import FRAME_BYTES_MAX, TransportError
 
 LENGTH_BYTES = 4
+LINGER_SECONDS = 3.0  # for a peer to read the last frame, which is short, and hang up
 CLOSE_SECONDS = 10.0  # for what was sent to go out; a peer that takes longer to read a last frame is not reading
 VARINT_BITS_MAX = 35  # of a length from p2pd
 BUFFER_BYTES = 2**18  # of a stream, each way; what is read ahead of its reader may be twice that
@@ -69,17 +71,28 @@ class FrameStream:
         return frame
 
     async def close(self) -> None:
-        """Wait until p2pd has taken everything: it hangs up when all of it is on its way."""
+        """Wait until p2pd has taken everything: it hangs up when all of it is on its way.
+
+        Told of the end, p2pd lets go of both ways at once, and over QUIC that undoes what the peer has not read yet. So
+        who was sent an answer should hang up first.
+        """
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                if not self._writer.is_closing():
+            if not self._writer.is_closing():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await self._read_on()
+                async with asyncio.timeout(CLOSE_SECONDS):
                     self._writer.write_eof()
-                    while await self._reader.read(BUFFER_BYTES):
-                        pass  # nobody asks for it any more, and closing with unread bytes would be a reset
+                    await self._read_on()
         except (TimeoutError, ConnectionError):
             pass  # the peer does not read, or is gone: either way there is nothing left to wait for
         finally:
             self.abort()
+
+    async def _read_on(self) -> None:
+        """To the end: nobody asks for it any more, and closing with unread bytes would be a reset."""
+        while await self._reader.read(BUFFER_BYTES):
+            pass
 
     def abort(self) -> None:
         self._writer.transport.abort()

@@ -1,4 +1,5 @@
-"""Small questions to one peer, one to a stream: which runs it knows, a run's config, which states and peers it has.
+"""Small questions to one peer, one to a stream: which runs it knows, a run's config, which states and peers it has,
+and how it sees us. To a question that it does not know, as an older node to the last of these, it closes the stream.
 
 They need no run: whoever has an address can ask. Answers are bounded, and what they claim is checked where it is used:
 a config by the run's id, a state by its root, an address by the key of who answers there.
@@ -7,6 +8,7 @@ a config by the run's id, a state by its root, an address by the key of who answ
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -51,6 +53,10 @@ class AskPeers(Struct, frozen=True, array_like=True, tag="peers"):
     run_id: Digest
 
 
+class AskSeen(Struct, frozen=True, array_like=True, tag="seen"):
+    """What is the time with you, and from where do I call?"""
+
+
 class RunInfo(Struct, frozen=True, array_like=True):
     run_id: Digest
     name: Annotated[str, Meta(max_length=NAME_MAX, pattern=r"^[A-Za-z0-9._-]*\Z")]  # a terminal obeys some other signs
@@ -76,11 +82,16 @@ class Peers(Struct, frozen=True, array_like=True, tag="peers"):
     ] = ()
 
 
-Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers
-Answer: TypeAlias = Runs | Config | States | Peers
-A = TypeVar("A", Runs, Config, States, Peers)
+class Seen(Struct, frozen=True, array_like=True, tag="seen"):
+    milliseconds: Number  # since 1970, by the clock of whoever answers
+    address: Annotated[str, Meta(max_length=ADDRESS_CHARACTERS_MAX, pattern=r"^[0-9A-Za-z./:_-]*\Z")] = ""
 
-_QUESTION: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+
+Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers  # about a run; `serve` hands these on
+Answer: TypeAlias = Runs | Config | States | Peers | Seen
+A = TypeVar("A", Runs, Config, States, Peers, Seen)
+
+_QUESTION: msgspec.msgpack.Decoder[Question | AskSeen] = msgspec.msgpack.Decoder(Question | AskSeen)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -93,7 +104,10 @@ async def serve(
         try:
             async with asyncio.timeout(SECONDS):
                 question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
-                frame = wire.encode(answer(stream.peer, question))
+                if isinstance(question, AskSeen):
+                    frame = wire.encode(await _seen(transport, stream.peer))
+                else:
+                    frame = wire.encode(answer(stream.peer, question))
                 if upload is not None:
                     upload.charge(len(frame))
                 await stream.send(frame)
@@ -103,7 +117,17 @@ async def serve(
     await transport.serve(PROTOCOL, handle)
 
 
-async def _ask(transport: Transport, peer: bytes, question: Question, kind: type[A]) -> A:
+async def _seen(transport: Transport, peer: bytes) -> Seen:
+    try:
+        address = (await transport.peers()).get(peer, [""])[0]
+    except TransportError:
+        address = ""
+    if len(address) > ADDRESS_CHARACTERS_MAX:
+        address = ""
+    return Seen(int(time.time() * 1_000), address)  # last: that the answer takes as long as the question is all we know
+
+
+async def _ask(transport: Transport, peer: bytes, question: Question | AskSeen, kind: type[A]) -> A:
     try:
         async with asyncio.timeout(SECONDS):
             stream = await transport.open(peer, PROTOCOL)
@@ -134,6 +158,10 @@ async def ask_states(transport: Transport, peer: bytes, run_id: bytes) -> tuple[
 
 async def ask_peers(transport: Transport, peer: bytes, run_id: bytes) -> tuple[str, ...]:
     return (await _ask(transport, peer, AskPeers(run_id), Peers)).addresses
+
+
+async def ask_seen(transport: Transport, peer: bytes) -> Seen:
+    return await _ask(transport, peer, AskSeen(), Seen)
 
 
 async def why_not(transport: Transport, peer: bytes) -> str:

@@ -188,6 +188,7 @@ class Lines:
         self._questions: dict[bytes, Question] = {}
         self._unasked: dict[Stream, int] = {}  # bytes still to come of an answer that came too late
         self._counters: Counter[str] = Counter()
+        self.history_bytes: Counter[str] = Counter()  # of all that goes here, "sent" and "received"
         self._tasks: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._is_open = False
@@ -329,6 +330,7 @@ class Lines:
             await stream.send(frame)
         if frame is outgoing.part:
             self._upload.charge(len(frame))
+            self.history_bytes["sent"] += len(frame)
         outgoing.sent(frame)
         self._counters["sent"] += 1
         return True
@@ -351,7 +353,10 @@ class Lines:
             while True:
                 async with asyncio.timeout(2 * IDLE_SECONDS):
                     data = await stream.receive(FRAME_BYTES_MAX)
-                self._take(peer, stream, decode_frame(data))
+                frame = decode_frame(data)
+                if isinstance(frame, HistoryBegins | HistoryPart):
+                    self.history_bytes["received"] += len(data)
+                self._take(peer, stream, frame)
                 await asyncio.sleep(0)  # one peer's flood lets others have their turn
         except RemoteProtocolError as error:
             if self._is_open:

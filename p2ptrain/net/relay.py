@@ -320,6 +320,8 @@ class Relay:
     def _is_late(self, index: int, source: Source, now: float) -> bool:
         """Whether a piece had better come from this source too: from where we wait for it comes nothing, or little."""
         them, mine = self.flying[index], self.working[source.stream.peer].speed(now)
+        if now - self.moved_at > STALL_SECONDS:
+            return True  # else those who give a right account and then nothing would keep it to themselves by turns
         if any(now - each.at > STALL_SECONDS for each in them):
             return True
         is_quick = all(mine > 2 * self.working[each.stream.peer].speed(now) for each in them)

@@ -51,8 +51,8 @@ def pick(pieces: int, rng: Random) -> int:
 class Source:
     """A stream to a peer, and what it has of a blob."""
 
-    def __init__(self, stream: Stream, name: BlobName) -> None:
-        self.stream, self.name = stream, name
+    def __init__(self, stream: Stream, name: BlobName, traffic: Counter[str]) -> None:
+        self.stream, self.name, self._traffic = stream, name, traffic
         self.size = -1
         self.leaves = b""
         self.held = 0
@@ -65,13 +65,17 @@ class Source:
 
     async def ask(self, request: Request) -> None:
         self.asked.append(request.index if isinstance(request, Piece) else None)
+        data = encode(request)
         async with asyncio.timeout(PIECE_SECONDS):
-            await self.stream.send(encode(request))
+            await self.stream.send(data)
+        self._traffic[f"sent {self.name.kind}"] += len(data)
 
     async def reply(self) -> Reply:
         """The answer to the oldest question; RemoteProtocolError if it is none."""
         async with asyncio.timeout(PIECE_SECONDS):
-            reply = decode_reply(await self.stream.receive(FRAME_BYTES_MAX))
+            data = await self.stream.receive(FRAME_BYTES_MAX)
+        self._traffic[f"received {self.name.kind}"] += len(data)
+        reply = decode_reply(data)
         index = self.asked.popleft()
         self.at = asyncio.get_running_loop().time()
         match reply:
@@ -122,6 +126,7 @@ class Sources:
         self.protocol = bulk_protocol(run_id)
         self.transport, self.download, self.blame, self.rng = transport, download, blame, rng
         self.counts: Counter[str] = Counter()
+        self.traffic: Counter[str] = Counter()  # bytes by way and kind
         self._places: dict[bytes, Places] = {}
 
     @asynccontextmanager
@@ -134,7 +139,7 @@ class Sources:
                 async with asyncio.timeout(OPEN_SECONDS):
                     stream = await self.transport.open(peer, self.protocol)
                 try:
-                    yield Source(stream, name)
+                    yield Source(stream, name, self.traffic)
                 finally:
                     stream.abort()
         finally:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 import structlog
+from blake3 import blake3
 from msgspec import Meta, Struct
 
 from p2ptrain.core.saving import Journal
@@ -167,7 +168,7 @@ class Checkpoints:
                     root=root.hex(),
                     trained=trained,
                     trainer=FileStamp(*digest_of(partial / TRAINER_NAME)),
-                    state=FileStamp(*digest_of(partial / STATE_NAME)),
+                    state=FileStamp(memoryview(weights).nbytes, blake3(weights).hexdigest()),
                 )
                 write_file(partial / STAMP_NAME, stamp.encoded())
                 sync(partial)
@@ -206,8 +207,8 @@ class Checkpoints:
                 return f"{path}: damaged: its digest is not the one in {STAMP_NAME}"
         return None
 
-    def export(self, checkpoint: Checkpoint, target: Path) -> None:
-        """A copy in a directory of its own, and checked there."""
+    def export(self, checkpoint: Checkpoint, target: Path, beside: Mapping[str, bytes]) -> None:
+        """A copy in a directory of its own, and checked there; `beside` are the files that it is read with."""
         if target.exists():
             raise DataError(f"{target}: there is something already")
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
@@ -218,6 +219,8 @@ class Checkpoints:
                 for name in (TRAINER_NAME, STATE_NAME, STAMP_NAME):
                     shutil.copyfile(checkpoint.path / name, partial / name)
                     sync(partial / name)
+                for name, content in beside.items():
+                    write_file(partial / name, content)
                 if why := self.verify(Checkpoint(partial, checkpoint.stamp)):
                     raise DataError(why)
                 sync(partial)
@@ -258,16 +261,22 @@ class Checkpoints:
         return [path for path in entries(self.directory) if _NAME.fullmatch(path.name)]
 
     def _stamp(self, directory: Path) -> Stamp:
-        path = directory / STAMP_NAME
-        content = read(path)
-        if content is None or len(content) > STAMP_BYTES_MAX:
-            raise DataError(f"{path}: missing, or not a checkpoint's")
-        try:
-            stamp = msgspec.json.decode(content, type=Stamp)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise DataError(f"{path}: not a checkpoint's: {error}") from error
-        if stamp.encoded() != content:
-            raise DataError(f"{path}: damaged: it is not what was written")
+        stamp = read_stamp(directory)
         if stamp.run != self.run_id.hex():
-            raise DataError(f"{path}: of another run ({stamp.run})")
+            raise DataError(f"{directory / STAMP_NAME}: of another run ({stamp.run})")
         return stamp
+
+
+def read_stamp(directory: Path) -> Stamp:
+    """What the checkpoint in a directory says of itself, whichever run it is of."""
+    path = directory / STAMP_NAME
+    content = read(path)
+    if content is None or len(content) > STAMP_BYTES_MAX:
+        raise DataError(f"{path}: missing, or not a checkpoint's")
+    try:
+        stamp = msgspec.json.decode(content, type=Stamp)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: not a checkpoint's: {error}") from error
+    if stamp.encoded() != content:
+        raise DataError(f"{path}: damaged: it is not what was written")
+    return stamp

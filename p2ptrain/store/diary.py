@@ -52,19 +52,12 @@ class Diary:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries: list[Trained] = []
         content = b""
         try:
             content = read(path) or b""
         except DataError as error:
             _log.warning("the diary is lost", why=str(error))
-        whole = b""
-        for line in content.splitlines(keepends=True):
-            entry = _read(line)
-            if entry is None or (self.entries and entry.number != self.entries[-1].number + 1):
-                break
-            self.entries.append(entry)
-            whole += line
+        self.entries, whole = read_entries(content)
         if whole != content:
             _log.warning("the diary was cut off at a damaged line", path=str(path), entries=len(self.entries))
             write_atomically(path, whole)
@@ -101,6 +94,19 @@ class Diary:
         if len(kept) < len(self.entries):
             write_atomically(self.path, b"".join(map(_encoded, kept)))
             self.entries = kept
+
+
+def read_entries(content: bytes) -> tuple[list[Trained], bytes]:
+    """The trainings in a diary up to the first damaged line, and the lines that they stand in."""
+    entries: list[Trained] = []
+    whole = b""
+    for line in content.splitlines(keepends=True):
+        entry = _read(line)
+        if entry is None or (entries and entry.number != entries[-1].number + 1):
+            break
+        entries.append(entry)
+        whole += line
+    return entries, whole
 
 
 def _encoded(entry: Trained) -> bytes:

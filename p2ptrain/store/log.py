@@ -187,13 +187,13 @@ class Log:
         data = read(self.path) or b""
         bodies, end = frames_of(self.path, self.number, data)
         (at, first), *rest = bodies
-        snapshot = self._decoded(at, first)
+        snapshot = decoded(self.path, at, first)
         if not isinstance(snapshot, Snapshot):
             raise damaged(self.path, at, "the segment does not begin with a snapshot")
         try:
             self.journal = Journal.restored(snapshot.saved, self.journal.kept, read_own)
             for at, body in rest:
-                record = self._decoded(at, body)
+                record = decoded(self.path, at, body)
                 if isinstance(record, Snapshot):
                     raise damaged(self.path, at, "a second snapshot")
                 self.journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
@@ -207,12 +207,6 @@ class Log:
             self._use(self.path, end, _FRAME.size + len(first))
         self._forget_others()
 
-    def _decoded(self, at: int, body: bytes) -> Record | Snapshot:
-        try:
-            return _DECODER.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise damaged(self.path, at, f"not a record that this version knows: {error}") from error
-
 
 class _OwnWords:
     """Takes signatures for good: what was said was signed here, and lay under a digest."""
@@ -221,6 +215,14 @@ class _OwnWords:
 
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
         return True
+
+
+def decoded(path: Path, at: int, body: bytes) -> Record | Snapshot:
+    """What a body at an offset of a segment says."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise damaged(path, at, f"not a record that this version knows: {error}") from error
 
 
 def read_own(envelope: bytes) -> Message:

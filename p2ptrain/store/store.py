@@ -6,7 +6,7 @@
     payloads/      contributions of the history and of what was said (payloads.py)
     diary.jsonl    what was trained since the checkpoints (diary.py)
     checkpoints/   the trainer's state (checkpoints.py)
-    peers.json     addresses that worked
+    records.sqlite history for people, and addresses that worked (records.py)
 
 That an identity has spoken in a run stands beside its key: whoever moves the key to another machine, or loses the
 directory, comes back as one who does not know what it has said, and not as a newcomer.
@@ -17,11 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Self
-
-import msgspec
-import structlog
-from msgspec import Meta
+from typing import Self
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified, Record, Said, Saved
@@ -35,14 +31,10 @@ from p2ptrain.store.diary import Diary
 from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import Log
 from p2ptrain.store.payloads import Payloads
+from p2ptrain.store.records import RECORDS_NAME, Records
 
-PEERS_NAME, CHECKPOINTS_NAME = "peers.json", "checkpoints"
-PEERS_MAX = 1_024  # addresses; a few are enough to find the others
-ADDRESS_LENGTH_MAX = 512
+CHECKPOINTS_NAME = "checkpoints"
 SPOKEN_SUFFIX = ".spoken"  # of the directory beside a key, with a file for each run
-
-_Addresses = Annotated[list[Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]], Meta(max_length=PEERS_MAX)]
-_log = structlog.get_logger("p2ptrain.store")
 
 
 class PayloadLostError(DataError):
@@ -84,6 +76,7 @@ class Store:
             self.diary = Diary(directory / "diary.jsonl")
             self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id))
             self.checkpoints.tidy()
+            self.records = Records(directory / RECORDS_NAME)
             failed.pop_all()
 
     def _claim(self, name: str, content: bytes, what: str) -> None:
@@ -97,6 +90,7 @@ class Store:
             raise DataError(f"{path}: damaged, or the directory is not {what}. {fix}")
 
     def close(self) -> None:
+        self.records.close()
         self.log.close()
         self.lock.release()
 
@@ -153,24 +147,3 @@ class Store:
         self.payloads.prune(needed.union(payloads), known)
         self.checkpoints.prune(self.checkpoints_kept, self.journal)
         self.diary.forget(min((each.stamp.trained for each in self.checkpoints.present()), default=0))
-
-    # -----------------------------------------------------------------------------------------------
-    # Peers
-
-    def peers(self) -> list[str]:
-        return remembered_peers(self.directory)
-
-    def remember_peers(self, addresses: Sequence[str]) -> None:
-        kept = [address for address in dict.fromkeys(addresses) if len(address) <= ADDRESS_LENGTH_MAX][:PEERS_MAX]
-        write_atomically(self.directory / PEERS_NAME, msgspec.json.encode(kept))
-
-
-def remembered_peers(directory: Path) -> list[str]:
-    """Addresses that worked in the run of this directory, the best first; losing them is no reason not to start."""
-    path = directory / PEERS_NAME
-    try:
-        content = read(path)
-        return [] if content is None else msgspec.json.decode(content, type=_Addresses)
-    except (DataError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _log.warning("remembered addresses are lost", path=str(path), why=str(error))
-        return []

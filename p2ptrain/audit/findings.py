@@ -1,0 +1,105 @@
+"""What an audit has found: one finding for each thing that it looked at, and what they come to together.
+
+"Wrong" and "not checkable" are not the same. What is wrong contradicts what was signed, or is not what its digest
+says; what cannot be checked may be right, but here is nothing to hold it against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    HOLDS = "ok"
+    WRONG = "wrong"
+    OPEN = "not checkable"
+    NOTE = "note"  # nothing to hold against anybody
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    verdict: Verdict
+    subject: str  # a file, a round, or what else was looked at
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.verdict.upper():<13} {self.subject}: {self.what}"
+        return f"{line}. {self.fix}" if self.fix else line
+
+
+@dataclass(slots=True)
+class Report:
+    """Of one run's directory."""
+
+    directory: str
+    run_id: str = ""
+    run_name: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    signatures: int = 0  # that were verified
+    certified: tuple[int, int] | None = None  # the first and the last round whose certificate holds
+    replayed: tuple[int, int] | None = None  # the state from which rounds were applied, and the last one
+    final_root: str = ""  # after it
+    proved_round: int | None = None  # the newest round whose root was certified, and came out so
+
+    def note(self, verdict: Verdict, subject: object, what: str, fix: str = "") -> None:
+        self.findings.append(Finding(verdict, str(subject), what, fix))
+
+    def holds(self, subject: object, what: str) -> None:
+        self.note(Verdict.HOLDS, subject, what)
+
+    def wrong(self, subject: object, what: str, fix: str = "") -> None:
+        self.note(Verdict.WRONG, subject, what, fix)
+
+    def open(self, subject: object, what: str, fix: str = "") -> None:
+        self.note(Verdict.OPEN, subject, what, fix)
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(finding.verdict is verdict for finding in self.findings)
+
+    @property
+    def all_holds(self) -> bool:
+        return not self.count(Verdict.WRONG) and not self.count(Verdict.OPEN)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        found = [str(finding) for finding in self.findings]
+        rounds = "no certified round"
+        if self.certified is not None:
+            rounds = f"rounds {self.certified[0]} to {self.certified[1]} certified"
+        replayed = "nothing replayed"
+        if self.replayed is not None:
+            proved = "none" if self.proved_round is None else str(self.proved_round)
+            replayed = (
+                f"replayed from the state of round {self.replayed[0]} to round {self.replayed[1]}, whose state root is "
+                f"{self.final_root}; the newest certified root that came out so is of round {proved}"
+            )
+        ends = f"{self.count(Verdict.WRONG)} wrong, {self.count(Verdict.OPEN)} not checkable"
+        return [
+            *found,
+            f"run {self.run_name} {self.run_id}: {rounds}; {replayed}; {self.signatures} signatures; {ends}",
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "directory": self.directory,
+            "run_id": self.run_id,
+            "run_name": self.run_name,
+            "all_holds": self.all_holds,
+            "wrong": self.count(Verdict.WRONG),
+            "not_checkable": self.count(Verdict.OPEN),
+            "certified_from": self.certified[0] if self.certified else None,
+            "certified_to": self.certified[1] if self.certified else None,
+            "replayed_from": self.replayed[0] if self.replayed else None,
+            "replayed_to": self.replayed[1] if self.replayed else None,
+            "final_root": self.final_root,
+            "proved_round": self.proved_round,
+            "signatures": self.signatures,
+            "findings": [
+                {"verdict": each.verdict.value, "subject": each.subject, "what": each.what, "fix": each.fix}
+                for each in self.findings
+            ],
+        }

@@ -1,0 +1,291 @@
+"""The log of a node, verified: every certificate by the roster that came before it, and every roster from genesis.
+
+The write-ahead log holds certified steps with the agreed state that the node says each led to. Here the steps are
+followed again by the core's own rules (`follow`, `jump`), and what comes out is compared with what was written.
+What lies before the first step that is kept is proved as for a newcomer (core/history.py): the changes of the roster
+lead from genesis to a roster, and a certificate of that roster names the digest of the state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from p2ptrain.audit.findings import Report, Verdict
+from p2ptrain.config import RunConfig
+from p2ptrain.core.events import Certified, Halted, Record, Said, Trunk
+from p2ptrain.core.history import (
+    CHANGES_MAX,
+    STAGES_MAX,
+    Beginning,
+    Entry,
+    Stage,
+    Step,
+    follow,
+    jump,
+)
+from p2ptrain.core.manifest import contradiction
+from p2ptrain.core.messages import Message, decode
+from p2ptrain.core.saving import Journal
+from p2ptrain.core.state import AgreedState, genesis
+from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.files import entries, read
+from p2ptrain.identity import verify
+from p2ptrain.store.log import Snapshot, decoded, frames_of
+
+READ_TIMES = 5  # while a running node begins a new segment and removes the one that we saw
+ALL_ROUNDS = 2**31  # more than a segment has: all of it is to be verified, not only what a node would keep
+SIGNED_FIX = "Do not go on from this directory: move it away and join again, and tell the others"
+RESTORE_FIX = "Restore the directory from a copy, or move it away and join again"
+
+
+class Counting:
+    """Checks signatures of one run, and counts those that hold."""
+
+    def __init__(self, run_id: bytes) -> None:
+        self.run_id, self.count = run_id, 0
+
+    def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
+        is_right = verify(key, signed, signature)
+        self.count += is_right
+        return is_right
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a log holds, folded; nothing of it is verified yet."""
+
+    path: Path
+    journal: Journal
+    said: list[Said] = field(default_factory=list)  # all of the segment
+
+
+@dataclass(slots=True)
+class Proved:
+    """Of a log: what was verified."""
+
+    states: list[AgreedState] = field(default_factory=list)  # the first is that before the first entry
+    entries: list[Entry] = field(default_factory=list)
+    kept_from: int = 0  # the round after which the node has to have the payloads
+
+    @property
+    def roots(self) -> dict[int, bytes]:
+        """Certified, by round."""
+        return {state.root_round: state.root for state in self.states}
+
+    def state_at(self, number: int) -> AgreedState | None:
+        """The last one of a round: after it, a branch may have begun."""
+        return next((state for state in reversed(self.states) if state.round == number), None)
+
+
+def read_log(directory: Path, run: RunConfig, verifier: Counting, report: Report) -> Kept | None:
+    """The newest segment, folded as far as it makes sense; None if there is nothing to go on with."""
+    where = directory / "wal"
+    for _ in range(READ_TIMES):
+        segments = [path for path in entries(where) if re.fullmatch(r"\d{8}\.log", path.name)]
+        if not segments:
+            report.open(where, "there is no log, and so no history", RESTORE_FIX)
+            return None
+        data = read(segments[-1])
+        if data is not None:
+            return _fold(segments[-1], data, run, verifier, report)
+    report.open(where, "it changes faster than it can be read", "Try again, or stop the node first")
+    return None
+
+
+def _fold(path: Path, data: bytes, run: RunConfig, verifier: Counting, report: Report) -> Kept | None:
+    try:
+        bodies, end = frames_of(path, int(path.name[:8]), data)
+        (at, first), *rest = bodies
+        snapshot = decoded(path, at, first)
+    except DataError as error:
+        report.wrong(path, _short(error, path), RESTORE_FIX)
+        return None
+    if not isinstance(snapshot, Snapshot):
+        report.wrong(path, "the segment does not begin with a snapshot", RESTORE_FIX)
+        return None
+    read_said = _reader(verifier)
+    try:
+        kept = Kept(path, Journal.restored(snapshot.saved, ALL_ROUNDS, read_said), list(snapshot.saved.said))
+        for at, body in rest:
+            record = decoded(path, at, body)
+            if isinstance(record, Snapshot) or not _follows(kept.journal, record):
+                what = f"the record at byte {at} does not follow what stands before it"
+                report.wrong(path, what, RESTORE_FIX)
+                return kept
+            if isinstance(record, Said):
+                kept.said.append(record)
+            kept.journal.write(record, read_said(record.envelope) if isinstance(record, Said) else None)
+    except DataError as error:
+        report.wrong(path, _short(error, path), RESTORE_FIX)
+        return None
+    except RemoteProtocolError as error:
+        report.wrong(path, f"near byte {at}: holds what no honest node would have said: {error.why}", RESTORE_FIX)
+        return None
+    report.holds(path, f"{len(bodies)} records, each what was written")
+    if end < len(data):
+        what = f"{len(data) - end} bytes at the end are of a record that is not whole"
+        report.note(Verdict.NOTE, path, what, "That is usual after a crash, and while a node is writing")
+    return kept
+
+
+def _reader(verifier: Counting) -> Callable[[bytes], Message]:
+    def read_said(envelope: bytes) -> Message:
+        return decode(envelope, verifier).message
+
+    return read_said
+
+
+def _follows(journal: Journal, record: Record) -> bool:
+    """Whether a journal can take a record: it takes our own word for it that a step follows one that is kept."""
+    if not isinstance(record, Certified):
+        return True
+    parent = record.step.parent if isinstance(record.step, Beginning) else record.step.manifest.parent
+    if record.trunk is not None and record.trunk.base is not None:
+        return record.trunk.base.head == parent
+    return parent in {journal.base.head, *(each.state.head for each in journal.history)}
+
+
+def _short(error: DataError, path: Path) -> str:
+    """What a file's error says, without the file and without what a node would do about it."""
+    return str(error).removeprefix(f"{path}: ").split(". ")[0]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Who we are, and what we said
+
+
+def check_said(kept: Kept, me: bytes | None, run_id: bytes, report: Report) -> None:
+    """Its signatures were checked as it was read; here, that it was the owner of the directory who spoke."""
+    authors = {_author(said, run_id) for said in kept.said} - {b""}
+    if me is None:
+        return
+    if not authors:
+        report.note(Verdict.NOTE, "identity", "the log holds nothing that it signed, to tell by")
+    elif authors == {me}:
+        report.holds("identity", f"it signed the {len(kept.said)} messages of the log")
+    else:
+        others = ", ".join(sorted(author.hex()[:16] for author in authors - {me}))
+        report.wrong("identity", f"the messages of the log are not of {me.hex()[:16]} but of {others}", RESTORE_FIX)
+
+
+def _author(said: Said, run_id: bytes) -> bytes:
+    message = decode(said.envelope, _Taking(run_id)).message
+    return getattr(message, "author", b"")
+
+
+class _Taking:
+    """Of envelopes whose signatures were checked before."""
+
+    def __init__(self, run_id: bytes) -> None:
+        self.run_id = run_id
+
+    def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
+        return True
+
+
+# ---------------------------------------------------------------------------------------------------
+# The chain
+
+
+def prove(kept: Kept, run: RunConfig, verifier: Counting, report: Report) -> Proved:
+    """Follow the log from genesis to its head; what holds up to the first step that does not."""
+    run_id = verifier.run_id
+    founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
+    beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
+    journal, base = kept.journal, kept.journal.base
+    proved = Proved(kept_from=max(base.round, journal.state.round - run.agreement.history_rounds))
+    _check_halt(journal.halted, report)
+    is_led_to = base.digest == beginning.digest or _check_changes(kept, beginning, verifier, report)
+    _check_trunk(journal.trunk, [each.step for each in journal.history], beginning, report)
+    state, is_named = base, base.digest == beginning.digest
+    proved.states.append(state)
+    for each in journal.history:
+        step = each.step
+        where = f"round {state.round + 1}" if isinstance(step, Entry) else f"branch {step.branch.hex()[:16]}"
+        try:
+            state = follow(state, step, run, verifier)
+        except RemoteProtocolError as error:
+            report.wrong(where, error.why, SIGNED_FIX)
+            break
+        before = proved.states[-1]
+        if isinstance(step, Entry):
+            if why := contradiction(step.manifest, before, run, run_id):
+                report.wrong(where, f"its manifest is certified, and no availabilities lead to it: {why}", SIGNED_FIX)
+            if not is_named and is_led_to:
+                report.holds("agreed state", f"that of round {base.round} is the one that the manifest after it names")
+            is_named = True
+            proved.entries.append(step)
+        if state.digest != each.state.digest:
+            report.wrong(where, "the agreed state in the log is not the one that the step leads to", RESTORE_FIX)
+        proved.states.append(state)
+    if not is_named:
+        report.open(
+            "agreed state", f"no certificate names that of round {base.round}", "Let the node get a round further"
+        )
+    if not is_led_to:
+        proved.states, proved.entries = [], []  # by whose quorum, nobody knows
+    if proved.entries:
+        first, last = proved.entries[0].manifest.round, proved.entries[-1].manifest.round
+        report.certified = first, last
+        report.holds("certificates", f"rounds {first} to {last}, each by a quorum of the roster before it")
+    elif is_led_to:
+        report.note(Verdict.NOTE, "certificates", "no round is certified yet")
+    return proved
+
+
+def _check_changes(kept: Kept, beginning: AgreedState, verifier: Counting, report: Report) -> bool:
+    """Whether the changes that are kept lead from genesis to the roster of the base."""
+    journal, base = kept.journal, kept.journal.base
+    inside = {_name(each.step) for each in journal.history}
+    changes: list[Step] = []
+    for change in journal.trunk.changes if journal.trunk is not None else ():
+        if _name(change) in inside:
+            break  # what comes from here on is followed step by step
+        changes.append(change)
+    what = f"{len(changes)} changes lead from genesis to the {len(base.members)} members of round {base.round}"
+    try:
+        jump(beginning, tuple(changes), base, verifier)
+    except RemoteProtocolError as error:
+        if journal.trunk is not None and len(journal.trunk.changes) >= CHANGES_MAX:
+            report.open("roster", f"more than {CHANGES_MAX} changes: the first of them are not kept", "")
+        else:
+            report.wrong(
+                "roster", f"its changes do not lead from genesis to round {base.round}: {error.why}", SIGNED_FIX
+            )
+        return False
+    report.holds("roster", what)
+    return True
+
+
+def _name(step: Step) -> bytes:
+    return step.branch if isinstance(step, Beginning) else step.manifest.digest
+
+
+def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState, report: Report) -> None:
+    """Whether what is kept for ever names every change of the roster, and the branches as they began."""
+    changes = list(trunk.changes) if trunk is not None else []
+    named = {_name(change) for change in changes}
+    for step in steps:
+        if (isinstance(step, Beginning) or step.manifest.changes_roster) and _name(step) not in named:
+            number = step.round if isinstance(step, Beginning) else step.manifest.round
+            report.wrong(
+                "roster", f"the change of round {number} is not among those that are kept for ever", RESTORE_FIX
+            )
+    if trunk is None:
+        return
+    begun = [Stage(change.branch, change.round) for change in changes if isinstance(change, Beginning)]
+    lineage = [Stage(beginning.branch, 0), *begun][-STAGES_MAX:]
+    if list(trunk.lineage) != lineage and len(changes) < CHANGES_MAX:
+        report.wrong("branches", "the log lists others than were begun", RESTORE_FIX)
+    elif len(lineage) > 1:
+        report.holds("branches", f"{len(lineage) - 1}, each begun by a quorum of its own members")
+
+
+def _check_halt(halted: Halted | None, report: Report) -> None:
+    if halted is not None:
+        number = halted.first.manifest.round
+        what = f"two manifests of round {number} were certified, so that more members lied than may"
+        report.wrong(f"round {number}", what, "Nothing that was certified since is proved; see `p2ptrain status`")

@@ -1,0 +1,136 @@
+"""A run's directory, from one end to the other."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from p2ptrain.audit.findings import Report, Verdict
+from p2ptrain.audit.history import RESTORE_FIX, Counting, Proved, check_said, prove, read_log
+from p2ptrain.audit.weights import Model, Payloads, check_checkpoints, found_checkpoints, replay
+from p2ptrain.config import RunConfig
+from p2ptrain.core.messages import KEY_BYTES
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.files import entries, read
+from p2ptrain.store.diary import read_entries
+
+TRIES = 5  # if a running node changed something meanwhile; one of them takes a second for a small model
+NAME_LENGTH = 16  # characters of a run's id in its directory's name
+PARTS = ("run.json", "wal", "checkpoints")  # by which a run's directory is known, also if some are missing
+
+
+def find_directory(directory: Path, wanted: str | None) -> Path:
+    """The run's directory that is meant: this one, or one in a node's data directory."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory", key="DIR", fix="Name a node's data directory")
+    if _is_run(directory):
+        if wanted and not directory.name.startswith(wanted[:NAME_LENGTH]):
+            raise ConfigError(f"{directory} is of another run than {wanted}", key="--run", fix="Leave it out")
+        return directory
+    found = [path for path in entries(directory / "runs") if path.is_dir() and _is_run(path)]
+    matching = [path for path in found if path.name.startswith((wanted or "")[:NAME_LENGTH])]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(path.name for path in found)
+    if matching:
+        raise ConfigError(f"there are {len(found)} runs: {names}", key="--run", fix="Name one of them")
+    if found:
+        raise ConfigError(f"no run {wanted} in {directory}, but {names}", key="--run", fix="Name one of them")
+    fix = "Name a node's data directory, or one of a run in it"
+    raise ConfigError(f"no run in {directory}", key="DIR", fix=fix)
+
+
+def _is_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in PARTS)
+
+
+def audit(directory: Path) -> Report:
+    """All that can be said of a run's directory. What a running node has just replaced is looked at again."""
+    for _ in range(TRIES):
+        report, before = Report(str(directory)), _look(directory)
+        try:
+            _audit(directory, report)
+        except DataError as error:  # the disk
+            report.open(directory, str(error), "Let this user read it, and check the disk")
+        if report.all_holds or _look(directory) == before:
+            break
+    return report
+
+
+def _look(directory: Path) -> list[tuple[str, int]]:
+    """By which one sees whether anything has been written or removed."""
+    found = []
+    for name in ("wal", "checkpoints", "payloads"):
+        for path in (directory / name).glob("*"):
+            with suppress(FileNotFoundError):
+                found.append((path.name, path.stat().st_size))
+    return sorted(found)
+
+
+def _audit(directory: Path, report: Report) -> None:
+    run = _read_run(directory / "run.json", directory.name, report)
+    if run is None:
+        return
+    run_id = bytes.fromhex(run.run_id)
+    report.run_id, report.run_name = run.run_id, run.name
+    verifier = Counting(run_id)
+    me = _read_identity(directory / "identity", report)
+    found = found_checkpoints(directory, run)
+    kept = read_log(directory, run, verifier, report)
+    model = Model(run)
+    payloads = Payloads(directory / "payloads", model)
+    proved = Proved()
+    if kept is not None:
+        check_said(kept, me, run_id, report)
+        proved = prove(kept, run, verifier, report)
+    payloads.check(proved, report)
+    states = check_checkpoints(found, directory, model, proved, report)
+    replay(states, payloads, model, proved, report)
+    _check_hints(directory, report)
+    report.signatures = verifier.count
+
+
+def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:
+    content = read(path)
+    if content is None:
+        report.open(path, "missing: without the run's config nothing can be checked", RESTORE_FIX)
+        return None
+    found = digest("run id", content).hex()
+    try:
+        run = RunConfig.from_canonical(content)
+    except RemoteProtocolError as error:
+        report.wrong(path, f"damaged: {error.why}; nothing else can be checked without it", RESTORE_FIX)
+        return None
+    is_named = re.fullmatch(rf"[0-9a-f]{{{NAME_LENGTH}}}", name) is not None
+    if not run.is_sealed or (is_named and not found.startswith(name)):
+        what = f"its id is {found[:NAME_LENGTH]}, and the directory is of {name}" if run.is_sealed else "not sealed"
+        report.wrong(path, f"damaged, or of another run: {what}; nothing else can be checked with it", RESTORE_FIX)
+        return None
+    report.holds(path, f"run {run.name}, whose id is the digest of this config: {found}")
+    return run
+
+
+def _read_identity(path: Path, report: Report) -> bytes | None:
+    content = read(path)
+    if content is not None and re.fullmatch(rb"[0-9a-f]{%d}\n" % (2 * KEY_BYTES), content):
+        return bytes.fromhex(content.decode())
+    what = "missing" if content is None else "damaged: this is not a public key"
+    report.wrong(path, f"{what}, so that nobody can say whose directory this is", RESTORE_FIX)
+    return None
+
+
+def _check_hints(directory: Path, report: Report) -> None:
+    """What the node could do without; nothing of the history rests on it."""
+    path = directory / "diary.jsonl"
+    lines = read(path) or b""
+    trainings, whole = read_entries(lines)
+    if whole != lines and b"\n" not in lines[len(whole) :]:
+        what = "its last line is not whole: that is usual after a crash, or while it is written"
+        report.note(Verdict.NOTE, path, what)
+    elif whole != lines:
+        fix = "A part of what the last contributions carried is sent twice, and nothing else is lost"
+        report.wrong(path, f"damaged behind the {len(trainings)} trainings that can be read", fix)
+    elif lines:
+        report.holds(path, f"{len(trainings)} trainings")

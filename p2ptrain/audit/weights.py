@@ -1,0 +1,329 @@
+"""Payloads and checkpoints, and the certified rounds applied once more.
+
+The weights of the oldest checkpoint from which all payloads are here are taken, the payloads of each certified round
+after it are applied with the exact arithmetic of the protocol (learn/aggregate.py), and the state root that comes out
+is compared with the one that later manifests certify, and with every other checkpoint on the way. One wrong bit
+anywhere in it gives another root in the next round that is certified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from p2ptrain.audit.findings import Report, Verdict
+from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, Proved
+from p2ptrain.config import RunConfig
+from p2ptrain.core.history import Entry
+from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.state import Taken
+from p2ptrain.digest import DIGEST_BYTES
+from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
+from p2ptrain.files import entries, read
+from p2ptrain.learn.aggregate import apply_payloads, check_exactness
+from p2ptrain.learn.codec import PayloadFormat, unpack
+from p2ptrain.learn.model import Transformer
+from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
+from p2ptrain.learn.schedule import learning_rate
+from p2ptrain.learn.transform import Layout
+from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
+from p2ptrain.store.store import CHECKPOINTS_NAME
+
+PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
+CHECKPOINT_FIX = "Remove the directory: an older checkpoint or a peer's state takes its place"
+MISSING_TOLD = 8  # rounds whose payloads are missing; of more, only the number is told
+
+
+class Model:
+    """The shapes of a run's weights, and what is worked out from them."""
+
+    def __init__(self, run: RunConfig) -> None:
+        with torch.device("meta"):  # shapes alone
+            named = list(Transformer(run.model).named_parameters())
+        self.run = run
+        self.names = [name for name, _ in named]
+        self.shapes = [tuple(parameter.shape) for _, parameter in named]
+        self.counts = [parameter.numel() for _, parameter in named]
+        self.layout = Layout(self.shapes, run.recipe.chunk)
+        self.form = PayloadFormat.of(self.layout, run.recipe)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(self.counts) * FLOAT_BYTES
+
+    def root(self, weights: Tensor, number: int, manifest: bytes) -> bytes:
+        """As `Trainer.root`: the manifest draws the sample of a large state."""
+        return state_root(weights, covered_pieces(self.state_bytes, self.run.state, number, manifest))
+
+    def apply(self, weights: Tensor, number: int, payloads: list[bytes]) -> None:
+        """A round's update, counted from 1, in place."""
+        parts = [part.view(shape) for part, shape in zip(torch.split(weights, self.counts), self.shapes, strict=True)]
+        rate = learning_rate(self.run.recipe, number - 1)
+        apply_payloads(self.layout, self.run.recipe, self.form, payloads, rate, parts)
+
+
+@dataclass(slots=True)
+class State:
+    """A checkpoint whose files are what was written."""
+
+    checkpoint: Checkpoint
+    is_proved: bool  # its root is certified
+
+    @property
+    def round(self) -> int:
+        return self.checkpoint.round
+
+    @property
+    def is_adopted(self) -> bool:
+        """Taken over from others: of the rounds before it the node needed nothing."""
+        return not self.checkpoint.stamp.branch
+
+
+# ---------------------------------------------------------------------------------------------------
+# Payloads
+
+
+class Payloads:
+    """Those of a directory, read when they are asked for."""
+
+    def __init__(self, directory: Path, model: Model) -> None:
+        self.directory, self.model = directory, model
+        self.bad: set[bytes] = set()
+
+    def check(self, proved: Proved, report: Report) -> None:
+        """Every file, and what is said of it by the rounds that took it."""
+        taken = {each.payload: each for entry in proved.entries for each in entry.manifest.taken}
+        whole = 0
+        for path in entries(self.directory):
+            try:
+                name = bytes.fromhex(path.name)
+            except ValueError:
+                name = b""
+            if len(name) != DIGEST_BYTES or path.name != path.name.lower():
+                report.note(Verdict.NOTE, path, "this is no payload: a crash may have left it")
+                continue
+            try:
+                content = read(path)
+            except DataError as error:
+                self.bad.add(name)
+                report.wrong(path, str(error), PAYLOAD_FIX)
+                continue
+            if content is None:
+                continue  # a running node has forgotten it
+            if payload_digest(content) != name:
+                self.bad.add(name)
+                report.wrong(path, "damaged: it is not what its name says", PAYLOAD_FIX)
+            elif why := self._refused(content, taken.get(name)):
+                self.bad.add(name)
+                report.wrong(path, why, SIGNED_FIX)
+            else:
+                whole += 1
+        report.holds(self.directory, f"{whole} payloads are what their names say, and decode")
+
+    def _refused(self, content: bytes, taken: Taken | None) -> str | None:
+        """Why an honest swarm would not have applied it. What is not taken yet may be somebody's lie that is kept."""
+        if taken is None:
+            return None
+        if len(content) != taken.payload_bytes:
+            return f"round {taken.round} took it as {taken.payload_bytes} bytes, and it has {len(content)}"
+        try:
+            unpack(content, self.model.form)
+        except RemoteProtocolError as error:
+            return f"it was applied, and the strict decoder refuses it: {error.why}"
+        return None
+
+    def has(self, name: bytes) -> bool:
+        return name not in self.bad and (self.directory / name.hex()).exists()
+
+    def of(self, entry: Entry) -> list[bytes] | None:
+        """All that a round applies; None if one of them is not here, or bad."""
+        found = []
+        for taken in entry.manifest.taken:
+            content = read(self.directory / taken.payload.hex()) if taken.payload not in self.bad else None
+            if content is None or payload_digest(content) != taken.payload:
+                return None
+            found.append(content)
+        return found
+
+    def lacks(self, entry: Entry) -> bool:
+        return not all(self.has(taken.payload) for taken in entry.manifest.taken)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def found_checkpoints(directory: Path, run: RunConfig) -> list[Checkpoint | DataError]:
+    """To be asked before the log is read: what a running node saves later may be of rounds that are not in it."""
+    return Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id)).found()
+
+
+def check_checkpoints(
+    found: list[Checkpoint | DataError], directory: Path, model: Model, proved: Proved, report: Report
+) -> list[State]:
+    """Those that are whole and on the history, by round."""
+    checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(model.run.run_id))
+    states = []
+    for each in found:
+        if isinstance(each, DataError):
+            if not Path(str(each).partition(": ")[0]).parent.exists():
+                continue  # a running node has removed it
+            report.wrong("checkpoint", str(each), CHECKPOINT_FIX)
+            continue
+        why = checkpoints.verify(each) or _differs(each, model)
+        if not each.path.exists():
+            continue  # a running node has removed it
+        if why is not None:
+            report.wrong(each.path, why.removeprefix(f"{each.path}: "), CHECKPOINT_FIX)
+            continue
+        placed = _place(each, proved, report)
+        if placed is not None:
+            states.append(placed)
+    return sorted(states, key=lambda state: (state.round, state.checkpoint.number))
+
+
+def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
+    """Why its files are not the state that its stamp names."""
+    if checkpoint.state_bytes != model.state_bytes:
+        return f"{STATE_NAME} has {checkpoint.state_bytes} bytes, and this run's state {model.state_bytes}"
+    try:
+        weights = read_weights(checkpoint)
+        if model.root(weights, checkpoint.round, checkpoint.head) != checkpoint.root:
+            return f"{STATE_NAME} has another root than its stamp says"
+        with safe_open(checkpoint.trainer_path, framework="pt") as file:
+            for name, part, shape in zip(model.names, torch.split(weights, model.counts), model.shapes, strict=True):
+                found = file.get_tensor(f"weights.{name}")
+                if found.shape != shape or found.dtype != part.dtype or not _same_bits(found.reshape(-1), part):
+                    return f"{checkpoint.trainer_path.name} has other weights ({name}) than {STATE_NAME}"
+            number = (file.metadata() or {}).get("round", "")
+    except (SafetensorError, OSError, DataError) as error:
+        return f"not readable as saved state ({error})"
+    return None if number == str(checkpoint.round) else f"{checkpoint.trainer_path.name} is of another round"
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def read_weights(checkpoint: Checkpoint) -> Tensor:
+    """The agreed weights, flat, to be changed."""
+    content = read(checkpoint.path / STATE_NAME)
+    if content is None or len(content) % FLOAT_BYTES:
+        raise DataError(f"{checkpoint.path / STATE_NAME}: missing, or not whole")
+    return torch.from_numpy(np.frombuffer(content, dtype="<f4").copy())
+
+
+def _place(checkpoint: Checkpoint, proved: Proved, report: Report) -> State | None:
+    """Where a checkpoint stands on the history; None if nothing of it can be used."""
+    path, number, certified = checkpoint.path, checkpoint.round, proved.roots
+    if not proved.states:
+        report.open(path, "there is no proved history to hold it against")
+        return None
+    first, last = proved.states[0].round, proved.states[-1].round
+    is_proved = certified.get(number) == checkpoint.root
+    if number in certified and not is_proved:
+        what = f"of another history: round {number} was certified with the root {certified[number].hex()[:16]}"
+        report.wrong(path, f"{what}, and this one has {checkpoint.root.hex()[:16]}", CHECKPOINT_FIX)
+    elif number < first:
+        what = "its root is certified" if is_proved else "only its digests can be checked"
+        report.note(Verdict.NOTE, path, f"whole, and older than the history, which begins after round {first}: {what}")
+    elif number > last:
+        report.open(path, f"of round {number}, and the certified history ends with {last}", CHECKPOINT_FIX)
+    elif checkpoint.stamp.branch and not is_proved and checkpoint.head != _head_of(proved, number):
+        report.open(path, f"of another history: it was made after another manifest of round {number}", CHECKPOINT_FIX)
+    else:
+        report.holds(
+            path, f"whole, of round {number}, " + ("whose root is certified" if is_proved else "on the history")
+        )
+        return State(checkpoint, is_proved)
+    return None
+
+
+def _head_of(proved: Proved, number: int) -> bytes:
+    """The manifest of a round; before the first of them, what the agreed state says."""
+    found = [entry.manifest.digest for entry in proved.entries if entry.manifest.round == number]
+    return found[0] if found else proved.states[0].head
+
+
+# ---------------------------------------------------------------------------------------------------
+# The rounds again
+
+
+def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved, report: Report) -> None:
+    """Apply what was certified, and compare the roots."""
+    last = proved.entries[-1].manifest.round if proved.entries else 0
+    if not states:
+        if proved.states:
+            report.open("replay", "no checkpoint that could be begun with", "Let the node save one, and try again")
+        return
+    try:
+        check_exactness(model.run.recipe.chunk, torch.device("cpu"))
+    except DeviceError as error:
+        report.open("replay", str(error))
+        return
+    _tell_missing(states, payloads, proved, report)
+    lacking = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
+    behind = max((number for number in lacking), default=-1)
+    start = next((state for state in states if state.round >= behind), states[-1])
+    weights = read_weights(start.checkpoint)
+    report.replayed = start.round, start.round
+    report.final_root = start.checkpoint.root.hex()
+    report.proved_round = start.round if start.is_proved else None
+    saved = {state.round: state for state in states if state.round > start.round}
+    for entry in proved.entries:
+        number = entry.manifest.round
+        if number <= start.round:
+            continue
+        content = payloads.of(entry)
+        if content is None:
+            what = f"ends after round {number - 1} of {last}: payloads of round {number} are not here"
+            report.open("replay", what, "If the node is running, try again; else start it, and it fetches them")
+            return
+        model.apply(weights, number, content)
+        root = model.root(weights, number, entry.manifest.digest)
+        if not _compare(number, root, start, saved.get(number), proved, report):
+            return
+        report.replayed, report.final_root = (start.round, number), root.hex()
+    if report.proved_round is None:
+        what = f"no root of round {start.round} or later is certified yet, so that nothing is proved by it"
+        report.open("replay", what, "Let the node get a few rounds further")
+    elif not last > start.round:
+        report.holds("replay", f"the state of round {start.round} is the certified one, and no round follows it")
+    else:
+        report.holds("replay", f"rounds {start.round + 1} to {last} give the certified roots, and the saved states")
+
+
+def _compare(number: int, root: bytes, start: State, saved: State | None, proved: Proved, report: Report) -> bool:
+    """The root of a round that was applied again, with what was certified and with what was saved."""
+    certified = proved.roots.get(number)
+    if certified is not None and certified != root:
+        what = f"it gives the state root {root.hex()[:16]}, and {certified.hex()[:16]} was certified"
+        from_where = "a certified" if start.is_proved else "an uncertified"
+        report.wrong(f"round {number}", f"{what}; begun with {from_where} state of round {start.round}", SIGNED_FIX)
+        return False
+    if certified is not None:
+        report.proved_round = number
+    if saved is not None and saved.checkpoint.root != root:
+        what = f"of another history: round {number} gives the state root {root.hex()[:16]}"
+        report.wrong(saved.checkpoint.path, f"{what}, and its is {saved.checkpoint.root.hex()[:16]}", CHECKPOINT_FIX)
+    return True
+
+
+def _tell_missing(states: list[State], payloads: Payloads, proved: Proved, report: Report) -> None:
+    """Payloads that the node promises to keep, from the last state on that was not its own work."""
+    adopted = [state.round for state in states if state.is_adopted]
+    needed = max(max(adopted, default=states[0].round), proved.kept_from)
+    missing = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
+    promised = [number for number in missing if number > needed]
+    for number in promised[:MISSING_TOLD]:
+        report.open(f"round {number}", "payloads that it took are not here, or damaged", RESTORE_FIX)
+    if len(promised) > MISSING_TOLD:
+        report.open("payloads", f"of {len(promised) - MISSING_TOLD} more rounds some are not here", RESTORE_FIX)
+    if before := [number for number in missing if number <= needed]:
+        what = f"rounds {before[0]} to {before[-1]} are not replayed: not all of their payloads are kept"
+        report.note(Verdict.NOTE, "payloads", what)

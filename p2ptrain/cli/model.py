@@ -1,0 +1,116 @@
+"""The commands about what was learned: hand the model on, and see what it writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.node import DataDir, NodeFile, node_config
+from p2ptrain.errors import ConfigError, NoDaemonError
+
+if TYPE_CHECKING:
+    from p2ptrain.config import NodeConfig
+    from p2ptrain.learn.sample import Wish
+
+STDIN = "-"
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="DIR", help="One that `checkpoint export` made, instead of this node's."),
+]
+Round = Annotated[
+    int | None, typer.Option("--round", min=0, help="This node's checkpoint of this round; without it, the newest.")
+]
+Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")]
+
+
+def export(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to make; nothing may be there yet.")],
+    checkpoint: Directory = None,
+    number: Round = None,
+    run: Run = None,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write the model for Hugging Face's transformers: config, weights, tokenizer and model card."""
+    from p2ptrain.daemon.saved import find_model  # torch takes two seconds
+    from p2ptrain.learn.export import check_target
+    from p2ptrain.learn.export import export as write
+
+    check_target(out)
+    found = find_model(node_config(config, data_dir), run, number, checkpoint)
+    write(out, found.weights, found.tokenizer, found.members)
+    typer.echo(f"round {found.checkpoint.round} of {found.run.name}, root {found.checkpoint.root.hex()[:16]}: {out}")
+
+
+def generate(  # noqa: PLR0913, PLR0917  # a command has its options
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help=f"What to go on from; {STDIN} reads it from stdin.")],
+    tokens: Annotated[int, typer.Option(help="How many follow at most; fewer if the model ends the text.")] = 100,
+    seed: Annotated[int, typer.Option(help="Another one gives another text.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest tokens, 1 draws as the model says.")] = 0.8,
+    checkpoint: Directory = None,
+    number: Round = None,
+    run: Run = None,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Let the model go on from TEXT: the local daemon's, or else that of the newest checkpoint."""
+    from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish, check
+
+    if prompt == STDIN:
+        prompt = _text(sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1))
+    wish = Wish(prompt, tokens, seed, temperature)
+    check(wish)
+    node = node_config(config, data_dir)
+    text = _from_daemon(node, run, wish) if checkpoint is None and number is None else None
+    _show(_from_checkpoint(node, run, number, checkpoint, wish) if text is None else text)
+
+
+def _text(content: bytes) -> str:
+    """As it was written; it is read up to a byte beyond the limit, and then ends anywhere, and is too long."""
+    from p2ptrain.learn.sample import PROMPT_BYTES_MAX
+
+    try:
+        return content.decode(errors="strict" if len(content) <= PROMPT_BYTES_MAX else "replace")
+    except UnicodeDecodeError as error:
+        raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
+
+
+def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> str | None:
+    """None: there is none, or it takes part in another run."""
+    import msgspec
+
+    from p2ptrain.daemon.control import ask
+    from p2ptrain.daemon.places import data_directory
+
+    place = data_directory(node)
+    try:
+        status = ask(place, {"do": "status"})
+    except NoDaemonError:
+        return None
+    if not str(status["run_id"]).startswith(run or ""):
+        return None
+    return str(ask(place, {"do": "sample", **msgspec.structs.asdict(wish)})["text"])
+
+
+def _from_checkpoint(node: NodeConfig, run: str | None, number: int | None, directory: Path | None, wish: Wish) -> str:
+    from p2ptrain.daemon.saved import find_model
+    from p2ptrain.learn.export import load_model
+    from p2ptrain.learn.sample import sample
+    from p2ptrain.learn.trainer import open_device
+
+    found = find_model(node, run, number, directory)
+    device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out
+    model = load_model(found.weights, device)
+    return sample(model, found.tokenizer, wish.prompt, wish.tokens, wish.seed, wish.temperature)
+
+
+def _show(text: str) -> None:
+    """As it is for programs; on a terminal, characters that would command it are shown instead."""
+    if sys.stdout.isatty():
+        text = "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+    sys.stdout.buffer.write(text.encode() + b"\n")
+    sys.stdout.buffer.flush()

@@ -1,0 +1,191 @@
+"""The node over HTTP: its server's life in the daemon's, and the data for what it shows (web/).
+
+It answers from the start, before the run is found: that the process is alive, and that it is not ready. While someone
+watches /events, it is looked once a second at what has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain import __version__
+from p2ptrain.daemon.logs import LINE_MAX, plain
+from p2ptrain.daemon.rounds import told as told_of
+from p2ptrain.daemon.status import peers_of, rounds_of, status_of, unreadiness_of
+from p2ptrain.errors import ConfigError
+from p2ptrain.node_config import HttpConfig, is_loopback
+from p2ptrain.web.app import App
+from p2ptrain.web.guard import Guard, bracketed, read_token
+from p2ptrain.web.models import LogLine, Round
+from p2ptrain.web.sockets import Server
+
+if TYPE_CHECKING:
+    from p2ptrain.daemon.daemon import Daemon
+
+LOOK_SECONDS = 1.0  # between events of the same kind
+LINES_KEPT = 64  # what a page shows of the log when it opens
+LINES_WAITING_MAX = 256  # lines of one second; of more, the oldest go
+ROUNDS_AT_ONCE = 32  # that one look may find: beyond it a page does better to ask for all
+STARTING = "starting: it has not found its run yet, or is loading it"
+NOT_CHANGES = ("since_applied_seconds", "uptime_seconds", "loop_lag_seconds")  # what only says that time goes on
+LEVELS = ((50, "critical"), (40, "error"), (30, "warning"), (20, "info"))  # others may have renamed theirs
+PROGRESS = "p2ptrain.progress"  # lines about rounds, which are events of their own
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Lines(logging.Handler):
+    """What the node says, kept for pages. Called in any thread: a deque takes that."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lately: deque[LogLine] = deque(maxlen=LINES_KEPT)
+        self.waiting: deque[LogLine] = deque(maxlen=LINES_WAITING_MAX)  # to be told to those who watch
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == PROGRESS:
+            return
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        text = plain(record.getMessage()[:LINE_MAX])
+        level = next((name for least, name in LEVELS if record.levelno >= least), "debug")
+        line = LogLine.model_validate({"at": at, "level": level, "message": text})
+        self.lately.append(line)
+        self.waiting.append(line)
+
+
+class Http:
+    """Of one daemon; it is given to it when there is one."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self.config = config
+        self.daemon: Daemon | None = None
+        self.url: str | None = None
+        self._lines = Lines()
+        self._app: App
+        self._server: Server | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """ConfigError if it cannot be where the config says."""
+        config = self.config
+        if not config.enabled:
+            return
+        token = _token_of(config)
+        listener = await self._listen()
+        host, port = listener.getsockname()[:2]
+        if not token and not is_loopback(host):  # a name that leads elsewhere than its owner thinks
+            listener.close()
+            fix = 'Name a token_file, or set host = "127.0.0.1"'
+            raise ConfigError(f"{config.host} is {host} here, which others reach", key="http.host", fix=fix)
+        self._app = App(self, Guard(config.host, port, config.allowed_hosts, token), __version__)
+        self._server = Server(self._app.application)
+        self._app.places = self._server.places
+        await self._server.start(listener)
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # all addresses: one of them
+        self.url = f"http://{bracketed(shown)}:{port}/"
+        logging.getLogger("p2ptrain").addHandler(self._lines)
+        self._looking = asyncio.create_task(self._look_for_ever(), name="events over HTTP")
+        log.info("this node in a browser: %s%s", self.url, "?token=..." if token else "")
+
+    async def close(self) -> None:
+        logging.getLogger("p2ptrain").removeHandler(self._lines)
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._server is not None:
+            await self._server.close()
+
+    async def _listen(self) -> socket.socket:
+        """A bound socket. The port that nobody chose gives way: there may be several nodes on a machine."""
+        host, port = self.config.host, self.config.port
+        try:
+            return await _bound(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                problem = f"cannot listen on {host}, port {port}: {error.strerror or error}"
+                raise ConfigError(problem, key="http.host", fix="Give an address of this machine") from error
+            if "port" in self.config.model_fields_set:
+                fix = "Choose another, or 0 for any free one"
+                raise ConfigError(f"port {port} of {host} is taken", key="http.port", fix=fix) from error
+        listener = await _bound(host, 0)
+        log.info("port %d is taken, perhaps by another node: this one takes a free one", port)
+        return listener
+
+    # -----------------------------------------------------------------------------------------------
+    # What is shown
+
+    @property
+    def _running(self) -> Daemon | None:
+        """The daemon, once its core can be asked."""
+        daemon = self.daemon
+        return daemon if daemon is not None and daemon.driver.has_begun.is_set() else None
+
+    def status(self) -> dict[str, Any] | None:
+        return status_of(self._running) if self._running else None
+
+    def peers(self) -> dict[str, Any] | None:
+        return peers_of(self._running) if self._running else None
+
+    def rounds(self, last: int) -> list[dict[str, Any]] | None:
+        return rounds_of(self._running, last) if self._running else None
+
+    def complaints(self) -> list[str]:
+        return unreadiness_of(self._running) if self._running else [STARTING]
+
+    def lines(self) -> list[LogLine]:
+        return [*self._lines.lately]
+
+    async def _look_for_ever(self) -> None:
+        """Nothing is looked at while nobody watches."""
+        events = self._app.events
+        while True:
+            await events.is_watched.wait()
+            self._lines.waiting.clear()
+            await self._look_while_watched()
+
+    async def _look_while_watched(self) -> None:
+        events, daemon = self._app.events, self._running
+        assert daemon is not None, "nobody can watch before"
+        told = {(each.branch, each.round) for each in daemon.rounds.last(ROUNDS_AT_ONCE)}
+        before: dict[str, Any] = {}
+        while events.is_watched.is_set():
+            await asyncio.sleep(LOOK_SECONDS)
+            lately = daemon.rounds.last(ROUNDS_AT_ONCE)
+            for each in lately:
+                if (each.branch, each.round) not in told:
+                    events.publish("round", Round.model_validate(told_of(each)))
+            told = {(each.branch, each.round) for each in lately}
+            status = self._app.status()
+            if status is not None and (now := status.model_dump(exclude={*NOT_CHANGES})) != before:
+                events.publish("status", status)
+                before = now
+            while self._lines.waiting:
+                events.publish("log", self._lines.waiting.popleft())
+
+
+def _token_of(config: HttpConfig) -> bytes:
+    return read_token(Path(config.token_file).expanduser()) if config.token_file else b""
+
+
+async def _bound(host: str, port: int) -> socket.socket:
+    """Names are resolved, IPv4 first."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener

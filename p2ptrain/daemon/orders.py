@@ -1,0 +1,77 @@
+"""What the owner orders while the node runs: pause and resume, limits, a checkpoint now.
+
+All of it holds until the daemon ends: what should hold longer stands in the node's config. The orders come over the
+owner's socket (control.py) and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.daemon.status import limits_of
+from p2ptrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from p2ptrain.daemon.daemon import Daemon
+
+RATE_MAX = 10**12  # bytes a second, as in the config
+SAVES_MAX = 3  # tries to save a state that rounds go on from meanwhile
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+async def obey(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
+    """Do what the owner says; how it stands then."""
+    match order["do"]:
+        case "pause":
+            _pause(daemon)
+        case "resume":
+            _resume(daemon)
+        case "limit":
+            return _limit(daemon, order)
+        case "checkpoint":
+            return {"round": await save_now(daemon)}
+    return {"is_paused": daemon.driver.is_paused}
+
+
+def _pause(daemon: Daemon) -> None:
+    if not daemon.driver.is_paused:
+        log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
+        daemon.driver.pause()
+
+
+def _resume(daemon: Daemon) -> None:
+    if daemon.driver.is_paused:
+        log.info("its owner lets it train again")
+        daemon.driver.resume()
+
+
+def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
+    """What is not named stays as it is."""
+    rates = {name: order[name] for name in ("upload", "download") if order.get(name) is not None}
+    for name, rate in rates.items():
+        if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= RATE_MAX:
+            fix = f"Give bytes a second, from 0 (no limit) to {RATE_MAX:,}"
+            raise ConfigError(f"{rate!r} is not possible", key=f"--{name}", fix=fix)
+    for name, rate in rates.items():
+        bucket = daemon.edges.upload if name == "upload" else daemon.edges.download
+        bucket.rate = rate
+        log.info("%s limit: %s", name, f"{rate:,} bytes/s" if rate else "none")
+    return limits_of(daemon.edges)
+
+
+async def save_now(daemon: Daemon) -> int:
+    """The round whose state has been saved."""
+    keeping, device, node = daemon.edges.keeping, daemon.driver.device, daemon.driver.node
+    for _ in range(SAVES_MAX):
+        number = device.trainer.round
+        entry, root = node.line.entry(number), node.work.roots.get(number)
+        if entry is None or not root:
+            if any(each.round == number for each in keeping.store.checkpoints.present()):
+                return number  # a state that was taken over was saved then
+            raise DataError("there is no state to save yet: no round has been applied since the node started")
+        await keeping.checkpoint(device, entry.manifest, root, now=True)
+        if any(each.round == number for each in keeping.store.checkpoints.present()):
+            return number
+    raise DataError("the state was not saved; the daemon's log says why")

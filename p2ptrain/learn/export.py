@@ -1,0 +1,322 @@
+"""The agreed weights as others read them: a checkpoint that Hugging Face's transformers loads as a Llama.
+
+    config.json               the model's sizes
+    model.safetensors         the weights; after its header come the bytes that the state root is made of
+    generation_config.json    to draw text as `p2ptrain generate` does
+    tokenizer.json            the run's, or for bytes one that gives the same integers
+    tokenizer_config.json     how to read texts with it
+    run.json                  the run's settings; their digest is its id
+    README.md                 the model card
+
+The model computes what Llama computes and names its parameters alike (model.py), so nothing is converted: weights go
+from file to file a piece at a time, and are checked on the way. What is written follows from the run and the state
+alone: whoever exports a round gets the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from p2ptrain.config import ModelConfig, RunConfig
+from p2ptrain.digest import PIECE_BYTES, leaf_digest
+from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.files import PARTIAL_SUFFIX, forget, rename, sync, trouble, write_all, write_file
+from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Transformer, parameter_count
+from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
+from p2ptrain.learn.sample import Wish
+from p2ptrain.learn.tokenizer import Tokenizer
+
+MODE = 0o666  # less what the user's umask forbids: an export is made to be handed on
+HEADER_ALIGNMENT = 8  # bytes: safetensors begins its data at a multiple of them
+PREFIX = "model."  # what Hugging Face's names have and ours have not
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The agreed weights in a file, and what they are to be."""
+
+    path: Path
+    size: int  # in bytes
+    blake3: str
+    run: RunConfig
+    round: int
+    branch: bytes
+    head: bytes  # the manifest of that round; empty if it is not known
+    root: bytes
+
+    @property
+    def covered(self) -> list[int] | None:
+        """The pieces that the root covers; None: all."""
+        return covered_pieces(self.size, self.run.state, self.round, self.head)
+
+    def check_size(self) -> None:
+        """Before room is made for as many as the run's settings say."""
+        if self.size != (expected := FLOAT_BYTES * parameter_count(self.run.model)):
+            raise DataError(f"{self.path}: {self.size:,} bytes of weights, and the run's model has {expected:,}")
+
+    def pieces(self) -> Iterator[bytes]:
+        """1 MiB at a time. `DataError`, at the latest behind the last: they are not what they are to be."""
+        self.check_size()
+        leaves: list[bytes] = []
+        hasher, size = blake3(), 0
+        with trouble(self.path, "cannot be read"), self.path.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                leaves.append(leaf_digest(len(leaves), piece))
+                hasher.update(piece)
+                if (size := size + len(piece)) > self.size:
+                    break
+                yield piece
+        if (size, hasher.hexdigest()) != (self.size, self.blake3):
+            raise DataError(f"{self.path}: damaged: its digest is not the one of the checkpoint")
+        if root_of_leaves(leaves, size, self.covered) != self.root:
+            raise DataError(f"{self.path}: not the weights of round {self.round}: their root is not {self.root.hex()}")
+
+
+def load_model(weights: Weights, device: torch.device) -> Transformer:
+    """The model with these weights, checked."""
+    weights.check_size()
+    model = _empty(weights.run.model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float32)
+    into, at = octets(flat), 0
+    for piece in weights.pieces():
+        into[at : at + len(piece)] = piece
+        at += len(piece)
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
+    named = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    model.load_state_dict(named, assign=True)
+    return model.to(device).requires_grad_(False)
+
+
+def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[int, int] | None) -> None:
+    """Make the directory `target`, whole or not at all; `members` is how many had a vote and how many were admitted."""
+    check_target(target)
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    forget(partial)
+    end = _end_name(tokenizer)
+    files = {
+        "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
+        "generation_config.json": _json(_generation_config(tokenizer.end_of_document)),
+        "tokenizer.json": tokenizer.file_bytes or bytes_tokenizer(),
+        "tokenizer_config.json": _json(_tokenizer_config(weights.run.model, end)),
+        "run.json": weights.run.canonical(),
+        "README.md": model_card(weights, members).encode(),
+    }
+    with trouble(target):
+        try:
+            partial.mkdir(parents=True)
+            _write_weights(partial / "model.safetensors", weights)
+            for name, content in files.items():
+                write_file(partial / name, content, mode=MODE)
+            sync(partial)
+            rename(partial, target)
+        finally:
+            forget(partial)
+
+
+def check_target(target: Path) -> None:
+    """Before anything long: nothing is overwritten."""
+    if target.exists() or target.is_symlink():
+        raise ConfigError("there is something already", source=str(target), fix="Name a directory that is to be made")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Weights
+
+
+def _empty(config: ModelConfig) -> Transformer:
+    with torch.device("meta"):  # shapes alone, whatever the size
+        return Transformer(config)
+
+
+def _write_weights(path: Path, weights: Weights) -> None:
+    with path.open("wb", buffering=0) as file:
+        write_all(file.fileno(), _header(weights))
+        for piece in weights.pieces():
+            write_all(file.fileno(), piece)
+        os.fsync(file.fileno())
+
+
+def _header(weights: Weights) -> bytes:
+    """Length and header of a safetensors file whose data are the agreed weights as they lie.
+
+    The library would want all of them in memory, for the sake of these lines. The output matrix is the embedding
+    (tied), which Hugging Face writes once, as we do.
+    """
+    named = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **named}}
+    begin = 0
+    for name, parameter in _empty(weights.run.model).named_parameters():
+        end = begin + parameter.numel() * FLOAT_BYTES
+        entries[PREFIX + name] = {"dtype": "F32", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(entries, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+# ---------------------------------------------------------------------------------------------------
+# What transformers reads beside them
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
+    """The sizes in Hugging Face's words. A few stand twice: older versions read `rope_theta` and `torch_dtype`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": end,  # a document begins after the end of another one
+        "dtype": "float32",
+        "eos_token_id": end,
+        "head_dim": config.dim // config.heads,
+        "hidden_act": "silu",
+        "hidden_size": config.dim,
+        "initializer_range": INITIAL_DEVIATION,
+        "intermediate_size": config.ffn_dim,
+        "max_position_embeddings": config.sequence_length,
+        "mlp_bias": False,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "pad_token_id": None,  # a number would keep that token's row from learning
+        "rms_norm_eps": NORM_EPSILON,
+        "rope_parameters": {"rope_theta": float(config.rope_theta), "rope_type": "default"},
+        "rope_theta": float(config.rope_theta),
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _generation_config(end: int) -> dict[str, Any]:
+    temperature = Wish("", 1, 0).temperature
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}  # from all tokens, as we do
+    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, **drawn}
+
+
+def _tokenizer_config(config: ModelConfig, end: str | None) -> dict[str, Any]:
+    special = {} if end is None else {"bos_token": end, "eos_token": end}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": config.sequence_length,
+        "split_special_tokens": True,  # what is written in a text is text
+        **special,
+    }
+
+
+def _end_name(tokenizer: Tokenizer) -> str | None:
+    """The name of the token that ends a document. Bytes have none: any name could be written in a text."""
+    if not tokenizer.file_bytes:
+        return None
+    from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # bytes do not need it
+
+    return LibraryTokenizer.from_buffer(tokenizer.file_bytes).id_to_token(tokenizer.end_of_document)
+
+
+def bytes_tokenizer() -> bytes:
+    """A tokenizer.json whose tokens are the bytes of UTF-8.
+
+    Its model merges nothing, and its tokens are the characters by which GPT-2 wrote bytes: those that can be seen stand
+    for themselves, the others are moved up behind the first 256. (Bytes written as <0x41> would not do: that decoder
+    gives up a whole run of them for one that is no UTF-8.)
+    """
+    from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # as above
+    from tokenizers import decoders, models, pre_tokenizers  # noqa: PLC0415
+
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    names = {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(unseen)}
+    library = LibraryTokenizer(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    return library.to_str(pretty=True).encode()
+
+
+# ---------------------------------------------------------------------------------------------------
+# The model card
+
+
+def model_card(weights: Weights, members: tuple[int, int] | None) -> str:
+    """What the model is, where it comes from, and how to load it."""
+    run, config, recipe = weights.run, weights.run.model, weights.run.recipe
+    founders = f"{len(run.admission.founders)} when it began"
+    now = f"; after this round {members[0]} with a vote, of {members[1]} admitted" if members else ""
+    part = "all weights" if weights.covered is None else f"a sample of {len(weights.covered)} MiB of the weights"
+    tokenizer = f"json, `{run.tokenizer.digest}`" if run.tokenizer.digest else "bytes: a token is a byte of UTF-8"
+    schedule = f"{recipe.schedule}, highest {float(recipe.learning_rate):g}"
+    facts = {
+        "run": f"{run.name}, `{run.run_id}`",
+        "rounds applied": f"{weights.round:,}",
+        "state root": f"`{weights.root.hex()}`, over {part}",
+        "branch": f"`{weights.branch.hex()}`" if weights.branch else "not known here",
+        "last manifest": f"`{weights.head.hex()}`" if weights.head else "not known here",
+        "members": founders + now,
+        "data manifest": f"`{run.data.manifest}`",
+        "tokenizer": tokenizer,
+        "recipe": f"{recipe.name}: {recipe.outer} update, {recipe.k} coefficients of {recipe.chunk} x {recipe.chunk}, "
+        f"{recipe.local_steps} steps a round, learning rate {schedule}",
+        "model": f"{parameter_count(config):,} parameters, {config.layers} layers, width {config.dim}, "
+        f"{config.heads} heads on {config.kv_heads}, {config.vocab_size:,} tokens, "
+        f"sequences of {config.sequence_length:,}",
+    }
+    table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
+    return _CARD.format(name=run.name, round=f"{weights.round:,}", table=table, length=f"{config.sequence_length:,}")
+
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- p2ptrain
+- llama
+---
+
+# {name}, after {round} rounds
+
+Trained with p2ptrain, by machines that each take their own part of the data and come to the same bits. `run.json` holds
+all settings of the run; its BLAKE3 digest, under the domain "run id", is the run's id.
+
+| | |
+|---|---|
+{table}
+
+## Load it
+
+```python
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+place = "."  # this directory
+tokenizer = AutoTokenizer.from_pretrained(place)
+model = AutoModelForCausalLM.from_pretrained(place)
+prompt = tokenizer("The ", add_special_tokens=False).input_ids
+text = model.generate(torch.tensor([[model.config.bos_token_id, *prompt]]), max_new_tokens=40)
+print(tokenizer.decode(text[0, 1:]))
+```
+
+In training a document begins after the token that ends the one before, which is why one stands in front. The model has
+seen up to {length} tokens at once; what it makes of more is not known.
+
+## Check it
+
+What follows the header in `model.safetensors` is the agreed state as the swarm hashes it, fp32 in the model's order:
+whoever took part in the run can compare its root.
+"""

@@ -1,0 +1,104 @@
+"""Checkpoints while rounds go on: what is copied when, who waits for the disk, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from driver_known import STATE, Bench, a_manifest, bench, root_of
+from net_known import some_bytes
+
+NEWER = some_bytes(len(STATE), 5)
+GATE_SECONDS = 20.0  # a test that fails should not hang
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Until it is open, the disk is slow."""
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+def with_slow_disk(each: Bench, gate: threading.Event) -> threading.Event:
+    """What tells that a checkpoint is being written."""
+    capture, has_begun = each.trainer.capture, threading.Event()
+
+    def slow() -> Any:
+        moment = capture()
+
+        def write(path: Path) -> None:
+            has_begun.set()
+            assert gate.wait(GATE_SECONDS)
+            moment.write(path)
+
+        return SimpleNamespace(write=write, state=moment.state)
+
+    each.trainer.capture = slow  # type: ignore[method-assign]
+    return has_begun
+
+
+async def saved(each: Bench, number: int, **options: Any) -> None:
+    manifest = a_manifest(each.genesis, number, [])
+    await each.keeping.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
+
+
+async def test_training_waits_for_a_copy_of_the_state_and_not_for_the_disk(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    async with bench(tmp_path) as each:
+        has_begun = with_slow_disk(each, gate)
+        each.trainer.round = 4
+        saving = asyncio.create_task(saved(each, 4))
+        assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
+        await each.device.run(each.trainer.adopt, 5, NEWER)  # the device is free, and the state changes
+        assert not saving.done()
+        gate.set()
+        await saving
+        [checkpoint] = each.store.checkpoints.present()
+        assert (checkpoint.round, checkpoint.root) == (4, root_of(STATE))
+        assert (checkpoint.path / "state.bin").read_bytes() == STATE
+        assert each.store.checkpoints.verify(checkpoint) is None
+
+
+async def test_a_checkpoint_that_is_due_while_one_is_written_is_left_out_unless_it_is_the_last(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    async with bench(tmp_path) as each:
+        has_begun = with_slow_disk(each, gate)
+        each.trainer.round = 4
+        first = asyncio.create_task(saved(each, 4))
+        assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
+        each.trainer.round = 8
+        await saved(each, 8)  # at once
+        each.trainer.round = 9
+        last = asyncio.create_task(saved(each, 9, now=True))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, last)
+        assert [checkpoint.round for checkpoint in each.store.checkpoints.present()] == [4, 9]
+
+
+async def test_what_is_trained_on_a_state_that_was_taken_over_waits_until_it_is_saved(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    async with bench(tmp_path) as each:
+        has_begun = with_slow_disk(each, gate)
+        each.trainer.round = 7
+        opened = threading.Timer(0.2, gate.set)
+        opened.start()
+        await each.keeping.checkpoint_adopted(each.device, 7, root_of(STATE))
+        assert has_begun.is_set()
+        assert [checkpoint.round for checkpoint in each.store.checkpoints.present()] == [7]
+
+
+async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        made = await each.device.run(each.keeping.checkpoint_first, each.device, root_of(STATE))
+        assert each.store.checkpoints.present() == [made]
+        assert each.edges.library.states() == ((0, root_of(STATE)),)

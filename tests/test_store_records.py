@@ -1,0 +1,367 @@
+"""The records: what is written is there again, within its bounds; a damaged file costs history and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from test_store import opened
+
+from p2ptrain.errors import DataError
+from p2ptrain.store import records as module
+from p2ptrain.store.records import (
+    ADDRESS_LENGTH_MAX,
+    ADDRESSES_MAX,
+    Batch,
+    Mine,
+    Past,
+    PeerRecord,
+    Points,
+    Records,
+    RoundRecord,
+    read_rounds,
+    remembered_peers,
+)
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+
+
+def lived(number: int, **changes: Any) -> RoundRecord:
+    made = RoundRecord(
+        branch=b"b" * 32,
+        round=number,
+        applied_at=1e9 + number,
+        root=b"r" * 32,
+        manifest=b"m" * 32,
+        contributors=tuple(KEYS[:3]),
+        mine_taken=(number,),
+        views=1,
+        train_seconds=1.5,
+        collect_seconds=0.25,
+        agree_seconds=0.125,
+        apply_seconds=0.0625,
+        bytes_sent=10,
+        bytes_received=20,
+        bulk_bytes_sent=3,
+        bulk_bytes_received=4,
+        loss=2.5,
+        tokens=64,
+        tokens_per_second=32.0,
+        late=1,
+        refused={"bad payload": 2},
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def address(number: int) -> str:
+    return f"/ip4/203.0.113.7/tcp/{number}/p2p/peer{number}"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "records.sqlite"
+
+
+@pytest.fixture
+def records(path: Path) -> Iterator[Records]:
+    with closing(Records(path)) as made:
+        yield made
+
+
+def again(path: Path, count: int = 1_000) -> Past:
+    """What the next start finds."""
+    with closing(Records(path)) as made:
+        return made.past(count)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is written
+
+
+def test_what_is_written_is_there_at_the_next_start(path: Path, records: Records) -> None:
+    peers = [PeerRecord(KEYS[1]), PeerRecord(KEYS[0], 1e9, 4, 3, 1, {"bad payload": 1}, {"late": 2}, 0.1)]
+    points = [Points(KEYS[0], 1e9, 0.5, {"late": 10}), Points(KEYS[0], 2e9, 1.0, {"late": 20})]
+    records.write(Batch([lived(1), lived(2)], peers[::-1], points, Mine(2, 6, 128, 3.5)))
+    records.close()
+    assert again(path) == Past([lived(1), lived(2)], peers, Mine(2, 6, 128, 3.5))
+    assert again(path, 1).rounds == [lived(2)]
+    with closing(Records(path)) as made:
+        assert made.points_of(KEYS[0]) == points
+        assert made.points_of(KEYS[1]) == []
+
+
+def test_a_round_that_is_applied_again_keeps_its_record_and_other_branches_have_their_own(
+    path: Path, records: Records
+) -> None:
+    other = lived(1, branch=b"o" * 32)
+    records.write(Batch([lived(1)]))
+    records.write(Batch([lived(1, loss=9.0), other, lived(2)]))
+    assert records.past(9).rounds == [lived(1), other, lived(2)]
+
+
+def test_a_peer_and_what_is_mine_have_one_row_which_is_replaced(records: Records) -> None:
+    for count in (1, 2):
+        records.write(Batch(peers=[PeerRecord(KEYS[0], offered=count)], mine=Mine(count)))
+    assert records.past(0) == Past([], [PeerRecord(KEYS[0], offered=2)], Mine(2))
+
+
+def test_what_was_never_written_makes_no_file(path: Path, records: Records) -> None:
+    assert (records.past(9), records.addresses(), records.reached()) == (Past(), [], {})
+    assert (read_rounds(path.parent, 9), remembered_peers(path.parent)) == ([], [])
+    assert [*path.parent.iterdir()] == []
+
+
+def test_others_read_while_the_daemon_writes(path: Path, records: Records) -> None:
+    records.write(Batch([lived(1), lived(2), lived(3)]))
+    records.remember([address(1)])
+    assert read_rounds(path.parent, 2) == [lived(2), lived(3)]
+    assert remembered_peers(path.parent) == [address(1)]
+    records.write(Batch([lived(4)]))
+    assert read_rounds(path.parent, 2) == [lived(3), lived(4)]
+
+
+def test_a_file_that_nobody_has_open_can_be_read_after_a_kill_too(path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from p2ptrain.store.records import *\n"
+        "Records(Path(sys.argv[1])).write(Batch(mine=Mine(7)))\n"
+        "Records(Path(sys.argv[1])).remember(['/ip4/1.2.3.4/tcp/1/p2p/x'])\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
+    assert path.with_name("records.sqlite-wal").stat().st_size > 0, "it was not closed"
+    assert remembered_peers(path.parent) == ["/ip4/1.2.3.4/tcp/1/p2p/x"]
+    assert again(path).mine == Mine(7)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Addresses
+
+
+def test_addresses_are_remembered_up_to_a_bound_and_in_their_order(path: Path, records: Records) -> None:
+    assert records.addresses() == []
+    many = [address(port) for port in range(ADDRESSES_MAX + 10, 0, -1)]
+    records.remember(["x" * (ADDRESS_LENGTH_MAX + 1), many[0], *many])
+    assert records.addresses() == remembered_peers(path.parent) == many[:ADDRESSES_MAX]
+    records.remember(many[5:7])
+    assert records.addresses() == many[5:7]
+
+
+def test_when_an_address_was_reached_last_is_kept_while_its_peer_is_away(records: Records) -> None:
+    records.remember([address(1), address(2), address(3)], {"peer1", "peer2"}, 1e9)
+    records.remember([address(3), address(1), address(2)], {"peer2"}, 2e9)
+    assert records.reached() == {address(3): None, address(1): 1e9, address(2): 2e9}
+
+
+def test_addresses_of_before_are_taken_over_once(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    old = tmp_path / "run" / "peers.json"
+    old.write_text(json.dumps([address(1), address(2)]))
+    assert remembered_peers(tmp_path / "run") == [address(1), address(2)], "also before the next start"
+    with opened(tmp_path) as store:
+        assert store.records.addresses() == [address(1), address(2)]
+    assert not old.exists()
+    with opened(tmp_path) as store:
+        assert store.records.addresses() == [address(1), address(2)]
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[1]", b'["\xff"]', b'["' + b"x" * 600 + b'"]'])
+def test_damaged_addresses_of_before_are_none(path: Path, content: bytes) -> None:
+    path.with_name("peers.json").write_bytes(content)
+    with structlog.testing.capture_logs() as said, closing(Records(path)) as records:
+        assert records.addresses() == []
+    assert [each["event"] for each in said] == ["remembered addresses are lost"]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Bounds
+
+
+def test_the_oldest_rows_go_when_there_are_too_many(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in (("ROUNDS_MAX", 10), ("POINTS_MAX", 5), ("PEERS_MAX", 3), ("PRUNE_WRITES", 1)):
+        monkeypatch.setattr(module, name, most)
+    with closing(Records(path)) as records:
+        for number in range(40):
+            peer = PeerRecord(number.to_bytes(32, "big"), changed_at=float(number))
+            records.write(Batch([lived(number)], [peer], [Points(KEYS[0], number, number, {})]))
+        past = records.past(1_000)
+        assert [each.round for each in past.rounds] == [*range(30, 40)]
+        assert sorted(each.changed_at for each in past.peers) == [37.0, 38.0, 39.0]
+        assert [each.at for each in records.points_of(KEYS[0])] == [35, 36, 37, 38, 39]
+
+
+def test_rounds_of_many_contributors_do_not_let_the_file_grow_without_bound(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BYTES_MAX", 2**20)
+    monkeypatch.setattr(module, "PRUNE_WRITES", 1)
+    rng = Random(0)
+    many = tuple(rng.randbytes(32) for _ in range(1_024))
+    with closing(Records(path)) as records:
+        for number in range(100):
+            records.write(Batch([lived(number, contributors=many)]))
+        kept = [each.round for each in records.past(1_000).rounds]
+    assert kept == [*range(kept[0], 100)]
+    assert 10 < len(kept) < 40
+    assert path.stat().st_size < 2**20 + 2**17
+
+
+# ---------------------------------------------------------------------------------------------------
+# What may be wrong with the file
+
+
+def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    path = tmp_path / "run" / "records.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    before = path.read_bytes()
+    for _ in range(2):  # whoever is refused is not locked either
+        with pytest.raises(DataError, match=r"records\.sqlite: has format 2, and .* up to 1\. Update p2ptrain"):
+            opened(tmp_path)
+    with pytest.raises(DataError, match="has format 2"):
+        read_rounds(path.parent, 1)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 5_000, b"SQLite format 3\0" + b"\xff" * 5_000])
+def test_what_is_no_file_of_ours_is_moved_aside_and_begun_anew(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with structlog.testing.capture_logs() as said, closing(Records(path)) as records:
+        records.write(Batch([lived(1)]))
+    assert again(path).rounds == [lived(1)]
+    if content:
+        assert path.with_name("records.sqlite.damaged").read_bytes() == content
+        assert [(each["event"], each["path"]) for each in said] == [
+            ("the records are damaged, and begun anew", str(path))
+        ]
+
+
+def test_a_file_with_other_tables_is_moved_aside(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript("CREATE TABLE rounds (id); PRAGMA user_version = 1;")
+    with closing(Records(path)) as records:
+        records.write(Batch([lived(1)]))
+        assert records.past(9).rounds == [lived(1)]
+    assert path.with_name("records.sqlite.damaged").exists()
+
+
+def test_a_file_that_is_damaged_under_way_is_begun_anew_with_what_is_written(path: Path, records: Records) -> None:
+    records.write(Batch([lived(number) for number in range(500)]))
+    records.close()  # and opened again by the next write
+    with path.open("r+b") as file:
+        file.seek(8_192)
+        file.write(b"\xff" * 40_960)
+    records.write(Batch([lived(1_000)]))
+    assert records.past(9).rounds == [lived(1_000)]
+
+
+def test_whatever_bit_flips_no_wrong_figure_is_shown(path: Path, records: Records) -> None:
+    rounds = [lived(number) for number in range(40)]
+    peers = [PeerRecord(key, offered=7) for key in KEYS]
+    records.write(Batch(rounds, peers, [], Mine(1, 2, 3, 4.0)))
+    records.close()
+    good, rng = path.read_bytes(), Random(0)
+    ends: set[str] = set()
+    for _ in range(300):
+        bad = bytearray(good)
+        at = rng.randrange(len(bad))
+        bad[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(bad) if rng.random() < 0.8 else good[:at])
+        try:
+            past = again(path)
+        except DataError as error:
+            assert "has format" in str(error)
+            ends.add("refused")
+            continue
+        assert all(each in rounds for each in past.rounds)
+        assert all(each in peers for each in past.peers)
+        assert past.mine in (Mine(1, 2, 3, 4.0), Mine())
+        ends.add("whole" if len(past.rounds) == 40 else "in part" if past.rounds else "anew")
+        for each in path.parent.iterdir():
+            each.unlink()
+    assert ends >= {"whole", "in part", "anew"}
+
+
+def test_a_row_that_was_changed_counts_as_not_written(path: Path, records: Records) -> None:
+    records.write(Batch([lived(1), lived(2)]))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE rounds SET record = (SELECT record FROM rounds WHERE id = 1) || x'00' WHERE id = 1")
+    with structlog.testing.capture_logs() as said:
+        assert records.past(9).rounds == [lived(2)]
+    assert [(each["event"], each["rows"]) for each in said] == [("damaged rows are passed over", 1)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# What may be wrong with the disk
+
+
+class RefusingConnection:
+    """A connection to a disk that takes nothing."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __enter__(self) -> None:
+        error = sqlite3.OperationalError("it says so")
+        error.sqlite_errorcode = self.code
+        raise error
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (sqlite3.SQLITE_FULL, "Free some space there"),
+        (sqlite3.SQLITE_READONLY, "Let this user write there"),
+        (sqlite3.SQLITE_IOERR | 3 << 8, "Check the disk"),
+        (sqlite3.SQLITE_BUSY, "Nothing that was saved before is lost"),
+    ],
+)
+def test_a_disk_that_refuses_is_named_and_tried_again_the_next_time(
+    path: Path, records: Records, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    records.write(Batch([lived(1)]))
+    records.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_opened", lambda path: RefusingConnection(code))
+        with pytest.raises(DataError, match=rf"records\.sqlite: cannot be written \(it says so\)\. {words}"):
+            records.write(Batch([lived(2)]))
+        with structlog.testing.capture_logs() as said:
+            assert records.past(9) == Past(), "and what cannot be read is no reason to stop"
+        assert [each["event"] for each in said] == ["the past is not known"]
+    records.write(Batch([lived(3)]))
+    assert records.past(9).rounds == [lived(1), lived(3)]
+    assert not path.with_name("records.sqlite.damaged").exists()
+
+
+def test_a_full_disk_takes_all_of_a_batch_or_nothing(path: Path, records: Records) -> None:
+    records.write(Batch([lived(1)]))
+    assert records._connection is not None
+    pages = records._connection.execute("PRAGMA page_count").fetchone()[0]
+    records._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    with pytest.raises(DataError, match=r"database or disk is full\)\. Free some space there"):
+        records.write(Batch([lived(number, mine_taken=tuple(range(900))) for number in range(2, 9)], mine=Mine(1)))
+    assert records.past(9) == Past([lived(1)], [], Mine())
+
+
+def test_a_store_starts_where_its_records_cannot_be_opened(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    path = tmp_path / "run" / "records.sqlite"
+    path.mkdir()
+    with opened(tmp_path) as store:
+        assert store.records.past(9) == Past()
+        with pytest.raises(DataError, match=r"records\.sqlite: cannot be written"):
+            store.records.write(Batch([lived(1)]))

@@ -1,0 +1,252 @@
+"""A node that says what a test wants it to, behind the real HTTP server on loopback, and clients of all manners."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ParamSpec, get_args
+
+import aiohttp
+import pytest
+import uvloop
+
+from p2ptrain.web.app import ASSETS, App
+from p2ptrain.web.guard import Guard
+from p2ptrain.web.models import LogLine, Purpose
+from p2ptrain.web.sockets import Server
+
+P = ParamSpec("P")
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+ME, OTHER = "12D3KooWme", "12D3KooWother"
+SECONDS = 30.0  # within which everything answers, also on a busy machine
+STATUS: dict[str, Any] = {
+    "version": 1,
+    "release": "1.2.3",
+    "run_id": "ab" * 32,
+    "run_name": "test",
+    "peer_id": ME,
+    "addresses": ["/ip4/203.0.113.7/tcp/4001/p2p/" + ME],
+    "branch": "ab" * 32,
+    "head": "12" * 32,
+    "round": 8,
+    "phase": "agree",
+    "view": 1,
+    "applied_round": 7,
+    "since_applied_seconds": 1.5,
+    "state_root": "cd" * 32,
+    "certified_round": 6,
+    "loss": 2.5,
+    "step": 3,
+    "tokens": 4_000,
+    "tokens_per_second": 123.4,
+    "training_seconds": 32.5,
+    "swarm_tokens_per_second": 456.7,
+    "contribution_tokens": 512,
+    "mine": {"applied": 5, "applied_of_all": 20, "share": 0.25, "tokens": 9_000, "training_seconds": 70.0},
+    "device": "cpu",
+    "is_paused": False,
+    "peers": [OTHER],
+    "roster": [ME, OTHER],
+    "quorum": 2,
+    "fault_tolerance": {"liars": 0, "crashes": 0, "mode": "crash-only"},
+    "admitted": 3,
+    "is_member": True,
+    "is_admitted": True,
+    "held": 2,
+    "waiting_for": 1,
+    "health": ["crash-only: fewer than four members, a liar is not tolerated"],
+    "http": "http://127.0.0.1:8420/",
+    "loop_lag_seconds": 0.0123,
+    "uptime_seconds": 99.5,
+    "roots": {"6": "ef" * 32, "7": "cd" * 32},
+    "payload_bytes": 1_000,
+    "state_bytes": 40_000,
+    "bytes": {"bytes sent": 10, "bytes received": 20},
+    "traffic": {
+        purpose: {"sent": number, "received": 10 * number} for number, purpose in enumerate(get_args(Purpose), start=1)
+    },
+    "limits": {"upload_bytes_per_second": 1_000, "download_bytes_per_second": 0},
+    "counters": {"root mismatches": 2, "contributions taken": 5, "contributions too late": 1, "events dropped": 4},
+    "observed": {"late": 3},
+}
+PEER: dict[str, Any] = {
+    "peer_id": OTHER,
+    "addresses": ["/ip4/10.0.0.7/tcp/4001/p2p/" + OTHER],
+    "address_kind": "private",
+    "is_connected": True,
+    "is_member": True,
+    "is_admitted": True,
+    "offered": 9,
+    "applied": 7,
+    "late": 1,
+    "refused": {"bad payload": 1},
+    "points": 1.5,
+    "is_greylisted": False,
+    "observed": {"malformed": 1},
+}
+
+
+def a_round(number: int) -> dict[str, Any]:
+    return {
+        "branch": "ab" * 32,
+        "round": number,
+        "applied_at": 1.7e9 + number,
+        "root": f"{number:02x}" * 32,
+        "manifest": "99" * 32,
+        "contributors": [ME, OTHER],
+        "mine_taken": [number],
+        "views": 1,
+        "train_seconds": 1.0,
+        "collect_seconds": 0.25,
+        "agree_seconds": 0.125,
+        "apply_seconds": 0.5,
+        "bytes_sent": 1_000,
+        "bytes_received": 2_000,
+        "bulk_bytes_sent": 100,
+        "bulk_bytes_received": 200,
+        "loss": 2.5,
+        "tokens": 512,
+        "tokens_per_second": 512.0,
+        "late": 0,
+        "refused": {},
+    }
+
+
+class Told:
+    """A source: it tells these, or that it is starting."""
+
+    def __init__(self) -> None:
+        self.is_starting = False
+        self.reasons: list[str] = []
+        self.now = deepcopy(STATUS)
+        self.known = [deepcopy(PEER)]
+        self.lived = [a_round(number) for number in range(1, 8)]
+        self.said: list[LogLine] = []
+
+    def status(self) -> dict[str, Any] | None:
+        return None if self.is_starting else self.now
+
+    def peers(self) -> dict[str, Any] | None:
+        return None if self.is_starting else {"version": 1, "peers": self.known, "me": {**PEER, "peer_id": ME}}
+
+    def rounds(self, last: int) -> list[dict[str, Any]] | None:
+        return None if self.is_starting else self.lived[-last:]
+
+    def complaints(self) -> list[str]:
+        return self.reasons
+
+    def lines(self) -> list[LogLine]:
+        return self.said
+
+
+class Site:
+    """The server of a test."""
+
+    def __init__(self, told: Told, app: App, server: Server, port: int) -> None:
+        self.told, self.app, self.server, self.port = told, app, server, port
+        self.url = f"http://127.0.0.1:{port}"
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def get(self, path: str, method: str = "GET", **more: Any) -> tuple[int, Any, bytes]:
+        """Status, headers and body."""
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(SECONDS)) as session,
+            session.request(method, self.url + path, allow_redirects=False, **more) as response,
+        ):
+            return response.status, response.headers, await response.read()
+
+    async def json(self, path: str, **more: Any) -> Any:
+        status, headers, body = await self.get(path, **more)
+        assert (status, headers["Content-Type"]) == (200, "application/json; charset=utf-8"), body
+        return json.loads(body)
+
+    async def refused(self, path: str, **more: Any) -> tuple[int, str]:
+        """Status and reason; whoever is refused learns nothing else."""
+        status, headers, body = await self.get(path, **more)
+        assert headers["Content-Type"] == "application/json; charset=utf-8"
+        error = json.loads(body)
+        assert error.keys() == {"version", "error", "fix"}
+        return status, error["error"]
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self._writers.append(writer)
+        return reader, writer
+
+    async def raw(self, request: bytes) -> bytes:
+        """All that comes back for these bytes."""
+        reader, writer = await self.connect()
+        writer.write(request)
+        return await until_closed(reader)
+
+    def hang_up(self) -> None:
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    async def raw_status(self, request: bytes) -> int:
+        return status_in(await self.raw(request))
+
+
+def status_in(answer: bytes) -> int:
+    """0: there is none."""
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    found = bytearray()
+    try:
+        async with asyncio.timeout(SECONDS):
+            while part := await reader.read(65_536):
+                found += part
+    except ConnectionError:
+        pass
+    return bytes(found)
+
+
+@asynccontextmanager
+async def site(
+    host: str = "127.0.0.1", allowed: tuple[str, ...] = (), token: bytes = b"", assets: Path = ASSETS
+) -> AsyncIterator[Site]:
+    listener = socket.socket()
+    listener.setblocking(False)
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    told = Told()
+    app = App(told, Guard(host, port, allowed, token), "1.2.3", assets)
+    server = Server(app.application)
+    app.places = server.places
+    await server.start(listener)
+    here = Site(told, app, server, port)
+    try:
+        yield here
+    finally:
+        here.hang_up()
+        await server.close()
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not holds():  # noqa: ASYNC110  # what happens has no event of its own
+            await asyncio.sleep(0)
+
+
+def on_both_loops(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The daemon's loop is uvloop's where there is one, and connections come and go otherwise there."""
+
+    @functools.wraps(test)
+    def run(loop_name: str, *args: P.args, **kwargs: P.kwargs) -> None:
+        with asyncio.Runner(loop_factory=LOOPS[loop_name]) as runner:
+            runner.run(test(*args, **kwargs))
+
+    del run.__wrapped__
+    mine = inspect.Parameter("loop_name", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([mine, *inspect.signature(test).parameters.values()])
+    return pytest.mark.parametrize("loop_name", LOOPS)(run)
