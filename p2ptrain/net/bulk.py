@@ -8,8 +8,8 @@ Many that want the same thing from its author at once should give it to one anot
 2003). So a server says how often it gave each piece out, so that clients take what others have not, and to whom it
 gave some lately; and it puts a client off that wants what it has given out twice, unless the client insists.
 
-Accounts are for everybody at once. Pieces go out in turns, which are fair between peers and not between streams: it
-helps nobody to hold many of them, and one that asks for no piece takes nothing from anyone.
+Accounts are for everybody at once. Pieces go out in turns (turns.py): a round waits for payloads, and so these go
+before states and training data.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Annotated, Self, TypeAlias
@@ -33,6 +32,7 @@ from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, Library, all_pieces, piece_bytes
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+from p2ptrain.net.turns import BusyError, Turns
 
 __all__ = ["BlobName", "FetchError", "Server"]
 
@@ -42,9 +42,6 @@ REQUEST_BYTES_MAX = 128
 GIVEN_MAX = 2  # times a piece is given out before clients are sent to each other: one copy alone dies with its holder
 STREAMS_PER_PEER_MAX = 4
 AHEAD_MAX = 16  # requests of a stream that are not answered yet; a client has five
-PEERS_AT_ONCE = 64  # that a piece is on its way to: 64 MiB, if all of them read slowly
-TURN_SECONDS = 10.0  # that a request waits for its turn, of the 20 that a client waits
-TURNS_MAX = 1_024  # peers whose last turn is remembered
 TAKERS_MAX = 4  # of a piece that are remembered, so that one peer alone cannot seem to be many
 COUNTED_SECONDS = 60.0  # since one was last given out: whoever got it then may be gone
 COUNTED_MAX = 64  # blobs whose pieces are counted as they are given out
@@ -135,60 +132,6 @@ class Tally:
     until: float  # when it is forgotten
     takers: dict[int, list[bytes]] = field(default_factory=dict)  # by piece, the first few: each counts once
     peers: deque[bytes] = field(default_factory=lambda: deque(maxlen=2 * HOLDERS_MAX))  # the latest last, each once
-
-
-class BusyError(P2ptrainError):
-    """It would take too long until a peer's turn comes."""
-
-
-class Turns:
-    """To whom the next piece goes: one at a time to a peer, and first to those whose last one is longest ago."""
-
-    def __init__(self, upload: TokenBucket) -> None:
-        self._upload = upload
-        self._waiting: dict[asyncio.Future[None], bytes] = {}  # for a peer's turn, the first first
-        self._going: set[bytes] = set()
-        self._payer: asyncio.Future[None] | None = None  # whose bytes the limit does not let go yet
-        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer its last turn's number, the latest last
-        self._number = 0
-
-    @asynccontextmanager
-    async def turn(self, peer: bytes, size: int) -> AsyncIterator[None]:
-        """For so many bytes. Who goes away before they may go has used up nothing."""
-        mine = asyncio.get_running_loop().create_future()
-        self._waiting[mine] = peer
-        self._advance()
-        try:
-            try:
-                async with asyncio.timeout(TURN_SECONDS):
-                    await mine
-            except TimeoutError as error:
-                raise BusyError("busy") from error
-            await self._upload.take(size)
-            self._number += 1
-            self._served[peer] = self._number
-            self._served.move_to_end(peer)
-            while len(self._served) > TURNS_MAX:
-                self._served.popitem(last=False)
-            self._payer = None
-            self._advance()
-            yield
-        finally:
-            if self._waiting.pop(mine, None) is None:
-                self._going.remove(peer)
-            if self._payer is mine:
-                self._payer = None
-            self._advance()
-
-    def _advance(self) -> None:
-        """Let one go; the next when the limit has let that one's bytes go."""
-        if self._payer is not None or len(self._going) >= PEERS_AT_ONCE:
-            return
-        ready = [each for each, peer in self._waiting.items() if peer not in self._going and not each.done()]
-        if ready:
-            turn = self._payer = min(ready, key=lambda each: self._served.get(self._waiting[each], 0))
-            self._going.add(self._waiting.pop(turn))
-            turn.set_result(None)
 
 
 class Server:
@@ -323,7 +266,7 @@ class Server:
             tally.counts[index] = min(255, count + 1)  # from now on, so that it is not promised to everybody at once
         is_given = False
         try:
-            async with self._turns.turn(stream.peer, piece_bytes(blob.size, index)):
+            async with self._turns.turn(stream.peer, piece_bytes(blob.size, index), name.kind == "payload"):
                 data = blob.read(index) if blob.is_quick else await asyncio.to_thread(blob.read, index)
                 await self._send(stream, encode(Given(index, data)))
             is_given = True

@@ -55,6 +55,10 @@ class TokenBucket:
         self._level -= size if self._rate else 0
         return True
 
+    def seconds_until(self, size: int) -> float:
+        """When so many may be taken, if nobody else takes any."""
+        return self._wait(size)
+
     def charge(self, size: int) -> None:
         """Count bytes that could not wait: what comes after them does."""
         self._fill()

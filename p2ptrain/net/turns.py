@@ -1,0 +1,108 @@
+"""To whom the next piece goes.
+
+Turns are fair between peers and not between streams: it helps nobody to hold many of them, and one that asks for no
+piece takes nothing from anyone.
+
+A round waits for payloads; a newcomer can wait for its state. So states and training data go out when no payload waits
+or is on its way, and all together no faster than BACKGROUND_BYTES_PER_SECOND, whatever the line could carry. Payloads
+do not hold them up for ever: what has waited for OVERDUE_SECONDS goes as if it were one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from p2ptrain.errors import P2ptrainError
+from p2ptrain.net.limits import TokenBucket
+
+PEERS_AT_ONCE = 64  # that a piece is on its way to: 64 MiB, if all of them read slowly
+TURN_SECONDS = 10.0  # that a request waits for its turn, of the 20 that a client waits
+TURNS_MAX = 1_024  # peers whose last turn is remembered
+OVERDUE_SECONDS = 2.0  # half a megabyte a second from each source, however busy they are
+BACKGROUND_BYTES_PER_SECOND = 2**25  # 270 Mbit/s, more than most can send, and a tenth of a core at work
+
+
+class BusyError(P2ptrainError):
+    """It would take too long until a peer's turn comes."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """Of one piece, or long word, for a peer."""
+
+    peer: bytes
+    size: int
+    is_urgent: bool
+    overdue_at: float
+    come: asyncio.Future[None]
+
+
+class Turns:
+    """One at a time to a peer, and first to those whose last one is longest ago."""
+
+    def __init__(self, upload: TokenBucket) -> None:
+        self._upload, self._background = upload, TokenBucket(BACKGROUND_BYTES_PER_SECOND)
+        self._waiting: list[Turn] = []  # the first first
+        self._going: dict[bytes, Turn] = {}  # by peer
+        self._payer: Turn | None = None  # whose bytes the limit does not let go yet
+        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer its last turn's number, the latest last
+        self._number = 0
+
+    @asynccontextmanager
+    async def turn(self, peer: bytes, size: int, is_urgent: bool = True) -> AsyncIterator[None]:
+        """For so many bytes. Who goes away before they may go has used up nothing."""
+        loop = asyncio.get_running_loop()
+        mine = Turn(peer, size, is_urgent, loop.time() + OVERDUE_SECONDS, loop.create_future())
+        timer = loop.call_at(mine.overdue_at, self._advance)
+        self._waiting.append(mine)
+        self._advance()
+        try:
+            try:
+                async with asyncio.timeout(TURN_SECONDS):
+                    await mine.come
+            except TimeoutError as error:
+                raise BusyError("busy") from error
+            await self._upload.take(size)
+            self._number += 1
+            self._served[peer] = self._number
+            self._served.move_to_end(peer)
+            while len(self._served) > TURNS_MAX:
+                self._served.popitem(last=False)
+            self._payer = None
+            self._advance()
+            yield
+        finally:
+            timer.cancel()
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+            if self._going.get(peer) is mine:
+                del self._going[peer]
+            if self._payer is mine:
+                self._payer = None
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let one go; the next when the limit has let that one's bytes go."""
+        if self._payer is not None or len(self._going) >= PEERS_AT_ONCE:
+            return
+        turn = self._next()
+        if turn is not None:
+            self._payer = self._going[turn.peer] = turn
+            self._waiting.remove(turn)
+            turn.come.set_result(None)
+
+    def _next(self) -> Turn | None:
+        loop = asyncio.get_running_loop()
+        ready = [each for each in self._waiting if each.peer not in self._going and not each.come.done()]
+        ready.sort(key=lambda each: self._served.get(each.peer, 0))
+        urgent = [each for each in ready if each.is_urgent]
+        if urgent or any(each.is_urgent for each in self._going.values()):
+            ready = [each for each in ready if each.is_urgent or loop.time() >= each.overdue_at]
+        if ready and not ready[0].is_urgent and not self._background.take_now(ready[0].size):
+            loop.call_later(self._background.seconds_until(ready[0].size), self._advance)
+            ready = urgent
+        return ready[0] if ready else None

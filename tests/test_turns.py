@@ -1,0 +1,125 @@
+"""To whom the next piece goes: payloads before states, and newcomers not never."""
+
+from __future__ import annotations
+
+import asyncio
+
+from net_known import at, key, skipping_time
+
+from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.turns import BACKGROUND_BYTES_PER_SECOND, OVERDUE_SECONDS, TURN_SECONDS, BusyError, Turns
+
+PIECE = 2**20
+A, B, C = key(1), key(2), key(3)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Line:
+    """What goes out, and when."""
+
+    def __init__(self, upload: int = 0) -> None:
+        self.turns = Turns(TokenBucket(upload))
+        self.went: list[tuple[str, float]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def send(self, name: str, peer: bytes, is_urgent: bool, seconds: float = 0.0) -> None:
+        self.tasks.append(asyncio.create_task(self._send(name, peer, is_urgent, seconds)))
+
+    async def _send(self, name: str, peer: bytes, is_urgent: bool, seconds: float) -> None:
+        try:
+            async with self.turns.turn(peer, PIECE, is_urgent):
+                self.went.append((name, now()))
+                await at(now() + seconds)
+        except BusyError:
+            self.went.append((f"{name} was put off", now()))
+
+    async def done(self) -> list[str]:
+        await asyncio.gather(*self.tasks)
+        return [name for name, _ in self.went]
+
+
+@skipping_time
+async def test_a_state_waits_while_payloads_wait_or_are_on_their_way() -> None:
+    line = Line()
+    line.send("payload", A, True, seconds=1.0)
+    line.send("state", B, False)
+    line.send("another payload", C, True)
+    await at(0.5)
+    assert [name for name, _ in line.went] == ["payload", "another payload"]
+    assert await line.done() == ["payload", "another payload", "state"]
+    assert line.went[-1][1] == 1.0
+
+
+@skipping_time
+async def test_payloads_do_not_wait_for_states() -> None:
+    line = Line()
+    line.send("state", A, False, seconds=5.0)
+    await at(1.0)
+    line.send("payload", B, True)
+    await at(1.5)
+    assert line.went == [("state", 0.0), ("payload", 1.0)]
+    await line.done()
+
+
+@skipping_time
+async def test_a_state_that_has_waited_long_enough_goes_between_payloads() -> None:
+    line = Line()
+    for number in range(40):  # one of them is always on its way
+        line.send("payload", key(10 + number % 4), True, seconds=1.0)
+    line.send("state", B, False)
+    await line.done()
+    assert dict(line.went)["state"] == OVERDUE_SECONDS
+
+
+@skipping_time
+async def test_states_go_no_faster_than_their_limit_and_are_shared_evenly() -> None:
+    line = Line()
+    seconds = 4
+    for number in range(seconds * BACKGROUND_BYTES_PER_SECOND // PIECE + 64):
+        line.send("state", A if number % 8 else B, False)  # one asks for seven times as much
+    line.send("payload", C, True)
+    await line.done()
+    given = [at for name, at in line.went if name == "state" and at > 0]
+    for second in range(1, seconds):
+        assert sum(at <= second for at in given) * PIECE <= (second + 1) * BACKGROUND_BYTES_PER_SECOND
+    assert ("payload", 0.0) in line.went
+    assert all(at <= TURN_SECONDS + OVERDUE_SECONDS for _, at in line.went)
+
+
+@skipping_time
+async def test_who_asks_for_more_does_not_get_more() -> None:
+    line = Line()
+    for number in range(200):
+        line.send("greedy" if number % 20 else "modest", A if number % 20 else B, False)
+    await line.done()
+    last = max(at for name, at in line.went if name == "modest")
+    assert last < max(at for name, at in line.went if name == "greedy") / 5
+
+
+@skipping_time
+async def test_payloads_go_while_the_limit_of_states_is_reached_and_states_when_it_lets_them() -> None:
+    line = Line()
+    for number in range(BACKGROUND_BYTES_PER_SECOND // PIECE):
+        line.send("first states", key(10 + number), False)
+    await line.done()
+    line.send("state", A, False)
+    await at(0.01)
+    line.send("payload", B, True)
+    await at(1.0)
+    (_, payload_at), (_, state_at) = line.went[-2:]
+    assert (payload_at, round(state_at, 4)) == (0.01, round(PIECE / BACKGROUND_BYTES_PER_SECOND, 4))
+
+
+@skipping_time
+async def test_of_those_who_wait_for_the_upload_limit_payloads_go_first_and_then_who_had_nothing() -> None:
+    line = Line(upload=PIECE)
+    line.send("A", A, False)
+    await at(0.1)
+    line.send("A again", A, False)  # it waits for the limit, and the others for it
+    line.send("A a third time", A, False)
+    line.send("B", B, False)
+    line.send("C", C, True)
+    assert await line.done() == ["A", "A again", "C", "B", "A a third time"]
