@@ -90,9 +90,11 @@ class LimitsConfig(Section):
     """What the node may take of this machine."""
 
     upload_bytes_per_second: int = Field(
-        0, ge=0, le=10**12, description="for payloads, states, data and histories; 0: no limit"
+        0, ge=0, le=10**12, description="for all but gossip and a line's small messages; 0: no limit"
     )
-    download_bytes_per_second: int = Field(0, ge=0, le=10**12, description="for payloads, states and data; 0: no limit")
+    download_bytes_per_second: int = Field(
+        0, ge=0, le=10**12, description="for all but gossip and a line's small messages; 0: no limit"
+    )
     memory_bytes: int = Field(0, ge=0, le=2**50, description="no effect yet; main memory; 0: no limit")
     hours: Annotated[
         str,

@@ -33,7 +33,9 @@ class Ear:
         self.histories: list[tuple[bytes, bytes]] = []
         self.none: list[tuple[bytes, str]] = []
 
-    def lines(self, transport: MemoryTransport, upload: TokenBucket | None = None) -> Lines:
+    def lines(
+        self, transport: MemoryTransport, upload: TokenBucket | None = None, download: TokenBucket | None = None
+    ) -> Lines:
         return Lines(
             transport,
             RUN,
@@ -42,6 +44,7 @@ class Ear:
             history=lambda *each: self.histories.append(each),
             no_history=lambda *each: self.none.append(each),
             upload=upload,
+            download=download,
         )
 
 
@@ -274,19 +277,20 @@ async def test_an_answer_that_nobody_asked_for_or_that_is_late_is_thrown_away() 
 
 
 @skipping_time
-async def test_what_a_history_takes_of_the_upload_limit_other_things_wait_for() -> None:
-    network, limit = Network(), TokenBucket(2**20)
+async def test_what_a_history_takes_of_the_limits_other_things_wait_for() -> None:
+    network, limits = Network(), (TokenBucket(2**20), TokenBucket(2**20))
     a, b = network.transport(A), network.transport(B)
     await a.connect(b.addresses()[0])
     ear_a, ear_b = Ear(), Ear()
-    async with ear_a.lines(a) as lines, ear_b.lines(b, limit) as other:
+    async with ear_a.lines(a, download=limits[0]) as lines, ear_b.lines(b, upload=limits[1]) as other:
         lines.ask_history(B, bytes(32), 3)
         await until(lambda: bool(ear_b.heard))
         other.post(A, TellHistory(some_bytes(8 * 2**20)))
         await until(lambda: bool(ear_a.histories))
         began = asyncio.get_running_loop().time()
         assert began < 2.0, "it did not wait itself"
-        await limit.take(1)
+        assert not any(limit.take_now(1) for limit in limits)
+        await asyncio.gather(*(limit.take(1) for limit in limits))
         assert asyncio.get_running_loop().time() - began > 5.0
     for node in (a, b):
         await node.close()

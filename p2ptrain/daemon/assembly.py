@@ -91,6 +91,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         history=driver.history_came,
         no_history=driver.history_failed,
         upload=upload,
+        download=download,
     )
     fetcher = Fetcher(transport, run_id, download=download, blame=driver.blame)
     library = Library(run, store, launch.data, fetcher)

@@ -177,12 +177,13 @@ class Lines:
         history: Callable[[bytes, bytes], None],
         no_history: Callable[[bytes, str], None],
         upload: TokenBucket | None = None,
+        download: TokenBucket | None = None,
     ) -> None:
-        """`upload` is charged for histories: who asks for one gets it in time, and pieces wait instead."""
+        """Both are charged for histories: they come and go in time, and pieces wait instead."""
         self.protocol = f"/p2ptrain/1/{run_id.hex()}/line"
         self._transport = transport
         self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
-        self._upload = upload or TokenBucket(0)
+        self._upload, self._download = upload or TokenBucket(0), download or TokenBucket(0)
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, list[Stream]] = {}
         self._questions: dict[bytes, Question] = {}
@@ -356,6 +357,7 @@ class Lines:
                 frame = decode_frame(data)
                 if isinstance(frame, HistoryBegins | HistoryPart):
                     self.history_bytes["received"] += len(data)
+                    self._download.charge(len(data))
                 self._take(peer, stream, frame)
                 await asyncio.sleep(0)  # one peer's flood lets others have their turn
         except RemoteProtocolError as error:
