@@ -300,7 +300,8 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
     connections = Connections(transport, RUN, speaks, lambda peer: None, lambda peer: None, Random(0))
     lines: Any = NotedLines(done)
-    fetching = Fetching(run, transport, connections, fetcher, data, library, tmp_path / "fetching")
+    place = tmp_path / "fetching"
+    fetching = Fetching(run, transport, connections, fetcher, data, library, place, lambda *each: blamed.append(each))
     keeping = LoopKeeping(store, library, 4, needed=lambda: ())
     keeping.writes, keeping.trouble, keeping.disk_seconds = [], [], 0.01
     edges = Edges(RUN, transport, connections, lines, fetching, keeping, library)

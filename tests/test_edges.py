@@ -35,6 +35,7 @@ from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Capture
 from p2ptrain.net import inquiry
 from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob
+from p2ptrain.net.transport import Stream
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
 BODY = some_bytes(PAYLOAD_BYTES, 7)
@@ -287,6 +288,20 @@ async def test_when_nobody_has_a_state_that_would_do_catching_up_has_failed(tmp_
         [failed] = each.node.events
         assert isinstance(failed, ev.CatchUpFailed) and failed.attempt == 1
         assert failed.why == "none of 2 peers has a state of the 1 that would do"
+
+
+@skipping_time
+async def test_who_answers_with_junk_when_asked_for_its_states_is_blamed(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        junk = await each.serve(PEER)
+
+        async def answer(stream: Stream) -> None:
+            await stream.send(b"junk")
+
+        await junk.transport.serve(inquiry.PROTOCOL, answer)
+        doing(each, ev.CatchUp(((16, root_of(NEWER)),), (PEER,), 1))
+        await until(lambda: bool(each.node.events))
+        assert [peer for peer, _ in each.blamed] == [PEER]
 
 
 @skipping_time

@@ -22,6 +22,7 @@ from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.events import EventFile
 from p2ptrain.daemon.fetching import Fetching
+from p2ptrain.daemon.guest import refuse_too_large
 from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
@@ -71,6 +72,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     """
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
     me = launch.identity.key
+    await asyncio.to_thread(refuse_too_large, run, config)
     store = _open_store(stack, launch)
     if device is None:
         device = await Device.open(run, config.device, launch.data)
@@ -110,7 +112,8 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         _add(connections, address, Origin.REMEMBERED)
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
-    fetching = Fetching(run, transport, connections, fetcher, launch.data, library, store.directory / "fetching")
+    place = store.directory / "fetching"
+    fetching = Fetching(run, transport, connections, fetcher, launch.data, library, place, driver.blame)
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, library, every, needed=lambda: node.parts.payloads.held)
     stack.callback(keeping.close)
@@ -131,7 +134,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
             rounds.note(now, event)
 
     driver.on_event = note
-    daemon = Daemon(run, driver, edges, rounds)
+    daemon = Daemon(run, driver, edges, rounds, limits)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, device, keeping, launch.state)
     started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Fetching:
     dataset: TokenDataset
     library: Library
     directory: Path  # for states that are on their way
+    blame: Callable[[bytes, str], None]
     late: dict[bytes, float] = field(default_factory=dict)  # peers that come last for training data, and until when
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
@@ -170,7 +171,10 @@ class Fetching:
     async def _states_of(self, source: bytes) -> tuple[tuple[int, bytes], ...]:
         try:
             return await inquiry.ask_states(self.transport, source, bytes.fromhex(self.run.run_id))
-        except (TransportError, RemoteProtocolError):
+        except RemoteProtocolError as error:
+            self.blame(source, error.why)
+            return ()
+        except TransportError:
             return ()
 
 
