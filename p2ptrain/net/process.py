@@ -173,6 +173,7 @@ def make_arguments(
         "autonat": network.nat,  # and hole punching
         "natPortMap": network.nat,
         "autoRelay": bool(relays),  # without relays to trust it would take IPFS's
+        "relayDiscovery": False,  # or else those that are trusted have to wait three minutes for others to be found
     }
     values = [f"-{name}={value}" for name, value in options.items() if value]
     return values + [f"-{name}={str(value).lower()}" for name, value in switches.items()]

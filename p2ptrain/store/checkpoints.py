@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -153,10 +154,12 @@ class Checkpoints:
         path = self.directory / f"{made:08d}-round-{number}"
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         forget(partial)
-        with trouble(path):
+        with trouble(path), ThreadPoolExecutor(1, "digest") as beside:  # the disk
             try:
                 make_directory(partial)
+                state_digest = beside.submit(lambda: blake3(weights).hexdigest())
                 save(partial / TRAINER_NAME)
+                trainer_digest = beside.submit(digest_of, partial / TRAINER_NAME)
                 sync(partial / TRAINER_NAME)
                 write_file(partial / STATE_NAME, weights)
                 stamp = Stamp(
@@ -167,8 +170,8 @@ class Checkpoints:
                     head=head.hex(),
                     root=root.hex(),
                     trained=trained,
-                    trainer=FileStamp(*digest_of(partial / TRAINER_NAME)),
-                    state=FileStamp(memoryview(weights).nbytes, blake3(weights).hexdigest()),
+                    trainer=FileStamp(*trainer_digest.result()),
+                    state=FileStamp(memoryview(weights).nbytes, state_digest.result()),
                 )
                 write_file(partial / STAMP_NAME, stamp.encoded())
                 sync(partial)

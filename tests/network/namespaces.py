@@ -1,4 +1,4 @@
-"""Hosts on one machine: Linux network namespaces on a bridge, with real addresses, limits and losses.
+"""Hosts on one machine: Linux network namespaces on a bridge, with real addresses, limits, losses and routers.
 
 All of it lies in namespaces of our own, the bridge too, so that the machine's network is not touched, and goes with
 them. It needs root, `ip` and `tc` (iproute2) and `nft` (nftables).
@@ -10,13 +10,25 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import psutil
 
 PREFIX = "p2pt"
-NETWORK = "10.77.0"
+T = TypeVar("T")
+NETWORKS = {4: "10.77.0.{}/24", 6: "fd77::{}/64"}
+INTERNET = "11.77.0.{}/16"  # libp2p holds none of those that are reserved for documentation for public
+HOME = "192.168.1.{}/24"  # of everybody who has a router
+ROUTER = """\
+table ip router {
+  chain asked { ct state { established, related } accept; drop; }
+  chain inwards { type filter hook input priority 0; iifname "wan" jump asked; }
+  chain through { type filter hook forward priority 0; iifname "wan" jump asked; }
+  chain out { type nat hook postrouting priority 100; oifname "wan" masquerade; }
+}
+"""
 FIREWALL = """\
 table inet test {
   chain loss { type filter hook input priority 0; }
@@ -44,23 +56,8 @@ def why_impossible() -> str:
         run("ip", "netns", "add", name)
         run("ip", "-n", name, "link", "add", "name", "b", "type", "bridge")
         run("ip", "-n", name, "link", "add", "name", "v", "type", "veth", "peer", "name", "w")
-        run(
-            "tc",
-            "-n",
-            name,
-            "qdisc",
-            "add",
-            "dev",
-            "v",
-            "root",
-            "tbf",
-            "rate",
-            "1mbit",
-            "burst",
-            "9kb",
-            "latency",
-            "1s",
-        )
+        shape = ("rate", "1mbit", "burst", "9kb", "latency", "1s")
+        run("tc", "-n", name, "qdisc", "add", "dev", "v", "root", "tbf", *shape)
         run("ip", "netns", "exec", name, "nft", "-f", "-", given=FIREWALL)
         run("ip", "netns", "exec", name, "nft", "add rule inet test loss numgen random mod 100 < 5 drop")
     except AssertionError as error:
@@ -70,34 +67,13 @@ def why_impossible() -> str:
     return ""
 
 
-class Host:
-    """One machine."""
+class Namespace:
+    """A network of its own, and what runs there."""
 
-    def __init__(self, lan: Lan, number: int) -> None:
-        self.name, self.address = f"{lan.name}-{number}", f"{NETWORK}.{number}"
-        self._hub, self._port = lan.hub, f"port{number}"
-        run("ip", "netns", "add", self.name)
-        run(
-            "ip",
-            "-n",
-            self._hub,
-            "link",
-            "add",
-            "name",
-            self._port,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            self.name,
-        )
-        run("ip", "-n", self._hub, "link", "set", self._port, "master", "bridge", "up")
-        run("ip", "-n", self.name, "address", "add", f"{self.address}/24", "dev", "eth0")
-        for link in ("lo", "eth0"):
-            run("ip", "-n", self.name, "link", "set", link, "up")
-        self.run("nft", "-f", "-", given=FIREWALL)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        run("ip", "netns", "add", name)
+        self.ip("link", "set", "lo", "up")
 
     @property
     def prefix(self) -> list[str]:
@@ -107,11 +83,44 @@ class Host:
     def run(self, *command: str, given: str | None = None) -> str:
         return run(*self.prefix, *command, given=given)
 
+    def ip(self, *command: str) -> str:
+        return run("ip", "-n", self.name, *command)
+
+    def add_bridge(self) -> None:
+        self.ip("link", "add", "name", "bridge", "type", "bridge")
+        self.ip("link", "set", "bridge", "up")
+
+    def join(self, hub: Namespace, link: str, address: str) -> str:
+        """A cable to the bridge of another; what its end there is called."""
+        port = f"port-{self.name.rpartition('-')[2]}"
+        end = ("name", port, "type", "veth", "peer", "name", link, "netns", self.name)
+        hub.ip("link", "add", *end)
+        hub.ip("link", "set", port, "master", "bridge", "up")
+        self.ip("address", "add", address, "dev", link, *(["nodad"] if ":" in address else []))
+        self.ip("link", "set", link, "up")
+        return port
+
+
+class Host(Namespace):
+    """One machine."""
+
+    def __init__(self, name: str, hub: Namespace, address: str) -> None:
+        super().__init__(name)
+        self.address, _, _ = address.partition("/")
+        self.router: Namespace | None = None  # at home
+        self.outside = self.address  # as others see it
+        self._hub, self._port = hub, self.join(hub, "eth0", address)
+        self.run("nft", "-f", "-", given=FIREWALL)
+
+    def listen(self, kind: str) -> str:
+        """Where a daemon is reached, by a kind of transport such as tcp/4001."""
+        return f"/ip{6 if ':' in self.address else 4}/{self.address}/{kind}"
+
     def limit(self, megabits: int) -> None:
         """Up and down."""
-        for namespace, link in ((self.name, "eth0"), (self._hub, self._port)):
+        for namespace, link in ((self, "eth0"), (self._hub, self._port)):
             shape = ("rate", f"{megabits}mbit", "burst", "32kb", "latency", "200ms")
-            run("tc", "-n", namespace, "qdisc", "replace", "dev", link, "root", "tbf", *shape)
+            run("tc", "-n", namespace.name, "qdisc", "replace", "dev", link, "root", "tbf", *shape)
 
     @property
     def sent(self) -> int:
@@ -138,6 +147,12 @@ class Host:
     def heal(self) -> None:
         self.run("nft", "flush chain inet test here; flush chain inet test away")
 
+    def talks_to(self, other: Host) -> bool:
+        """Whether its router knows of a conversation with another home, in which both have said something."""
+        assert self.router is not None
+        known = self.router.run("cat", "/proc/net/nf_conntrack").splitlines()
+        return any(f"dst={other.outside} " in line and "[ASSURED]" in line for line in known)
+
     def reaches(self, other: Host) -> bool:
         """Whether a packet gets there and back."""
         code = (
@@ -150,15 +165,38 @@ class Host:
 
 
 class Lan:
-    """Hosts on a bridge."""
+    """Hosts on a bridge, with addresses of one family alone."""
 
-    def __init__(self, size: int) -> None:
-        self.name = f"{PREFIX}-{os.getpid()}"
-        self.hub = f"{self.name}-hub"
-        run("ip", "netns", "add", self.hub)
-        run("ip", "-n", self.hub, "link", "add", "name", "bridge", "type", "bridge")
-        run("ip", "-n", self.hub, "link", "set", "bridge", "up")
-        self.hosts = [Host(self, number) for number in range(1, size + 1)]
+    def __init__(self, size: int, family: int = 4) -> None:
+        name = f"{PREFIX}-{os.getpid()}"
+        self.hub = Namespace(f"{name}-hub")
+        self.hub.add_bridge()
+        self.hosts = [
+            Host(f"{name}-{number}", self.hub, NETWORKS[family].format(number)) for number in range(1, size + 1)
+        ]
+
+
+class Internet:
+    """Hosts with public addresses, and homes: a host each, behind a router that lets in only what was asked for."""
+
+    def __init__(self, public: int, homes: int) -> None:
+        name = f"{PREFIX}-{os.getpid()}"
+        self.hub = Namespace(f"{name}-hub")
+        self.hub.add_bridge()
+        self.public = [Host(f"{name}-{n}", self.hub, INTERNET.format(n)) for n in range(1, public + 1)]
+        self.homes = [self._home(f"{name}-home{n}", INTERNET.format(100 + n)) for n in range(1, homes + 1)]
+
+    def _home(self, name: str, address: str) -> Host:
+        router = Namespace(f"{name}r")
+        router.join(self.hub, "wan", address)
+        router.add_bridge()
+        router.ip("address", "add", HOME.format(1), "dev", "bridge")
+        router.run("sysctl", "-q", "net.ipv4.ip_forward=1")
+        router.run("nft", "-f", "-", given=ROUTER)
+        host = Host(name, router, HOME.format(2))
+        host.router, host.outside = router, address.partition("/")[0]
+        host.ip("route", "add", "default", "via", HOME.format(1).partition("/")[0])
+        return host
 
 
 def namespaces() -> list[str]:
@@ -175,13 +213,13 @@ def remove(pid: int) -> None:
 
 
 @contextmanager
-def lan_of(size: int) -> Iterator[Lan]:
+def made(build: Callable[[], T]) -> Iterator[T]:
     """Afterwards nothing of it is left, nor of a test that was killed."""
     for pid in {int(name.split("-")[1]) for name in namespaces()}:
         if not psutil.pid_exists(pid):
             remove(pid)
     try:
-        yield Lan(size)
+        yield build()
     finally:
         remove(os.getpid())
         assert [name for name in namespaces() if name.split("-")[1] == str(os.getpid())] == []
