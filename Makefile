@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt demo test swarm kills test-slow test-network test-hf test-gpu clean
+.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-hf test-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ check: setup ## lint, formatting and types
 fmt: setup ## format, and mend what the linter can
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
+
+docs: setup ## make the reference in docs/ from the code
+	$(VENV)/bin/python docs/generate.py || test $$? -eq 1  # 1: something has changed
 
 demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
 	$(VENV)/bin/p2ptrain demo --nodes $(NODES) --rounds $(ROUNDS)

@@ -139,9 +139,9 @@ def _runs(node: DemoNode) -> bool:
 
 
 @contextmanager
-def swarm_of(size: int, keep: bool, **sections: str) -> Iterator[Swarm]:
+def swarm_of(size: int, keep: bool, kind: type[Swarm] = Swarm, **sections: str) -> Iterator[Swarm]:
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-benchmark-"))
-    swarm = Swarm(
+    swarm = kind(
         directory, RUN.format(**{"model": ONE_MILLION, "recipe": "", "agreement": "", "admission": ""} | sections), size
     )
     try:

@@ -6,9 +6,11 @@
 A victim is drawn, the first node too, killed, started again after five seconds, and the next is killed 15 s after it
 has voted again. Then each node's own records (store/records.py) are compared: every round's root, between all who
 applied it; and how long the others went without a round while one was down, in round times, which are the median of
-the whole run. Exit status 1 if a root differs, or a stall was longer than STALL_ROUNDS of them. A million parameters;
-`--passes` of a training step make a round take seconds, as real ones do: a round whose proposer is dead takes
-`view_seconds` (2) longer, however short it is.
+the whole run. A state that came out wrong heals by itself before it is recorded, so each node is also asked all along
+how often that was. Exit status 1 if a root differs, a state came out wrong, or a stall was longer than STALL_ROUNDS.
+
+A million parameters; `--passes` of a training step make a round take seconds, as real ones do: a round whose proposer
+is dead takes `view_seconds` (2) longer, however short it is.
 """
 
 from __future__ import annotations
@@ -43,6 +45,20 @@ class Kill(NamedTuple):
     victim: str
     at: float
     back_at: float  # when it had voted again
+
+
+class Watched(Swarm):
+    """Each look is also at what a node counts of itself, which a kill would take along."""
+
+    def __init__(self, directory: Path, run: str, size: int) -> None:
+        super().__init__(directory, run, size)
+        self.mismatches: set[str] = set()  # nodes that came to a wrong state
+
+    def look(self) -> None:
+        super().look()
+        for node in self.nodes:
+            if node.status.get("counters", {}).get("root mismatches"):
+                self.mismatches.add(node.name)
 
 
 def kill_one(swarm: Swarm, victim: DemoNode) -> Kill:
@@ -109,7 +125,8 @@ def longest_gap(records: dict[str, list[RoundRecord]], kill: Kill) -> float:
 def run(minutes: float, nodes: int, passes: int, seed: int, keep: bool) -> dict[str, Any]:
     rng = random.Random(seed)  # noqa: S311  # chance that can be repeated
     kills: list[Kill] = []
-    with swarm_of(nodes, keep, recipe=recipe(passes), admission=ADMISSION) as swarm:
+    with swarm_of(nodes, keep, Watched, recipe=recipe(passes), admission=ADMISSION) as swarm:
+        assert isinstance(swarm, Watched)
         swarm.start()
         swarm.pass_rounds(WARM_UP_ROUNDS)
         until = monotonic() + 60.0 * minutes
@@ -118,7 +135,8 @@ def run(minutes: float, nodes: int, passes: int, seed: int, keep: bool) -> dict[
             print(f"{kills[-1].victim}: away {kills[-1].back_at - kills[-1].at:.1f} s, round {swarm.round}", flush=True)
             wait(swarm, REST_SECONDS)
         swarm.stop()
-        return judge({node.name: records_of(node) for node in swarm.nodes}, kills)
+        found = judge({node.name: records_of(node) for node in swarm.nodes}, kills)
+        return found | {"mismatches": sorted(swarm.mismatches)}
 
 
 def main() -> int:
@@ -135,11 +153,15 @@ def main() -> int:
         chosen.json.write_text(json.dumps(result, indent=2) + "\n")
     print(
         f"{result['kills']} kills, {result['rounds']} rounds on {result['branches']} branches, {result['compared']} "
-        f"compared, {len(result['differing'])} differ; a round takes {result['round_seconds']:.2f} s, the longest "
-        f"stall while one was down took {result['stall_rounds']:.1f} of them ({result['worst']}); "
-        f"{STALL_ROUNDS:.0f} are allowed"
+        f"compared, {len(result['differing'])} differ, {len(result['mismatches'])} nodes came to a wrong state; a "
+        f"round takes {result['round_seconds']:.2f} s, the longest stall while one was down took "
+        f"{result['stall_rounds']:.1f} of them ({result['worst']}); {STALL_ROUNDS:.0f} are allowed"
     )
-    return int(bool(result["differing"]) or result["stall_rounds"] > STALL_ROUNDS or not result["compared"])
+    return int(
+        bool(result["differing"] or result["mismatches"])
+        or result["stall_rounds"] > STALL_ROUNDS
+        or not result["compared"]
+    )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from p2ptrain.node_config import (
     NetworkConfig,
     NodeConfig,
     StorageConfig,
+    TrackingConfig,
 )
 from p2ptrain.run_config import (
     BASIS_PEAK,
@@ -81,6 +82,7 @@ __all__ = [
     "StateConfig",
     "StorageConfig",
     "TokenizerConfig",
+    "TrackingConfig",
     "load_config",
     "load_node_config",
     "load_run_config",

@@ -191,6 +191,11 @@ def description(field: FieldInfo) -> str:
     return f"{field.description} ({allowed(field)})"
 
 
+def _escaped(character: str) -> str:
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 2**16 else f"\\U{number:08x}"
+
+
 def _toml(value: object) -> str:
     match value:
         case bool():
@@ -201,5 +206,6 @@ def _toml(value: object) -> str:
             return str(value) if value.denominator == 1 else f'"{value}"'
         case tuple():
             return f"[{', '.join(map(_toml, value))}]"
-        case _:  # JSON's strings are TOML's, but for one character that TOML wants escaped
-            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        case _:  # JSON's strings are TOML's, but for what TOML, or a terminal that is shown it, wants escaped
+            written = json.dumps(str(value), ensure_ascii=False)
+            return "".join(each if each.isprintable() else _escaped(each) for each in written)

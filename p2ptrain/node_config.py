@@ -95,12 +95,23 @@ class LimitsConfig(Section):
     download_bytes_per_second: int = Field(
         0, ge=0, le=10**12, description="for all but gossip and a line's small messages; 0: no limit"
     )
-    memory_bytes: int = Field(0, ge=0, le=2**50, description="no effect yet; main memory; 0: no limit")
+    memory_bytes: int = Field(
+        0, ge=0, le=2**50, description="main memory: a run that needs more is refused; 0: no limit"
+    )
     hours: Annotated[
         str,
         Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),
         Words('hours such as "22:00-07:00", or nothing'),
-    ] = Field("", description="no effect yet; when it may train, in local time; empty: always")
+    ] = Field("", description="when it may train, in local time; empty: always")
+    device_percent: int = Field(
+        100, ge=1, le=100, description="of the time that it may train, how much the device works; else it rests"
+    )
+    on_battery: Literal["pause", "train"] = Field(
+        "pause", description="what it does while the machine runs on its battery, if it has one"
+    )
+    nice: int = Field(
+        0, ge=0, le=19, description="how far it steps back for other programs, with its p2pd; 0: as it is started"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -156,6 +167,12 @@ class HttpConfig(Section):
         return self
 
 
+class TrackingConfig(Section):
+    """Figures of each round, for other tools that show them."""
+
+    tensorboard: FilePath = Field("", description="directory for TensorBoard's event files; empty: none are written")
+
+
 class LoggingConfig(Section):
     """What the node writes about itself."""
 
@@ -186,6 +203,7 @@ class NodeConfig(BaseSettings):
     limits: LimitsConfig = LimitsConfig()
     storage: StorageConfig = StorageConfig()
     http: HttpConfig = HttpConfig()
+    tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @classmethod

@@ -250,7 +250,7 @@ IN_A_NODE = {
     "[recipe]": "FILE: recipe: unknown key. It belongs in another file, that of a run",
     # pydantic-settings takes arguments with such names, which would read another file
     "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, http, "
-    "logging",
+    "tracking, logging",
 }
 
 

@@ -127,6 +127,20 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
 
 
 @skipping_time
+async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_disk_that_takes_nothing(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        each.node.answer = lambda event: [ev.Persist(ev.Observed(b"\1"))]
+        each.keeping.trouble = ["the disk is full"] * 1_000
+        async with each.running() as life:
+            each.driver.give(ev.PeerSeen(PEER))
+            await now_is(DISK_SECONDS)
+            assert not life.done()
+            each.node.work.is_stopping = True
+            await now_is(4 * DISK_SECONDS)
+            assert life.result() == "the disk takes nothing: the disk is full"
+
+
+@skipping_time
 async def test_while_the_disk_fails_the_core_stops_when_too_much_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,6 +169,7 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
             doing(each, ev.Apply(held(each, number)))
             await until(lambda: len(of_kind(each, ev.Applied)) == number - 3)  # noqa: B023
         assert each.store.checkpoints.present() == []
+        assert "No space left on device" in each.keeping.checkpoint_trouble  # which the health tells
     assert [record.levelname for record in caplog.records if "no checkpoint of round 4" in record.getMessage()] == [
         "ERROR"
     ]

@@ -40,7 +40,12 @@ LAYERS = {
     "sim": {"sim", "core", "learn", "replay"},
     "audit": {"audit", "core", "learn", "store", "identity"},
     "daemon": {"daemon", "core", "learn", "net", "store", "web", "identity", "replay"},
-    "cli": {"cli", "audit", "daemon", "sim", "core", "learn", "net", "store", "web", "identity", "replay"},
+    "doctor": {"doctor", "daemon", "core", "learn", "net", "store", "identity"},
+    "report": {"report", "learn", "store", "identity"},
+    "cli": {
+        *("cli", "audit", "daemon", "doctor", "report", "sim"),
+        *("core", "learn", "net", "store", "web", "identity", "replay"),
+    },
     "__main__": {"cli"},
     "__init__": set(),
     **{leaf: set() for leaf in LEAVES},

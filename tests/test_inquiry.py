@@ -97,8 +97,8 @@ async def test_answers_count_towards_the_upload_limit_and_do_not_wait() -> None:
     for _ in range(5):
         assert len(await inquiry.ask_config(asking, B, RUN)) == CONFIG_BYTES_MAX
     assert asyncio.get_running_loop().time() < before + 1.0
-    await upload.take(1)
-    assert asyncio.get_running_loop().time() > before + 5 * CONFIG_BYTES_MAX / 100_000
+    await upload.take(100_000)  # at half the rate, as long as answers are to be paid for
+    assert asyncio.get_running_loop().time() == pytest.approx(before + 2.0, rel=0.05)
     await asked.close()
 
 

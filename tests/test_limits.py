@@ -91,3 +91,23 @@ async def test_who_is_cancelled_has_taken_nothing_and_holds_up_nobody() -> None:
     await asyncio.wait([first, second])
     assert first.cancelled()
     assert now() == pytest.approx(0.5, abs=0.01)
+
+
+@skipping_time
+async def test_whoever_charges_without_end_leaves_half_to_those_who_wait() -> None:
+    limit = TokenBucket(2**20)
+    assert limit.take_now(2**20)
+    for second in range(1, 21):
+        limit.charge(2**22)
+        await limit.take(2**19)
+        assert asyncio.get_running_loop().time() == pytest.approx(second, rel=0.01)
+
+
+@skipping_time
+async def test_what_was_charged_is_paid_for() -> None:
+    limit = TokenBucket(2**20)
+    assert limit.take_now(2**20)
+    limit.charge(2**22)
+    for _ in range(12):
+        await limit.take(2**20)
+    assert asyncio.get_running_loop().time() == pytest.approx(12 + 4, rel=0.01)

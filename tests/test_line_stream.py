@@ -289,9 +289,26 @@ async def test_what_a_history_takes_of_the_limits_other_things_wait_for() -> Non
         await until(lambda: bool(ear_a.histories))
         began = asyncio.get_running_loop().time()
         assert began < 2.0, "it did not wait itself"
-        assert not any(limit.take_now(1) for limit in limits)
-        await asyncio.gather(*(limit.take(1) for limit in limits))
-        assert asyncio.get_running_loop().time() - began > 5.0
+        for limit in limits:
+            assert limit.take_now(2**20)  # which has come meanwhile
+        await asyncio.gather(*(limit.take(2**20) for limit in limits))
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, rel=0.05)  # at half the rate
+    for node in (a, b):
+        await node.close()
+
+
+@skipping_time
+async def test_a_history_that_nobody_asked_for_takes_nothing_of_the_download_limit() -> None:
+    network, limit = Network(), TokenBucket(2**20)
+    a, b = network.transport(A), network.transport(B)
+    await a.connect(b.addresses()[0])
+    async with Ear().lines(a, download=limit) as lines, Ear().lines(b) as other:
+        other.post(A, TellHistory(some_bytes(8 * 2**20)))
+        await until(lambda: lines.history_bytes["received"] > 8 * 2**20)
+        began = asyncio.get_running_loop().time()
+        assert limit.take_now(2**20)
+        await limit.take(2**20)
+        assert asyncio.get_running_loop().time() - began <= 1.01
     for node in (a, b):
         await node.close()
 

@@ -84,3 +84,12 @@ def test_no_two_rounds_in_a_row_are_let_pass() -> None:
     bench.agree(offers, apply=False)
     bench.wait(LATE)
     assert trains(bench.do(ev.Applied(bench.state.branch, 2, root_of(2)))) == [3]
+
+
+def test_what_a_manifest_took_is_settled_when_that_is_applied_and_not_before() -> None:
+    bench = Bench(agreement={"staleness_rounds_max": 1, "overlap_rounds": 1})
+    bench.decide(apply=False)
+    assert bench.node.work.outstanding == {}
+    assert bench.node.work.unsettled == {1}
+    bench.do(ev.Applied(bench.state.branch, 1, root_of(1)))
+    assert bench.node.work.unsettled == set()

@@ -30,7 +30,7 @@ async def test_a_paused_node_votes_and_applies_and_contributes_nothing_until_it_
     async with swarm(tmp_path) as made:
         await made.reach(3)
         node = made.nodes[3]
-        assert await node.daemon.answer({"do": "pause"}) == {"is_paused": True}
+        assert await node.daemon.answer({"do": "pause"}) == {"is_paused": True, "pauses": [PAUSED]}
         await go_on(made)  # what was on its way is through
         before = taken(node)
         await go_on(made)
@@ -40,7 +40,7 @@ async def test_a_paused_node_votes_and_applies_and_contributes_nothing_until_it_
         for each in made.nodes:
             assert node.key in each.members
             assert each.status["counters"].get("root mismatches", 0) == 0
-        assert await node.daemon.answer({"do": "resume"}) == {"is_paused": False}
+        assert await node.daemon.answer({"do": "resume"}) == {"is_paused": False, "pauses": []}
         await until(lambda: taken(node) > before + 2)
         assert (node.status["is_paused"], node.status["health"]) == (False, [])
         await go_on(made)
@@ -78,14 +78,16 @@ async def test_limits_change_at_once_and_what_is_not_named_stays(tmp_path: Path)
     async with swarm(tmp_path) as made:
         daemon = made.nodes[0].daemon
         edges = daemon.edges
-        first = {"upload_bytes_per_second": 10**9, "download_bytes_per_second": 2 * 10**9}
+        rates = {"upload_bytes_per_second": 10**9, "download_bytes_per_second": 2 * 10**9}
+        rest = {"memory_bytes": 0, "hours": "", "device_percent": 100, "on_battery": "pause"}
+        first = rates | rest
         assert await daemon.answer({"do": "limit"}) == first == made.nodes[0].status["limits"]
         changed = await daemon.answer({"do": "limit", "upload": 7, "download": None})
         assert changed == first | {"upload_bytes_per_second": 7}
         assert (edges.lines._upload.rate, edges.fetching.fetcher._sources.download.rate) == (7, 2 * 10**9)
         assert edges.server is not None
         assert edges.server._upload.rate == 7
-        assert await daemon.answer({"do": "limit", "upload": 0, "download": 0}) == dict.fromkeys(first, 0)
+        assert await daemon.answer({"do": "limit", "upload": 0, "download": 0}) == dict.fromkeys(rates, 0) | rest
 
 
 @skipping_time

@@ -21,7 +21,7 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import PIECE_BYTES, leaf_digests, merkle_root
 from p2ptrain.files import DiskError
 from p2ptrain.store import checkpoints as module
-from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.checkpoints import Checkpoint, Checkpoints, NewerError
 
 RUN = b"r" * 32
 LOST = b"l" * 32  # a head that is on no history
@@ -130,6 +130,21 @@ def test_a_flipped_bit_anywhere_in_a_stamp_is_noticed(tmp_path: Path) -> None:
             flipped[at] ^= 1
             path.write_bytes(flipped)
             assert checkpoints.newest(journal) is None, f"byte {at}"
+
+
+def test_a_checkpoint_of_a_later_release_is_refused_and_not_removed(tmp_path: Path) -> None:
+    journal, states = history()
+    checkpoints = opened(tmp_path)
+    newer = write(checkpoints, states[-1].round, states[-1].head).path
+    stamp = newer / "checkpoint.json"
+    changed = stamp.read_bytes().replace(b"p2ptrain checkpoint 1", b"p2ptrain checkpoint 2")
+    stamp.write_bytes(changed.replace(b'"trained"', b'"trainings"'))
+    for _ in range(3):
+        write(checkpoints, states[-1].round, states[-1].head)
+    checkpoints.prune(1, journal)
+    assert newer.exists()
+    with pytest.raises(NewerError, match="a later release has made it"):
+        checkpoints.newest(journal)
 
 
 def test_a_checkpoint_of_another_run_is_passed_over(tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ import asyncio
 from net_known import at, key, skipping_time
 
 from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.turns import BACKGROUND_BYTES_PER_SECOND, OVERDUE_SECONDS, TURN_SECONDS, BusyError, Turns
+from p2ptrain.net.turns import (
+    BACKGROUND_AT_ONCE,
+    BACKGROUND_BYTES_PER_SECOND,
+    OVERDUE_SECONDS,
+    TURN_SECONDS,
+    BusyError,
+    Turns,
+)
 
 PIECE = 2**20
 A, B, C = key(1), key(2), key(3)
@@ -25,12 +32,12 @@ class Line:
         self.went: list[tuple[str, float]] = []
         self.tasks: list[asyncio.Task[None]] = []
 
-    def send(self, name: str, peer: bytes, is_urgent: bool, seconds: float = 0.0) -> None:
-        self.tasks.append(asyncio.create_task(self._send(name, peer, is_urgent, seconds)))
+    def send(self, name: str, peer: bytes, is_urgent: bool, seconds: float = 0.0, size: int = PIECE) -> None:
+        self.tasks.append(asyncio.create_task(self._send(name, peer, is_urgent, seconds, size)))
 
-    async def _send(self, name: str, peer: bytes, is_urgent: bool, seconds: float) -> None:
+    async def _send(self, name: str, peer: bytes, is_urgent: bool, seconds: float, size: int) -> None:
         try:
-            async with self.turns.turn(peer, PIECE, is_urgent):
+            async with self.turns.turn(peer, size, is_urgent):
                 self.went.append((name, now()))
                 await at(now() + seconds)
         except BusyError:
@@ -114,12 +121,24 @@ async def test_payloads_go_while_the_limit_of_states_is_reached_and_states_when_
 
 
 @skipping_time
-async def test_of_those_who_wait_for_the_upload_limit_payloads_go_first_and_then_who_had_nothing() -> None:
+async def test_a_payload_does_not_stand_behind_a_state_that_the_upload_limit_does_not_let_go_yet() -> None:
     line = Line(upload=PIECE)
     line.send("A", A, False)
     await at(0.1)
-    line.send("A again", A, False)  # it waits for the limit, and the others for it
-    line.send("A a third time", A, False)
+    line.send("A again", A, False)  # the limit lets it go at 1.0
     line.send("B", B, False)
-    line.send("C", C, True)
-    assert await line.done() == ["A", "A again", "C", "B", "A a third time"]
+    await at(0.5)
+    line.send("C", C, True, size=1_000)
+    await at(0.6)
+    assert line.went == [("A", 0.0), ("C", 0.5)]
+    assert await line.done() == ["A", "C", "B", "A again"]
+
+
+@skipping_time
+async def test_states_are_on_their_way_to_a_few_at_a_time() -> None:
+    line = Line()
+    for number in range(3 * BACKGROUND_AT_ONCE):
+        line.send("state", key(10 + number), False, seconds=1.0)
+    await at(0.5)
+    assert len(line.went) == BACKGROUND_AT_ONCE
+    await line.done()

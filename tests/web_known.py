@@ -72,7 +72,14 @@ STATUS: dict[str, Any] = {
     "traffic": {
         purpose: {"sent": number, "received": 10 * number} for number, purpose in enumerate(get_args(Purpose), start=1)
     },
-    "limits": {"upload_bytes_per_second": 1_000, "download_bytes_per_second": 0},
+    "limits": {
+        "upload_bytes_per_second": 1_000,
+        "download_bytes_per_second": 0,
+        "memory_bytes": 0,
+        "hours": "",
+        "device_percent": 100,
+        "on_battery": "pause",
+    },
     "counters": {"root mismatches": 2, "contributions taken": 5, "contributions too late": 1, "events dropped": 4},
     "observed": {"late": 3},
 }

@@ -16,6 +16,10 @@ import typer
 from p2ptrain import __version__
 from p2ptrain.cli import checkpoint, control, model, node, simulation
 from p2ptrain.cli.audit import audit
+from p2ptrain.cli.doctor import doctor
+from p2ptrain.cli.invite import invite
+from p2ptrain.cli.report import report
+from p2ptrain.cli.top import top as watch
 from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError
 
 if TYPE_CHECKING:
@@ -45,11 +49,15 @@ for command in (
     control.limit,
     node.status,
     node.peers,
+    watch,
     node.runs,
+    invite,
+    doctor,
     node.demo,
     model.export,
     model.generate,
     audit,
+    report,
     simulation.simulate,
     simulation.replay,
 ):

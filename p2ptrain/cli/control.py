@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,6 +10,7 @@ from p2ptrain.cli.node import DataDir, NodeFile, data_dir_of
 from p2ptrain.errors import ConfigError
 
 Rate = Annotated[int | None, typer.Option(metavar="BYTES", min=0, help="Bytes a second; 0: no limit.")]
+NO_LIMITS = {"upload": 0, "download": 0, "hours": "", "percent": 100, "memory": 0, "battery": "train"}
 
 
 def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
@@ -21,30 +22,55 @@ def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 
 def resume(config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """Let the local daemon train again after `pause`."""
+    """Let the local daemon train again after `pause`; its hours and its battery may still keep it from it."""
     from p2ptrain.daemon.control import ask
 
-    ask(data_dir_of(data_dir, config), {"do": "resume"})
-    typer.echo("it trains again, from the next round on at the latest")
+    left = ask(data_dir_of(data_dir, config), {"do": "resume"})["pauses"]
+    typer.echo("\n".join(left) if left else "it trains again, from the next round on at the latest")
 
 
-def limit(
+def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     upload: Rate = None,
     download: Rate = None,
+    hours: Annotated[
+        str | None, typer.Option(metavar="HH:MM-HH:MM", help='When it may train, in local time; "": always.')
+    ] = None,
+    percent: Annotated[
+        int | None, typer.Option(metavar="PERCENT", min=1, max=100, help="Of the time, that the device may work.")
+    ] = None,
+    memory: Annotated[
+        int | None, typer.Option(metavar="BYTES", min=0, help="Main memory, beyond which it complains; 0: no limit.")
+    ] = None,
+    battery: Annotated[
+        Literal["pause", "train"] | None, typer.Option(help="What it does while the machine runs on its battery.")
+    ] = None,
     off: Annotated[bool, typer.Option("--off", help="No limits.")] = False,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Change what the local daemon may send and receive, or tell it; until it ends, then the config's limits hold."""
+    """Change what the local daemon may take of this machine, or tell it; a restart goes back to the config's limits."""
     from p2ptrain.daemon.control import ask
 
-    if off and (upload is not None or download is not None):
+    order: dict[str, object] = {"upload": upload, "download": download, "hours": hours}
+    order |= {"percent": percent, "memory": memory, "battery": battery}
+    if off and any(each is not None for each in order.values()):
         raise ConfigError("no limits, and a limit", key="--off", fix="Give one or the other")
-    order = {"do": "limit", "upload": 0 if off else upload, "download": 0 if off else download}
-    limits = ask(data_dir_of(data_dir, config), order)
-    for way in ("upload", "download"):
-        rate = limits[f"{way}_bytes_per_second"]
-        typer.echo(f"{way:<9} {f'{rate:,} bytes/s' if rate else 'no limit'}")
+    order = NO_LIMITS if off else order
+    limits = ask(data_dir_of(data_dir, config), {"do": "limit", **order})
+    rows = {
+        "upload": _rate(limits["upload_bytes_per_second"]),
+        "download": _rate(limits["download_bytes_per_second"]),
+        "hours": limits["hours"] or "always",
+        "device": f"{limits['device_percent']}% of the time",
+        "memory": f"{limits['memory_bytes']:,} bytes" if limits["memory_bytes"] else "no limit",
+        "battery": "it pauses" if limits["on_battery"] == "pause" else "it trains",
+    }
+    for name, text in rows.items():
+        typer.echo(f"{name:<9} {text}")
+
+
+def _rate(rate: int) -> str:
+    return f"{rate:,} bytes/s" if rate else "no limit"
 
 
 def checkpoint_now(config: NodeFile = None, data_dir: DataDir = None) -> None:

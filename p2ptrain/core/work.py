@@ -80,6 +80,14 @@ class Work:
         else:
             self.parts.applied_root = (self.applied_round, self.roots[self.applied_round])
 
+    @property
+    def unsettled(self) -> frozenset[int]:
+        """Rounds whose contribution may still be taken, or was, by a manifest that is not applied yet."""
+        me, entries = self.context.me, self.line.entries_after(self.applied_round)
+        return frozenset(self.outstanding).union(
+            taken.round for entry in entries for taken in entry.manifest.taken if taken.author == me
+        )
+
     # -----------------------------------------------------------------------------------------------
     # What was agreed on
 

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random, SystemRandom
 
 from p2ptrain.config import NodeConfig, RunConfig
@@ -27,6 +28,7 @@ from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
+from p2ptrain.daemon.tracking import Tracking
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
@@ -127,6 +129,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     stack.callback(events.close)
     past = await keeping.on_disk(store.records.past, ROUNDS_KEPT)
     rounds = Rounds(run, node, device, keeping, transport.counters, server.protocol, past)
+    _track(stack, launch, rounds)
 
     def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
         events.note(now, event, effects)
@@ -179,6 +182,15 @@ def trusted_head(store: Store, given: bytes) -> bytes:
     if wanted != noted:
         write_atomically(path, wanted.hex().encode() + b"\n")
     return wanted if is_new else b""
+
+
+def _track(stack: AsyncExitStack, launch: Launch, rounds: Rounds) -> None:
+    """Tell other tools of each round, where the config names any."""
+    directory = launch.config.tracking.tensorboard
+    if directory:
+        tracking = Tracking(Path(directory), launch.run)
+        stack.callback(tracking.close)
+        rounds.on_round = tracking.note
 
 
 def _add(connections: Connections, address: str, origin: Origin) -> None:

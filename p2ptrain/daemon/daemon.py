@@ -10,24 +10,28 @@ import asyncio
 import logging
 import signal
 import time
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from p2ptrain.config import RunConfig
+from p2ptrain.config import LimitsConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.daemon.device import StoppedError
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
+from p2ptrain.daemon.guest import Guest
 from p2ptrain.daemon.news import Drops, News
+from p2ptrain.daemon.notify import Beat, notify
 from p2ptrain.daemon.orders import obey
-from p2ptrain.daemon.progress import Progress
-from p2ptrain.daemon.rounds import Rounds
-from p2ptrain.daemon.status import health_of, peers_of, status_of
+from p2ptrain.daemon.progress import Progress, line_of
+from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
+from p2ptrain.daemon.status import health_of, peers_of, rounds_of, status_of
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.sample import Wish, read_wish
 from p2ptrain.net import inquiry
 from p2ptrain.net.connections import topic_of
+from p2ptrain.web.models import LogLine
 
 LAG_SECONDS = 0.25  # between looks at the event loop's lag
 LAG_KEPT = 240  # looks: the worst of the last minute is told
@@ -68,10 +72,12 @@ def _since_boot() -> float:
 class Daemon:
     """One node of one run, running."""
 
-    def __init__(self, run: RunConfig, driver: Driver, edges: Edges, rounds: Rounds) -> None:
+    def __init__(self, run: RunConfig, driver: Driver, edges: Edges, rounds: Rounds, limits: LimitsConfig) -> None:
         self.run, self.driver, self.edges, self.rounds = run, driver, edges, rounds
         self.lag = Lag()
+        self.guest = Guest(limits, driver)
         self.http: str | None = None  # where this is shown
+        self.lines: Callable[[], list[LogLine]] = list  # what it has said lately
         self.is_leaving = False
         self._began = monotonic()
 
@@ -89,10 +95,8 @@ class Daemon:
         """What the owner asks over the control socket."""
         await self.driver.has_begun.wait()
         match request:
-            case {"do": "status"}:
-                return status_of(self)
-            case {"do": "peers"}:
-                return peers_of(self)
+            case {"do": "status" | "peers" | "rounds" | "log"}:
+                return self._tell(request)
             case {"do": "leave"}:
                 self.leave()
                 return {"leaving": True}
@@ -102,6 +106,18 @@ class Daemon:
                 return await obey(self, request)
             case _:
                 return {"error": "unknown request"}
+
+    def _tell(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request:
+            case {"do": "status"}:
+                return status_of(self)
+            case {"do": "peers"}:
+                return peers_of(self)
+            case {"do": "rounds", "last": int(last)} if 0 < last <= ROUNDS_KEPT:
+                return {"rounds": rounds_of(self, last)}
+            case {"do": "rounds"}:
+                return {"error": f"last is how many rounds, 1 to {ROUNDS_KEPT}"}
+        return {"lines": [line.model_dump() for line in self.lines()]}
 
     async def _sample(self, wish: Wish) -> str:
         """As the agreed weights go on, after the training that the device is at; not for long."""
@@ -124,6 +140,7 @@ class Daemon:
             return
         self.is_leaving = True
         log.info("leaving the run; once more to end at once")
+        notify(STOPPING="1", STATUS="leaving the run")
         self.driver.give(ev.StopRequested())
 
     def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
@@ -158,11 +175,13 @@ async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled)
+    daemon.guest.look()  # before anything is trained
     await edges.transport.subscribe(topic_of(edges.run_id), daemon.driver.hear)
     async with asyncio.TaskGroup() as group:
         rest = [
             group.create_task(edges.connections.run(), name="connections"),
             group.create_task(daemon.lag.watch(), name="lag"),
+            group.create_task(daemon.guest.watch(), name="limits"),
             group.create_task(_tell(daemon, progress), name="progress"),
             group.create_task(_remember(daemon), name="remembering peers"),
         ]
@@ -173,7 +192,7 @@ async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
 
 
 async def _tell(daemon: Daemon, progress: Progress) -> None:
-    news, drops, driver = News(), Drops(), daemon.driver
+    news, drops, driver, beat = News(), Drops(), daemon.driver, Beat()
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
@@ -183,6 +202,7 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
         for level, text in [*news.look(snapshot, health_of(driver, snapshot)), *lost]:
             log.log(level, "%s", text)
         progress.tell()
+        beat.look(lambda: line_of(status_of(daemon)), any(each.startswith("halted") for each in snapshot.health))
 
 
 async def _remember(daemon: Daemon) -> None:

@@ -16,11 +16,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TypeVar
 
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import payload_digest
+from p2ptrain.daemon.guest import rest_seconds
 from p2ptrain.errors import DataError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult
@@ -31,6 +32,7 @@ log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
 MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds, and the node ends
 RATES_KEPT = 16  # rounds over which tokens a second are told
+NAP_SECONDS = 0.2  # the longest of rests between steps, until it is looked whether the node ends
 
 
 class StoppedError(P2ptrainError):
@@ -72,6 +74,12 @@ class Device:
         self._to_repeat: deque[Trained] = deque()
         self._repeated: dict[int, tuple[Trained, bytes]] = {}  # by round, as long as its contribution is kept
         self.is_stopping = False  # training ends after the step that it is at
+        self.percent = 100  # of the time that the device may train; the rest of it, it rests between steps
+        self._stepped_at, self._owed, self._rested = (
+            0.0,
+            0.0,
+            0.0,
+        )  # of the last step's end; rest to be taken, and taken
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = ThreadPoolExecutor(1, "trainer")
         self._check_thread = ThreadPoolExecutor(1, "check")
@@ -146,12 +154,14 @@ class Device:
             if kept not in outstanding:  # a checkpoint has it, and we ended before it was announced or returned
                 self._let_go(kept, self.trainer.restore)
         self.step = 0
-        before = perf_counter()
+        self._rest(self._owed - (perf_counter() - self._stepped_at))  # what it idled since the last round counts
+        self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
+        before = self._stepped_at
         results = self.trainer.train(number, place, places, self._note_step)
         payload = self.trainer.contribute(number)
         self.loss = sum(result.loss for result in results) / len(results)
         tokens = sum(result.tokens for result in results)
-        seconds = perf_counter() - before
+        seconds = perf_counter() - before - self._rested
         self._rates.append(tokens / max(seconds, 1e-9))
         self.training_seconds += seconds
         self.tokens += tokens
@@ -165,6 +175,18 @@ class Device:
         self.step += 1
         if self.is_stopping:
             raise StoppedError("the node ends")
+        now, percent = perf_counter(), self.percent
+        self._owed, self._stepped_at = rest_seconds(now - self._stepped_at, percent), now
+        if percent < 100 and self.step < self.trainer.run.recipe.local_steps:
+            self._rested += self._rest(self._owed)
+            self._owed, self._stepped_at = 0.0, perf_counter()
+
+    def _rest(self, seconds: float) -> float:
+        """Leave the device to others, but not the node waiting when it ends; how long it took."""
+        before = perf_counter()
+        while (left := seconds - (perf_counter() - before)) > 0 and not self.is_stopping and self.percent < 100:
+            sleep(min(left, NAP_SECONDS))
+        return perf_counter() - before
 
     async def apply(
         self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes, adopted: int

@@ -61,7 +61,9 @@ class Driver:
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
         self.applied_at: float | None = None  # in the loop's time, the last round
-        self._may_train = asyncio.Event()  # the owner lets it
+        self.pauses: dict[str, str] = {}  # why it is not to train, by kind
+        self.memory_trouble = ""  # what is wrong with the memory it takes
+        self._may_train = asyncio.Event()
         self._may_train.set()
         self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
         self._has_events, self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -299,6 +301,8 @@ class Driver:
             except DataError as error:
                 if not self.disk_trouble:
                     log.error("%s; nothing is said or applied until it can be saved", error)
+                elif self.node.work.is_stopping and not self.stopped.done():  # not even that it leaves can be said
+                    self.stopped.set_result(f"the disk takes nothing: {error}")
                 self.disk_trouble = str(error)
                 await asyncio.sleep(DISK_SECONDS)
             else:
@@ -380,14 +384,18 @@ class Driver:
 
     @property
     def is_paused(self) -> bool:
-        return not self._may_train.is_set()
+        return bool(self.pauses)
 
-    def pause(self) -> None:
+    def pause(self, kind: str, why: str) -> None:
         """Begin no other training. To the core, and to the others, this is a node that trains slowly."""
+        self.pauses[kind] = why
         self._may_train.clear()
 
-    def resume(self) -> None:
-        self._may_train.set()
+    def resume(self, kind: str) -> None:
+        """As far as this reason goes: there may be others."""
+        self.pauses.pop(kind, None)
+        if not self.pauses:
+            self._may_train.set()
 
     async def _train(self, effect: ev.Train) -> None:
         await self._may_train.wait()
@@ -395,8 +403,8 @@ class Driver:
             async with asyncio.timeout(DATA_SECONDS):
                 positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
                 await self.edges.fetching.data(positions)
-            outstanding = frozenset(self.node.work.outstanding)
-            payload, trained = await self.device.train(effect.round, effect.place, effect.places, outstanding)
+            kept = self.node.work.unsettled
+            payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
             if trained is not None:
                 await self.edges.keeping.note(trained)
         except StoppedError:

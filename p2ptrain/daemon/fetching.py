@@ -160,9 +160,9 @@ class Fetching:
         except OSError as error:
             raise DataError(f"{sink.path} cannot be read: {error.strerror}") from error
         finally:
-            await asyncio.to_thread(self._clear)
+            await asyncio.to_thread(forget, sink.path)  # and nothing of a fetch that has begun meanwhile
 
-    def _clear(self, but: str = "none") -> None:
+    def _clear(self, but: str) -> None:
         """What is left of other states will not be asked for again."""
         for path in entries(self.directory):
             if not path.name.startswith(but):

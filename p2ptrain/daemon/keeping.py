@@ -59,13 +59,16 @@ class Keeping:
         self.store, self.library, self.checkpoint_rounds, self._needed = store, library, checkpoint_rounds, needed
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not have heard of yet, and since when
         self.records_trouble = ""  # why no history is written, as long as none is
+        self.checkpoint_trouble = ""  # why the last checkpoint, or note for one, was not written
         self._saving = 0  # checkpoints that are being made
         self._disk = ThreadPoolExecutor(1, "disk")
+        self._historian = ThreadPoolExecutor(1, "records")  # sqlite prunes for a second, and votes must not wait
         self._writer = ThreadPoolExecutor(1, "checkpoint")  # one of its own: gigabytes must not hold up what is said
 
     def close(self) -> None:
         """When what was asked for is on the disk."""
         self._writer.shutdown()
+        self._historian.shutdown()
         self._disk.shutdown()
 
     async def on_disk(self, job: Callable[..., T], *arguments: object) -> T:
@@ -115,7 +118,7 @@ class Keeping:
 
     async def _note(self, job: Callable[..., None], *arguments: object) -> bool:
         try:
-            await self.on_disk(job, *arguments)
+            await asyncio.get_running_loop().run_in_executor(self._historian, job, *arguments)
         except DataError as error:
             self.records_trouble = str(error)
             return False
@@ -139,7 +142,9 @@ class Keeping:
         self._saving += 1
         try:
             moment = await device.run(Moment.of, device, manifest.round, manifest.branch, manifest.digest, root)
-            if moment is not None:
+            if moment is None:
+                log.info("no checkpoint of round %d: another state was taken over", manifest.round)
+            else:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._try, moment)
         finally:
             self._saving -= 1
@@ -165,12 +170,15 @@ class Keeping:
         try:
             await self.on_disk(self.store.diary.note, trained)
         except DataError as error:
+            self.checkpoint_trouble = str(error)
             log.error("%s; a restart will not repeat what is trained until the next checkpoint", error)
 
     def _try(self, moment: Moment) -> None:
         try:
             self._write(moment)
+            self.checkpoint_trouble = ""
         except DataError as error:
+            self.checkpoint_trouble = str(error)
             log.error("no checkpoint of round %d: %s", moment.round, error)
 
     def _write(self, moment: Moment) -> Checkpoint:

@@ -21,8 +21,10 @@ from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.daemon import Daemon, live, save_last
 from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run
-from p2ptrain.daemon.http import Http
+from p2ptrain.daemon.guest import be_nice
+from p2ptrain.daemon.http import STARTING, Http
 from p2ptrain.daemon.logs import set_up
+from p2ptrain.daemon.notify import notify
 from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
 from p2ptrain.daemon.progress import Progress
 from p2ptrain.daemon.status import status_of
@@ -137,6 +139,7 @@ def _loop_factory() -> Any:
 async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
     from p2ptrain.learn.begin import begin  # noqa: PLC0415  # torch takes two seconds, in which an error could be told
 
+    be_nice(config.limits.nice)
     set_up(config.logging)
     _check_addresses(config.network)
     async with AsyncExitStack() as stack:
@@ -152,6 +155,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
 
 
 async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None, trust: bytes) -> None:
+    be_nice(config.limits.nice)
     set_up(config.logging)
     _check_addresses(config.network)
     ticket = _read_ticket(ticket_file)
@@ -258,6 +262,7 @@ async def _show(stack: AsyncExitStack, config: NodeConfig) -> Http:
     """Over HTTP, as soon as there is anything to be said; at first, that it is starting."""
     http = Http(config.http)
     await http.start()
+    notify(STATUS=STARTING)
     stack.push_async_callback(http.close)
     return http
 
@@ -266,12 +271,13 @@ async def _serve(stack: AsyncExitStack, launch: Launch, owner: _Owner, http: Htt
     """Until the node has left."""
     daemon, started = await assemble(stack, launch)
     owner.daemon = http.daemon = daemon
-    daemon.http = http.url
+    daemon.http, daemon.lines = http.url, http.lines
     _tell_how_to_join(launch.transport, launch.run)
     progress = Progress(launch.config.logging.format, lambda: status_of(daemon))
     progress.start()
     stack.callback(progress.stop)
     why = await live(daemon, started, progress)
+    notify(STOPPING="1", STATUS=f"{why}: it saves its state and ends")
     await save_last(daemon)
     log.info("%s: ended", why)
 

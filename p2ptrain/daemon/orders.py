@@ -1,6 +1,8 @@
 """What the owner orders while the node runs: pause and resume, limits, a checkpoint now.
 
-All of it holds until the daemon ends: what should hold longer stands in the node's config. The orders come over the
+All of it holds until the daemon ends: what should hold longer stands in the node's config. That file is not read again
+while the node runs, by SIGHUP or otherwise: most of its keys could not be followed then, and a signal has no answer,
+whereas an order is checked at once and tells what holds now. The orders come over the
 owner's socket (control.py) and nowhere else.
 """
 
@@ -9,7 +11,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.daemon.status import limits_of
+from p2ptrain.daemon.guest import OWNER
+from p2ptrain.daemon.status import PAUSED, limits_of
 from p2ptrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -32,19 +35,19 @@ async def obey(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
             return _limit(daemon, order)
         case "checkpoint":
             return {"round": await save_now(daemon)}
-    return {"is_paused": daemon.driver.is_paused}
+    return {"is_paused": daemon.driver.is_paused, "pauses": [*daemon.driver.pauses.values()]}
 
 
 def _pause(daemon: Daemon) -> None:
-    if not daemon.driver.is_paused:
+    if OWNER not in daemon.driver.pauses:
         log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
-        daemon.driver.pause()
+        daemon.driver.pause(OWNER, PAUSED)
 
 
 def _resume(daemon: Daemon) -> None:
-    if daemon.driver.is_paused:
+    if OWNER in daemon.driver.pauses:
         log.info("its owner lets it train again")
-        daemon.driver.resume()
+        daemon.driver.resume(OWNER)
 
 
 def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
@@ -54,11 +57,12 @@ def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= RATE_MAX:
             fix = f"Give bytes a second, from 0 (no limit) to {RATE_MAX:,}"
             raise ConfigError(f"{rate!r} is not possible", key=f"--{name}", fix=fix)
+    daemon.guest.change(order)
     for name, rate in rates.items():
         bucket = daemon.edges.upload if name == "upload" else daemon.edges.download
         bucket.rate = rate
         log.info("%s limit: %s", name, f"{rate:,} bytes/s" if rate else "none")
-    return limits_of(daemon.edges)
+    return limits_of(daemon)
 
 
 async def save_now(daemon: Daemon) -> int:

@@ -64,6 +64,7 @@ class Rounds:
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._slim, past.rounds), ROUNDS_KEPT)
         self._applied = {(each.branch, each.round) for each in self._kept}
+        self.on_round: Callable[[RoundRecord], None] | None = None  # hears of each that is new
         self._phase = ""  # empty: the core has not begun
         self._at = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -134,6 +135,8 @@ class Rounds:
         self._kept.append(record)
         self._applied.add((record.branch, record.round))
         self._waiting.append(record)
+        if self.on_round is not None:
+            self.on_round(record)
 
     def _counts(self) -> dict[str, float]:
         traffic, bulk = self._counters(), self._bulk

@@ -13,6 +13,7 @@ import msgspec
 
 from p2ptrain import __version__
 from p2ptrain.core.snapshot import Standing, standings_of
+from p2ptrain.daemon.guest import OVER_MEMORY, OWNER
 from p2ptrain.daemon.rounds import told
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
 CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
 VERSION = 1  # of the answers' description
-PAUSED = "paused by its owner: it trains no further; `p2ptrain resume` goes on"
-UNREADY = ("crash-only", PAUSED)  # complaints with which a node takes part all the same
+PAUSED = f"{OWNER}: it trains no further; `p2ptrain resume` goes on"
+UNREADY = ("crash-only", "paused", OVER_MEMORY)  # complaints with which a node takes part all the same
 # Kinds of blobs (net/blobs.py), by what a person calls them.
 BULK_PURPOSES = {"payloads": ("payload",), "states": ("state",), "data": ("data", "manifest", "tokenizer")}
 WAYS = ("sent", "received")
@@ -88,7 +89,7 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "state_bytes": device.state_bytes,
         "bytes": edges.transport.counters(),
         "traffic": traffic_of(edges),
-        "limits": limits_of(edges),
+        "limits": limits_of(daemon),
         "counters": snapshot.counters | dict(driver.counters) | edges.lines.counters(),
         "observed": snapshot.observed,
     }
@@ -96,9 +97,11 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
 
 def health_of(driver: Driver, snapshot: Snapshot) -> list[str]:
     """All that is not as it should be, the worst first."""
-    troubles = driver.disk_trouble, driver.edges.keeping.records_trouble
+    keeping = driver.edges.keeping
+    troubles = driver.disk_trouble, keeping.checkpoint_trouble, keeping.records_trouble
     disk = [f"degraded: {trouble}" for trouble in troubles if trouble]
-    return [*disk, *snapshot.health, *([PAUSED] if driver.is_paused else [])]
+    memory = [driver.memory_trouble] if driver.memory_trouble else []
+    return [*disk, *snapshot.health, *memory, *driver.pauses.values()]
 
 
 def unreadiness_of(daemon: Daemon) -> list[str]:
@@ -111,10 +114,15 @@ def unreadiness_of(daemon: Daemon) -> list[str]:
 # Traffic
 
 
-def limits_of(edges: Edges) -> dict[str, int]:
+def limits_of(daemon: Daemon) -> dict[str, Any]:
+    limits = daemon.guest.limits
     return {
-        "upload_bytes_per_second": edges.upload.rate,
-        "download_bytes_per_second": edges.download.rate,
+        "upload_bytes_per_second": daemon.edges.upload.rate,
+        "download_bytes_per_second": daemon.edges.download.rate,
+        "memory_bytes": limits.memory_bytes,
+        "hours": limits.hours,
+        "device_percent": limits.device_percent,
+        "on_battery": limits.on_battery,
     }
 
 

@@ -10,6 +10,8 @@ import asyncio
 
 from p2ptrain.digest import PIECE_BYTES
 
+DEBT_SECONDS = 60.0  # of the rate: what is charged beyond it goes uncounted
+
 
 class TokenBucket:
     """At most so many bytes a second on average, and at once a second's worth or a piece, whichever is larger."""
@@ -18,6 +20,7 @@ class TokenBucket:
         assert bytes_per_second >= 0, "0 is no limit"
         self._rate = bytes_per_second
         self._level = float(self._burst)
+        self._debt = 0.0  # that could not wait: repaid with half of what comes, so that it holds up nobody for long
         self._filled_at: float | None = None  # at the first use: before it no loop may be there
         self._turn = asyncio.Lock()  # whose waiters go in order
         self._changed = asyncio.Event()
@@ -60,9 +63,9 @@ class TokenBucket:
         return self._wait(size)
 
     def charge(self, size: int) -> None:
-        """Count bytes that could not wait: what comes after them does."""
+        """Count bytes that could not wait: what comes after them goes half as fast until they are paid for."""
         self._fill()
-        self._level -= size if self._rate else 0
+        self._debt = min(self._debt + size, DEBT_SECONDS * self._rate)
 
     @property
     def _burst(self) -> int:
@@ -71,11 +74,16 @@ class TokenBucket:
     def _fill(self) -> None:
         now = asyncio.get_running_loop().time()
         if self._filled_at is not None:
-            self._level = min(float(self._burst), self._level + (now - self._filled_at) * self._rate)
+            come = (now - self._filled_at) * self._rate
+            paid = min(self._debt, come / 2)
+            self._debt -= paid
+            self._level = min(float(self._burst), self._level + come - paid)
         self._filled_at = now
 
     def _wait(self, size: int) -> float:
         """Seconds until so many bytes may go."""
         self._fill()
         missing = min(size, self._burst) - self._level
-        return missing / self._rate if self._rate and missing > 1e-6 else 0.0  # less than a byte is rounding
+        if not self._rate or missing <= 1e-6:  # less than a byte is rounding
+            return 0.0
+        return max(missing + min(self._debt, missing), 1e-6) / self._rate

@@ -357,7 +357,6 @@ class Lines:
                 frame = decode_frame(data)
                 if isinstance(frame, HistoryBegins | HistoryPart):
                     self.history_bytes["received"] += len(data)
-                    self._download.charge(len(data))
                 self._take(peer, stream, frame)
                 await asyncio.sleep(0)  # one peer's flood lets others have their turn
         except RemoteProtocolError as error:
@@ -414,6 +413,7 @@ class Lines:
                 del self._unasked[stream]
             return
         question.parts += data
+        self._download.charge(len(data))  # not what nobody asked for: any stranger can send that
         self._progress(question)
         if len(data) == missing:
             del self._questions[peer]

@@ -4,8 +4,9 @@ Turns are fair between peers and not between streams: it helps nobody to hold ma
 piece takes nothing from anyone.
 
 A round waits for payloads; a newcomer can wait for its state. So states and training data go out when no payload waits
-or is on its way, and all together no faster than BACKGROUND_BYTES_PER_SECOND, whatever the line could carry. Payloads
-do not hold them up for ever: what has waited for OVERDUE_SECONDS goes as if it were one.
+or is on its way and the upload limit lets them go at once, a few at a time, and all together no faster than
+BACKGROUND_BYTES_PER_SECOND, whatever the line could carry. Payloads do not hold them up for ever: what has waited for
+OVERDUE_SECONDS goes as if it were one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from p2ptrain.net.limits import TokenBucket
 PEERS_AT_ONCE = 64  # that a piece is on its way to: 64 MiB, if all of them read slowly
 TURN_SECONDS = 10.0  # that a request waits for its turn, of the 20 that a client waits
 TURNS_MAX = 1_024  # peers whose last turn is remembered
-OVERDUE_SECONDS = 2.0  # half a megabyte a second from each source, however busy they are
+OVERDUE_SECONDS = 8.0  # a piece of a megabyte in as many seconds from each source, however busy they are
+BACKGROUND_AT_ONCE = 4  # peers that such a piece is on its way to: they queue in the line before a payload
 BACKGROUND_BYTES_PER_SECOND = 2**25  # 270 Mbit/s, more than most can send, and a tenth of a core at work
 
 
@@ -100,9 +102,18 @@ class Turns:
         ready = [each for each in self._waiting if each.peer not in self._going and not each.come.done()]
         ready.sort(key=lambda each: self._served.get(each.peer, 0))
         urgent = [each for each in ready if each.is_urgent]
-        if urgent or any(each.is_urgent for each in self._going.values()):
+        going = [each.is_urgent for each in self._going.values()]
+        if urgent or any(going) or going.count(False) >= BACKGROUND_AT_ONCE:
             ready = [each for each in ready if each.is_urgent or loop.time() >= each.overdue_at]
-        if ready and not ready[0].is_urgent and not self._background.take_now(ready[0].size):
-            loop.call_later(self._background.seconds_until(ready[0].size), self._advance)
-            ready = urgent
-        return ready[0] if ready else None
+        if not ready or ready[0].is_urgent:
+            return ready[0] if ready else None
+        turn = ready[0]
+        wait = self._background.seconds_until(turn.size)
+        if loop.time() < turn.overdue_at:  # or else it would hold up payloads until the limit lets it go
+            wait = max(wait, self._upload.seconds_until(turn.size))
+        if wait > 0:
+            loop.call_later(wait, self._advance)
+            return urgent[0] if urgent else None
+        was_taken = self._background.take_now(turn.size)
+        assert was_taken, "there was enough just now"
+        return turn

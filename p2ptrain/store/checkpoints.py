@@ -50,6 +50,23 @@ _NAME = re.compile(r"([0-9]{8})-round-[0-9]{1,15}")
 _log = structlog.get_logger("p2ptrain.store")
 
 
+FORMAT = "p2ptrain checkpoint 1"
+
+
+class NewerError(DataError):
+    """Made by a later release: not to be used here, and not to be removed either."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__(f"{path}: a later release has made it. Go on with that one, or move it away")
+
+
+class _Any(Struct):
+    """Of whichever format."""
+
+    format: str = ""
+
+
 class FileStamp(Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, Meta(ge=0)]
     blake3: Hex
@@ -240,7 +257,10 @@ class Checkpoints:
         return gone
 
     def newest(self, journal: Journal) -> Checkpoint | None:
-        """The last made that is whole and of the saved history; it reads all of it."""
+        """The last made that is whole and of the saved history; it reads all of it. NewerError: that is not for us."""
+        for each in self.found():
+            if isinstance(each, NewerError):
+                raise each
         for checkpoint in reversed(self._of_history(journal)):
             why = self.verify(checkpoint)
             if why is None:
@@ -253,6 +273,7 @@ class Checkpoints:
         paths = self._directories()  # before all else: what another thread finishes meanwhile stays
         found = self.present()
         keep = {checkpoint.path for checkpoint in (*found[-kept:], *self._of_history(journal)[-kept:])}
+        keep |= {each.path for each in self.found() if isinstance(each, NewerError)}
         for path in paths:
             if path not in keep:
                 forget(path)
@@ -277,9 +298,23 @@ def read_stamp(directory: Path) -> Stamp:
     if content is None or len(content) > STAMP_BYTES_MAX:
         raise DataError(f"{path}: missing, or not a checkpoint's")
     try:
+        if _is_newer(content):
+            raise NewerError(directory)
         stamp = msgspec.json.decode(content, type=Stamp)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not a checkpoint's: {error}") from error
     if stamp.encoded() != content:
         raise DataError(f"{path}: damaged: it is not what was written")
     return stamp
+
+
+def _is_newer(content: bytes) -> bool:
+    """Whether another version made it; a stamp of ours in whose version a bit has flipped is damaged."""
+    made = msgspec.json.decode(content, type=_Any).format
+    if made == FORMAT or not made.startswith(FORMAT[:-1]):
+        return False
+    mended = content.replace(made.encode(), FORMAT.encode(), 1)
+    try:
+        return msgspec.json.decode(mended, type=Stamp).encoded() != mended
+    except msgspec.MsgspecError:
+        return True

@@ -23,7 +23,7 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 from p2ptrain.files import read, sync, trouble, write_all, write_atomically
 
-ENTRIES_MAX = 1_024  # trainings since the oldest checkpoint that is kept; beyond them nothing more is noted
+ENTRIES_MAX = 1_024  # trainings; of more, the newest
 OUTSTANDING_MAX = 128  # contributions whose values the trainer keeps
 
 Count = Annotated[int, Meta(ge=0)]
@@ -64,8 +64,8 @@ class Diary:
 
     def note(self, entry: Trained) -> None:
         """It lasts when this returns."""
-        if len(self.entries) >= ENTRIES_MAX:
-            return
+        if len(self.entries) >= ENTRIES_MAX:  # what only the oldest checkpoints need makes way
+            self.forget(self.entries[ENTRIES_MAX // 2].number)
         with trouble(self.path):
             is_new = not self.path.exists()
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -86,7 +86,8 @@ class Diary:
     def after(self, number: int) -> list[Trained]:
         """The trainings after the one of this number, which a checkpoint has; none if one of them is missing."""
         later = [each for each in self.entries if each.number > number]
-        return later if not later or later[0].number == number + 1 else []
+        numbers = [each.number for each in later]
+        return later if numbers == list(range(number + 1, number + 1 + len(later))) else []
 
     def forget(self, number: int) -> None:
         """All checkpoints that are kept have the trainings up to this one."""
@@ -102,7 +103,7 @@ def read_entries(content: bytes) -> tuple[list[Trained], bytes]:
     whole = b""
     for line in content.splitlines(keepends=True):
         entry = _read(line)
-        if entry is None or (entries and entry.number != entries[-1].number + 1):
+        if entry is None or (entries and entry.number <= entries[-1].number):
             break
         entries.append(entry)
         whole += line

@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from p2ptrain.web import library
 from p2ptrain.web.events import Events
 from p2ptrain.web.guard import Guard, refusal, secured
 from p2ptrain.web.metrics import Metrics
@@ -70,6 +71,8 @@ class App:
         self.source, self.guard, self.events = source, guard, Events()
         self.places: Places | None = None  # once there is a server
         self._files = {path.name: path for path in sorted(assets.iterdir()) if path.suffix in KINDS and path.is_file()}
+        found = library.path_of()
+        self._library = library.Library(found) if found is not None else None
         self._openapi = describe(release)
         self._metrics = Metrics(release, self.status, self._own_metrics)
         self.application = web.Application(middlewares=[self._middleware])
@@ -189,7 +192,10 @@ class App:
         return self._file(INDEX)
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
-        return self._file(request.match_info["name"])
+        name = request.match_info["name"]
+        if name == library.NAME and self._library is not None:
+            return await self._library.answer(request)
+        return self._file(name)
 
     def _file(self, name: str) -> web.StreamResponse:
         """One of those that were there at the start: no path is made of what a request says."""

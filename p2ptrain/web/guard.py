@@ -22,6 +22,7 @@ from pathlib import Path
 from aiohttp import web
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.web.library import STYLE_HASH
 from p2ptrain.web.models import Error
 
 METHODS = ("GET", "HEAD")
@@ -32,7 +33,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 HTTP_PORT = 80  # that a Host without one means
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src 'self' {STYLE_HASH}; img-src 'self'; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",

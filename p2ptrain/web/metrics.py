@@ -115,7 +115,7 @@ def _of_node(status: Status) -> Iterator[Metric]:
     named = [(kind, float(kind in kinds)) for kind in (*KINDS.values(), OTHER)]
     yield _gauges("health", "1 for each kind of complaint that the node has.", "kind", named)
     yield from _gauge("disk_degraded", "1 while the disk takes nothing.", "degraded" in kinds)
-    yield from _gauge("is_paused", "1 while the owner lets it not train.", status.is_paused)
+    yield from _gauge("is_paused", "1 while it is not to train: its owner, its hours or its battery.", status.is_paused)
     yield from _gauge(
         "event_loop_lag_seconds", "How late the event loop was at worst in the last minute.", status.loop_lag_seconds
     )

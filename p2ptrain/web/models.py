@@ -44,10 +44,16 @@ class Traffic(Part):
 
 
 class Limits(Part):
-    """What the owner allows for payloads, states, data and histories."""
+    """What the owner allows: of the network, for payloads, states, data and histories; and of the machine."""
 
     upload_bytes_per_second: Count = Field(description="0: no limit")
     download_bytes_per_second: Count = Field(description="0: no limit")
+    memory_bytes: Count = Field(description="of main memory; 0: no limit")
+    hours: str = Field(
+        description="in which it trains, in the machine's local time, such as 22:00-07:00; empty: always"
+    )
+    device_percent: int = Field(ge=1, le=100, description="of the time, that the device may work")
+    on_battery: Literal["pause", "train"] = Field(description="what it does on the machine's battery")
 
 
 class Mine(Part):
@@ -88,7 +94,7 @@ class Status(Answer):
     contribution_tokens: Count = Field(description="that one contribution is trained on")
     mine: Mine
     device: str = Field(description="what trains: cpu, cuda or cuda:N")
-    is_paused: bool = Field(description="the owner lets it train no further; it goes on voting and applying")
+    is_paused: bool = Field(description="it trains no further, and goes on voting and applying; health says why")
     peers: list[str] = Field(description="ids of the connected nodes of this run")
     roster: list[str] = Field(description="ids of the peers with a vote")
     quorum: Count = Field(description="members that decide together")

@@ -1,0 +1,33 @@
+"""`p2ptrain doctor`: whether a node can work on this machine, and what to do if not."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from p2ptrain.cli.node import AsJson, Bootstrap, DataDir, NodeFile, node_config
+from p2ptrain.errors import DataError
+
+FAILED = 1
+
+
+def doctor(
+    bootstrap: Bootstrap = None, config: NodeFile = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """Look whether a node can work here, also while one does; exit status 1 if it cannot.
+
+    With --bootstrap, that node is asked what its run takes, and for four seconds of its bandwidth.
+    """
+    node = node_config(config, data_dir, bootstrap)
+    try:
+        from p2ptrain.doctor.examine import examine
+        from p2ptrain.doctor.findings import can_work, json_of, text_of
+    except (ImportError, OSError) as error:  # OSError: a library of torch's that the system cannot load
+        fix = "Install p2ptrain anew with its dependencies, best in an environment of its own"
+        raise DataError(f"something that p2ptrain needs is not there, or broken: {error}. {fix}") from error
+
+    found = examine(node, config, is_asked_outside=bool(bootstrap))
+    typer.echo(json.dumps(json_of(found), indent=2) if as_json else text_of(found))
+    if not can_work(found):
+        raise typer.Exit(FAILED)

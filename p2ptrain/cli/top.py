@@ -1,0 +1,30 @@
+"""`p2ptrain top`: the dashboard in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from p2ptrain.cli.node import DataDir, NodeFile, data_dir_of
+
+Interval = Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=3_600, help="Between two looks.")]
+
+
+def top(
+    interval: Interval = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end; so it does in a pipe.")] = False,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Watch the local daemon: rounds, loss, peers and what was refused, traffic, health; q ends it."""
+    directory = data_dir_of(data_dir, config)
+    from p2ptrain.daemon.top import show, show_once
+
+    if once or not sys.stdout.isatty():
+        from rich.console import Console
+
+        show_once(directory, Console())
+        return
+    show(directory, interval)

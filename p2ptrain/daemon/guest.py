@@ -1,0 +1,179 @@
+"""A good guest: what the node takes of a machine that is somebody's.
+
+    hours           it trains in these only, by the machine's own clock
+    on_battery      "pause": not while the machine runs on its battery
+    device_percent  between two steps it rests, so that the device works that part of the time
+    memory_bytes    a run that needs more is refused at the start; afterwards it is watched, and told
+    nice            how far it steps back where processes compete, from the start on, its p2pd as well
+
+Outside its hours and on battery the node does what `p2ptrain pause` has it do: the training that runs is the last, and
+it goes on voting and applying. The owner's pause is a reason of its own: each holds until it is lifted.
+
+Memory cannot be given back at a word: a limit on the address space would have torch fail in the middle of a round, and
+what is taken is weights and gradients. So it is counted before anything is made (learn/memory.py), and what the
+process takes later is told. Who wants it enforced has the system do it (MemoryMax= of systemd, a container's limit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from pydantic import ValidationError
+
+from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.config_text import allowed
+from p2ptrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from p2ptrain.daemon.driver import Driver
+
+LOOK_SECONDS = 5.0  # between looks at clock, battery and memory: a plug that is pulled costs some seconds of charge
+OVER_MEMORY = "over its memory limit"
+OWNER = "paused by its owner"  # what each reason to pause begins with
+HOURS = "paused outside its hours"
+BATTERY = "paused on battery"
+# What `p2ptrain limit` changes here, by its option.
+KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Decisions
+
+
+def is_within(hours: str, now: datetime) -> bool:
+    """Whether it may train now; hours may go over midnight, their end is no longer in them."""
+    if not hours:
+        return True
+    start, _, end = hours.partition("-")
+    time = f"{now:%H:%M}"
+    return start <= time < end if start < end else time >= start or time < end
+
+
+def reasons_to_pause(limits: LimitsConfig, now: datetime, is_on_battery: bool) -> dict[str, str]:
+    """By how each begins, in words for a person."""
+    found = {}
+    if not is_within(limits.hours, now):
+        found[HOURS] = f"{HOURS}, {limits.hours}: it trains again from {limits.hours[:5]}"
+    if is_on_battery and limits.on_battery == "pause":
+        found[BATTERY] = f"{BATTERY}: it trains again when the machine is plugged in; limits.on_battery says so"
+    return found
+
+
+def rest_seconds(worked: float, percent: int) -> float:
+    """How long to rest after so much work."""
+    return worked * (100 - percent) / percent
+
+
+def over_memory(limits: LimitsConfig, resident: int) -> str:
+    """A complaint; empty: there is none."""
+    if not limits.memory_bytes or resident <= limits.memory_bytes:
+        return ""
+    much = f"{resident / 2**20:,.0f} MiB are in use, and limits.memory_bytes allows {limits.memory_bytes / 2**20:,.0f}"
+    return f"{OVER_MEMORY}: {much}; end it, or raise the limit"
+
+
+def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
+    """ConfigError if the run cannot be trained in the memory that the config allows."""
+    limit = config.limits.memory_bytes
+    if not limit:
+        return
+    import torch  # noqa: PLC0415  # who has no limit need not wait for it here
+
+    from p2ptrain.learn.memory import mega, need_of  # noqa: PLC0415
+
+    name = config.device.name
+    device = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    need = need_of(run)
+    if (needed := need.main(device)) > limit:
+        what = f"run {run.name} takes about {mega(needed)} ({need.formula(device)}), and {mega(limit)} are allowed"
+        raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or train a run of a smaller model")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The machine
+
+
+def is_on_battery() -> bool:
+    """A machine without one, or one that does not tell, counts as plugged in."""
+    try:
+        battery = psutil.sensors_battery()
+    except (OSError, ValueError, AttributeError):  # files of the kernel's that are there and cannot be read
+        return False
+    return battery is not None and battery.power_plugged is False
+
+
+def resident_bytes() -> int:
+    """Main memory of this process and of those that it has started."""
+    me = psutil.Process()
+    total = 0
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.Error):  # it has just ended
+            total += process.memory_info().rss
+    return total
+
+
+def be_nice(nice: int) -> None:
+    """Before any thread and any process is started: they take it from who starts them. It only ever steps back."""
+    if nice > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+
+
+class Guest:
+    """Of one node: looks at the machine now and then, and pauses and resumes."""
+
+    def __init__(
+        self,
+        limits: LimitsConfig,
+        driver: Driver,
+        clock: Callable[[], datetime] = datetime.now,
+        battery: Callable[[], bool] = is_on_battery,
+        resident: Callable[[], int] = resident_bytes,
+    ) -> None:
+        self._driver, self._clock, self._battery, self._resident = driver, clock, battery, resident
+        self._set(limits)
+
+    def _set(self, limits: LimitsConfig) -> None:
+        self.limits = limits
+        self._driver.device.percent = limits.device_percent
+
+    def change(self, order: dict[str, Any]) -> None:
+        """As `p2ptrain limit` says; what is not named stays. ConfigError: one is not possible, and all stay."""
+        changes = {key: order[option] for option, key in KEYS.items() if order.get(option) is not None}
+        if not changes:
+            return
+        try:
+            changed = LimitsConfig.model_validate({**self.limits.model_dump(), **changes})
+        except ValidationError as error:
+            place = error.errors(include_url=False)[0]["loc"]
+            key = str(place[0]) if place else "hours"  # the one check of all of them is about these
+            option = next(option for option, name in KEYS.items() if name == key)
+            fix = f"Give {allowed(LimitsConfig.model_fields[key])}"
+            raise ConfigError(f"{order[option]!r} is not possible", key=f"--{option}", fix=fix) from error
+        self._set(changed)
+        log.info("limits: %s", ", ".join(f"{key} = {value!r}" for key, value in changes.items()))
+        self.look()
+
+    def look(self) -> None:
+        """Pause and resume as it should be now."""
+        driver, limits = self._driver, self.limits
+        now = reasons_to_pause(limits, self._clock(), limits.on_battery == "pause" and self._battery())
+        for kind in (HOURS, BATTERY):  # the health says which hold, and what comes and goes there is told (news.py)
+            if kind in now:
+                driver.pause(kind, now[kind])
+            else:
+                driver.resume(kind)
+        driver.memory_trouble = over_memory(limits, self._resident()) if limits.memory_bytes else ""
+
+    async def watch(self) -> None:
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_SECONDS)

@@ -1,0 +1,154 @@
+"""The disk: whether the node may write there, who else may read, what holds the directory, room and speed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+from p2ptrain.config import RunConfig
+from p2ptrain.doctor.findings import Finding
+from p2ptrain.errors import ConfigError
+from p2ptrain.identity import Identity
+from p2ptrain.learn.memory import Need, mega
+from p2ptrain.store.lock import LOCK_NAME
+
+PROBE_BYTES = 64 * 2**20  # more than what a disk takes into its own memory at no cost; a guess
+PROBE_PART_BYTES = 2**20
+CHECKPOINT_SECONDS = 60.0  # in which one should be on the disk: longer, and two may overlap with short rounds
+SLOW_BYTES_PER_SECOND = 10 * 10**6  # an old memory card; what is signed waits for this disk, every round
+ROOM_LEFT = 1.25  # a system with a disk that is full to the edge has other troubles first
+LOCKS = Path("/proc/locks")
+
+
+def standing(directory: Path) -> Path:
+    """It, or the nearest above it that is there."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return directory
+
+
+def check_writable(directory: Path) -> Finding:
+    there = standing(directory)
+    fix = "Choose another with --data-dir or storage.directory"
+    if not there.is_dir():
+        return Finding("data directory", "failed", f"{there} is no directory", fix)
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return Finding("data directory", "failed", f"{there} cannot be written: {error.strerror}", fix)
+    if there != directory:
+        return Finding("data directory", "good", f"{directory} will be made")
+    return _for_its_owner(there)
+
+
+def _for_its_owner(there: Path) -> Finding:
+    status = there.stat()
+    if status.st_uid != os.geteuid():
+        text = f"{there} is another user's"
+        return Finding("data directory", "warning", text, f"sudo chown -R $USER {there}, or choose another")
+    open_to = {0o022: "write", 0o055: "read"}
+    for bits, verb in open_to.items():
+        if stat.S_IMODE(status.st_mode) & bits:
+            return Finding("data directory", "warning", f"others may {verb} in {there}", f"chmod 700 {there}")
+    return Finding("data directory", "good", f"{there}, for its owner alone")
+
+
+def check_key(path: Path) -> Finding:
+    if not path.exists():
+        return Finding("key", "good", f"none yet: the first start makes {path}")
+    try:
+        identity = Identity.load(path)
+    except ConfigError as error:
+        return Finding("key", "failed", f"{path}: {error.problem}", error.fix)
+    return Finding("key", "good", f"{identity.peer_id}, for its owner alone")
+
+
+def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
+    """The process that holds this file's lock, as the kernel tells it; None: nobody. Taking the lock would tell as
+    well, and could keep a node from starting in that moment. 0: a process that is not seen from here."""
+    try:
+        file = path.stat()
+        lines = locks.read_text().splitlines()
+    except OSError:
+        return None
+    wanted = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    for line in lines:
+        words = line.split()
+        if len(words) > 5 and words[1] == "FLOCK" and words[5] == wanted:
+            return max(0, int(words[4]))
+    return None
+
+
+def check_locks(directory: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Finding:
+    """`note` is what a daemon leaves of itself, `answers` whether one does."""
+    if not locks.exists():
+        return Finding("locks", "warning", f"not known: there is no {locks}")
+    holder = holder_of(directory / LOCK_NAME, locks)
+    if answers:
+        return Finding("locks", "good", f"held by the daemon that runs here, process {holder or 'unknown'}")
+    if holder is not None:
+        fix = "It may be about to start, stopped (kill -CONT) or hung: end it before another starts here"
+        return Finding("locks", "warning", f"process {holder or 'unknown'} holds {directory} and does not answer", fix)
+    if note.exists():
+        text = "the last daemon did not end properly; nothing holds its locks, and the next start goes on from the disk"
+        return Finding("locks", "good", text)
+    return Finding("locks", "good", "free")
+
+
+def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: int, used: int) -> Finding:
+    """`used` is what the run takes already."""
+    rounds = run.agreement.history_rounds
+    needed = need.disk(kept, rounds, contributors)
+    missing = max(0, needed - used)
+    parts = (
+        f"{kept + 1} checkpoints of {mega(need.checkpoint)}, a state of {mega(need.state)}, "
+        f"{rounds} rounds of {contributors} contributions of {need.payload:,} bytes"
+    )
+    text = f"{mega(needed)} are needed ({parts}), {mega(used)} are there, {mega(free)} are free; the data comes to it"
+    fix = "Make room, keep fewer checkpoints (storage.checkpoints_kept), or choose another disk with --data-dir"
+    if missing > free:
+        return Finding("disk space", "failed", text, fix)
+    return Finding(
+        "disk space",
+        "warning" if missing * ROOM_LEFT > free else "good",
+        text,
+        fix if missing * ROOM_LEFT > free else "",
+    )
+
+
+def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int = PROBE_BYTES) -> Finding:
+    """Write, and wait for the disk, in the directory that the node uses; nothing is left of it."""
+    there = standing(directory)
+    if free < 4 * probe_bytes:
+        return Finding("disk speed", "warning", f"not measured: only {mega(free)} are free", "Make room")
+    part = os.urandom(PROBE_PART_BYTES)  # some disks press zeros together
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            before = perf_counter()
+            for _ in range(0, probe_bytes, PROBE_PART_BYTES):
+                file.write(part)
+            os.fsync(file.fileno())
+            rate = probe_bytes / max(perf_counter() - before, 1e-9)
+    except OSError as error:
+        fix = "Choose another disk with --data-dir"
+        return Finding("disk speed", "failed", f"{there} did not take {mega(probe_bytes)}: {error.strerror}", fix)
+    return judge_speed(rate, need)
+
+
+def judge_speed(rate: float, need: Need | None) -> Finding:
+    text = f"{mega(int(rate))}/s, written and waited for"
+    fix = "Choose a faster disk with --data-dir"
+    if need is not None:
+        seconds = need.checkpoint / rate
+        text += f"; a checkpoint of {mega(need.checkpoint)} takes {seconds:.1f} s"
+        if seconds > CHECKPOINT_SECONDS:
+            return Finding("disk speed", "warning", text, f"{fix}, or raise storage.checkpoint_every_rounds")
+    return Finding(
+        "disk speed",
+        "warning" if rate < SLOW_BYTES_PER_SECOND else "good",
+        text,
+        fix if rate < SLOW_BYTES_PER_SECOND else "",
+    )

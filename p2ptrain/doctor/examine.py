@@ -1,0 +1,272 @@
+"""All checks of one machine and one config, in order; each with its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.daemon import control
+from p2ptrain.daemon.find import ask_around, stored_runs
+from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
+from p2ptrain.doctor import disk, machine, network
+from p2ptrain.doctor.findings import Check, Finding, Level, within
+from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError, RemoteProtocolError
+from p2ptrain.identity import Identity
+from p2ptrain.learn.memory import Need, need_of
+from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import split
+from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.store.records import remembered_peers
+
+DAEMON_SECONDS = 5.0  # for a daemon that runs to answer
+QUICK_SECONDS = 10.0  # for what asks the system only
+TORCH_SECONDS = 120.0  # for torch to be loaded from a slow disk, and a driver to wake up
+DISK_SECONDS = 120.0  # 64 MiB at half a megabyte a second
+NETWORK_SECONDS = 90.0  # for p2pd to start, peers to be asked at once, and 4 s of bandwidth
+CONTRIBUTORS_USUAL = 8  # where nobody tells how many there are; a guess
+
+
+@dataclass(slots=True)
+class Patient:
+    """What is known so far."""
+
+    config: NodeConfig
+    config_file: Path | None
+    is_asked_outside: bool  # a bootstrap was named on the command line: it may cost others some megabytes
+    run: RunConfig | None = None
+    members: int = 0
+    status: dict[str, Any] | None = None  # of the daemon that runs here
+    is_answering: bool = False  # it may be about to start, and have no status yet
+    sights: list[network.Sight] = field(default_factory=list)
+    need: Need | None = None
+    hardware: machine.Hardware = field(default_factory=lambda: machine.Hardware("", ""))
+
+    @property
+    def directory(self) -> Path:
+        return data_directory(self.config)
+
+
+def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> list[Finding]:
+    """Everything that can be found out. ConfigError: an address that is none."""
+    patient = Patient(config, config_file, is_asked_outside)
+    for address in config.network.bootstrap:
+        try:
+            split(address)
+        except TransportError as error:
+            raise ConfigError(str(error), key="network.bootstrap", fix="Check that it was copied whole") from error
+    found = [
+        Finding("config", "good", f"{config_file}: right" if config_file else "no file: what is not set is default")
+    ]
+    found += within(Check("daemon", lambda: look_for_daemon(patient), 2 * DAEMON_SECONDS, "warning"))
+    found += within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
+    found += within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
+    found += within(Check("data directory", lambda: look_at_directory(patient), QUICK_SECONDS))
+    found += within(Check("ports", lambda: look_at_ports(patient), QUICK_SECONDS))
+    found += look_outside(patient)
+    found += within(Check("run", lambda: look_at_run(patient), TORCH_SECONDS))
+    found += within(Check("disk speed", lambda: look_at_speed(patient), DISK_SECONDS))
+    return found
+
+
+def look_for_daemon(patient: Patient) -> list[Finding]:
+    """It is asked as `p2ptrain status` asks."""
+    try:
+        patient.status = control.ask(patient.directory, {"do": "status"}, seconds=DAEMON_SECONDS)
+    except NoDaemonError as error:
+        is_hung = "does not answer" in str(error)
+        level: Level = "warning" if is_hung else "good"
+        return [Finding("daemon", level, str(error), "See its log, or end it and start it again" if is_hung else "")]
+    except P2ptrainError as error:
+        patient.is_answering = True
+        return [Finding("daemon", "good", f"it runs: {error}")]
+    patient.is_answering = True
+    status = patient.status
+    patient.members = len(status["roster"])
+    text = f"round {status['round']} of {status['run_name']}, {len(status['peers'])} peers"
+    troubles = [each for each in status["health"] if not each.startswith("crash-only")]
+    if troubles:
+        return [Finding("daemon", "warning", f"{text}: {'; '.join(troubles)}", "See its log")]
+    return [Finding("daemon", "good", text)]
+
+
+def look_at_programs(patient: Patient) -> list[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [
+        machine.check_python(),
+        machine.check_torch(machine.installed("torch")),
+        *machine.check_p2pd(patient.config.network.listen, machine.installed("hivemind")),
+        machine.check_files(soft, hard),
+    ]
+
+
+def look_at_device(patient: Patient) -> list[Finding]:
+    patient.hardware = machine.look_at_hardware()
+    return [machine.check_device(patient.config.device, patient.hardware, machine.try_device)]
+
+
+def look_at_directory(patient: Patient) -> list[Finding]:
+    note = patient.directory / control.NAME
+    return [
+        disk.check_writable(patient.directory),
+        disk.check_key(identity_file(patient.config)),
+        disk.check_locks(patient.directory, note, patient.is_answering),
+    ]
+
+
+def look_at_ports(patient: Patient) -> list[Finding]:
+    url = patient.status["http"] if patient.status else None
+    if patient.is_answering and patient.status is None:
+        return [Finding("ports", "good", "not tried: the node is about to start")]
+    return [
+        *network.check_listen(patient.config.network.listen, patient.is_answering),
+        network.check_http(patient.config.http, url),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------
+# The run
+
+
+def look_at_run(patient: Patient) -> list[Finding]:
+    """What the run takes of this machine; it is the one that runs here, that a peer has told of, or the largest of
+    those on the disk."""
+    if patient.run is None:
+        stored = stored_runs(patient.config)
+        if patient.status is not None:
+            stored = [run for run in stored if run.run_id == patient.status["run_id"]]
+        needs = [(need_of(run), run) for run in stored]
+        if not needs:
+            fix = "Name a node of the run with --bootstrap, to learn what it takes"
+            return [Finding("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
+        patient.need, patient.run = max(needs, key=lambda each: each[0].parameters)
+    else:
+        patient.need = need_of(patient.run)
+    need, run, config = patient.need, patient.run, patient.config
+    device = machine.chosen_device(config.device, patient.hardware)
+    number = int(device.partition(":")[2] or 0)
+    gpu = patient.hardware.gpus[number] if number < len(patient.hardware.gpus) else None
+    available = psutil.virtual_memory().available
+    if patient.is_answering:  # what it has taken is its own
+        available += _taken_by(patient.directory)
+    found = [Finding("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
+    found += machine.check_memory(need, device, available, config.limits.memory_bytes, gpu)
+    directory = run_directory(config, bytes.fromhex(run.run_id))
+    contributors = max(patient.members, CONTRIBUTORS_USUAL)
+    free, used = psutil.disk_usage(str(disk.standing(directory))).free, _size_of(directory)
+    found.append(disk.check_space(need, run, config.storage.checkpoints_kept, contributors, free, used))
+    return found
+
+
+def _taken_by(directory: Path) -> int:
+    holder = disk.holder_of(directory / "lock")
+    try:
+        return int(psutil.Process(holder).memory_info().rss) if holder else 0
+    except psutil.Error:
+        return 0
+
+
+def _size_of(directory: Path) -> int:
+    """What is in it; files that go meanwhile do not count."""
+    total = 0
+    for path in directory.rglob("*") if directory.exists() else ():
+        try:
+            total += path.stat().st_blocks * 512
+        except OSError:
+            continue
+    return total
+
+
+def look_at_speed(patient: Patient) -> list[Finding]:
+    free = psutil.disk_usage(str(disk.standing(patient.directory))).free
+    return [disk.check_speed(patient.directory, patient.need, free)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Outside
+
+
+def look_outside(patient: Patient) -> list[Finding]:
+    """What peers tell. Those of the last time are asked for the time alone, if no other is named."""
+    addresses = list(patient.config.network.bootstrap) or _remembered(patient)
+    own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
+    told = patient.status["addresses"] if patient.status else None
+    if not addresses:
+        fix = "Name a node with --bootstrap"
+        return [
+            Finding("peers", "warning", "none is known: clock, NAT and bandwidth are not looked at", fix),
+            network.judge_reach(told, [], own),
+        ]
+
+    async def look() -> list[Finding]:
+        async with asyncio.timeout(NETWORK_SECONDS), AsyncExitStack() as stack:
+            transport = await _open(stack, patient.config)
+            sights, trouble, reached = await network.ask_peers(transport, addresses)
+            ports = [int(port) for each in transport.addresses() for port in re.findall(r"/(?:tcp|udp)/([0-9]+)", each)]
+            is_named = bool(patient.config.network.bootstrap)
+            found = network.judge_peers(len(addresses[: network.PEERS_ASKED]), len(reached), trouble, is_named)
+            patient.sights = sights
+            if reached:
+                found += [network.judge_clock(sights), network.judge_nat(sights, own, ports)]
+            found.append(network.judge_reach(told, sights, own))
+            if reached and patient.is_asked_outside:
+                found += await _look_at_offers(patient, transport, addresses)
+            return found
+
+    try:
+        return asyncio.run(look())
+    except TimeoutError:
+        fix = "Look at this machine's connection, and try again"
+        return [Finding("peers", "warning", f"not done within {NETWORK_SECONDS:.0f} s", fix)]
+    except (TransportError, ConfigError) as error:
+        return [Finding("peers", "failed", f"p2pd cannot be used: {error}")]
+
+
+def _remembered(patient: Patient) -> list[str]:
+    found: list[str] = []
+    for run in stored_runs(patient.config):
+        found += remembered_peers(run_directory(patient.config, bytes.fromhex(run.run_id)))
+    return list(dict.fromkeys(found))[: network.PEERS_ASKED]
+
+
+async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
+    from p2ptrain.net.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
+
+    sockets = stack.enter_context(private_directory())
+    identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
+    Identity.make(identity)  # one for these questions alone: the node's own may be in use
+    transport = await P2pd.start(identity, network.asking_network(config.network), sockets)
+    stack.push_async_callback(transport.close)
+    return transport
+
+
+async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> list[Finding]:
+    """The run that the named nodes take part in, and how quickly they give."""
+    found, _ = await ask_around(transport, addresses)
+    if not found:
+        return [Finding("bandwidth", "warning", "not measured: the named nodes take part in no run")]
+    ours = bytes.fromhex(patient.status["run_id"]) if patient.status else b""
+    run_id = ours if ours in found else max(found, key=lambda each: found[each][0].members)
+    info, peers = found[run_id]
+    patient.members = max(patient.members, info.members)
+    for peer in peers:
+        try:
+            run = RunConfig.from_canonical(await inquiry.ask_config(transport, peer, run_id))
+        except (TransportError, RemoteProtocolError):
+            continue
+        if run.is_sealed and run.run_id == run_id.hex():
+            patient.run = run
+            size = (await asyncio.to_thread(need_of, run)).state
+            return [
+                await network.measure(transport, peer, run_id, size, patient.config.limits.download_bytes_per_second)
+            ]
+    return [Finding("bandwidth", "warning", "not measured: nobody has told the run's config", "Name another node")]

@@ -1,0 +1,77 @@
+"""What a check has found: the result, how bad it is, and what to do; and how a check is kept from hanging.
+
+A check that touches a driver, a disk or a mount may never return. So each runs in a thread of its own for which nobody
+waits longer than its deadline, not even the process at its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from p2ptrain.daemon.logs import plain
+
+# good; warning: it works, and could be better, or it is not known; failed: a node cannot work so
+Level = Literal["good", "warning", "failed"]
+VERSION = 1  # of the answer as JSON
+WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Of one check."""
+
+    what: str  # was checked
+    level: Level
+    result: str
+    fix: str = ""  # what to do; nothing where all is well
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something to look at, and for how long at most."""
+
+    what: str
+    look: Callable[[], Sequence[Finding]]
+    seconds: float
+    late: Level = "failed"  # what it means if it takes longer
+    fix: str = "Find out what it waits for: a node would wait for it as well"
+
+
+def within(check: Check) -> list[Finding]:
+    """What the check finds, or that it takes too long."""
+    found: list[Finding] = []
+
+    def look() -> None:
+        found.extend(check.look())
+
+    thread = threading.Thread(target=look, name=f"checking {check.what}", daemon=True)
+    thread.start()
+    thread.join(check.seconds)
+    if thread.is_alive():
+        return [Finding(check.what, check.late, f"no answer within {check.seconds:.0f} s", check.fix)]
+    assert found, f"the check of {check.what} ended without a finding; its traceback says why"
+    return found
+
+
+def can_work(findings: Sequence[Finding]) -> bool:
+    return all(each.level != "failed" for each in findings)
+
+
+def text_of(findings: Sequence[Finding]) -> str:
+    """A line for each, and one for what to do."""
+    lines = []
+    for each in findings:
+        lines.append(f"{each.level:<{LEVEL_WIDTH}} {each.what:<{WHAT_WIDTH}} {each.result}")
+        if each.fix:
+            lines.append(f"{'':<{LEVEL_WIDTH + WHAT_WIDTH + 2}}{each.fix}")
+    counts = {level: sum(each.level == level for each in findings) for level in ("failed", "warning")}
+    verdict = "a node can work here" if can_work(findings) else "a node cannot work so"
+    lines.append(f"{verdict}: {counts['failed']} failed, {counts['warning']} warnings")
+    return plain("\n".join(lines))
+
+
+def json_of(findings: Sequence[Finding]) -> dict[str, Any]:
+    return {"version": VERSION, "can_work": can_work(findings), "checks": [asdict(each) for each in findings]}

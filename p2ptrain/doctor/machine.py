@@ -1,0 +1,194 @@
+"""The machine: Python and torch, the device and its driver, memory, open files, and p2pd.
+
+What is looked at comes as arguments, so that each verdict can be tried on machines that are not here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from p2ptrain.config import DeviceConfig
+from p2ptrain.doctor.findings import Finding
+from p2ptrain.errors import DeviceError
+from p2ptrain.learn.memory import Need, mega
+from p2ptrain.net.process import CONNECTIONS_HIGH, find_binary
+from p2ptrain.net.transport import TransportError
+
+PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # as in pyproject.toml: hivemind's pydantic.v1 blocks 3.14
+TORCH_FROM = (2, 6)
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+HIVEMIND = "1.1.12"  # whose p2pd we know: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40
+# Of p2pd's libraries, in the version that we know. By what has to be on for it to matter, and what then.
+QUIC_WEAKNESS = "quic-go 0.40 in p2pd can be made to use up its memory (CVE-2024-22189), and this node listens on QUIC"
+FILES_NEEDED = 1_024  # of one process: a stream has one here and a connection one in p2pd, beside 64 of HTTP
+FILES_LEAST = CONNECTIONS_HIGH + 64  # less does not even hold the connections
+TIGHT = 1.1  # what is needed is an estimate, and wrong by a tenth
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A CUDA device."""
+
+    name: str
+    total_bytes: int
+    is_bf16: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What torch finds."""
+
+    cuda_build: str  # the CUDA that torch was built for; empty: none
+    driver: str  # NVIDIA's, of this machine; empty: none
+    gpus: tuple[Gpu, ...] = ()
+
+
+def look_at_hardware() -> Hardware:
+    """Takes as long as torch and the driver take."""
+    import torch  # noqa: PLC0415  # two seconds, within the deadline of the check
+
+    driver = ""
+    with suppress(OSError):
+        match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)", DRIVER_FILE.read_text())
+        driver = match[1] if match else "unknown"
+    gpus = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(number)
+        with torch.cuda.device(number):
+            is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        gpus.append(Gpu(properties.name, properties.total_memory, is_bf16))
+    return Hardware(torch.version.cuda or "", driver, tuple(gpus))
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3], platform: str = sys.platform) -> Finding:
+    text = ".".join(map(str, version))
+    if not PYTHON_FROM <= version[:2] < PYTHON_BELOW:
+        wanted = f"{PYTHON_FROM[0]}.{PYTHON_FROM[1]} to {PYTHON_BELOW[0]}.{PYTHON_BELOW[1] - 1}"
+        return Finding("python", "failed", text, f"Install Python {wanted}, and p2ptrain for it")
+    if platform != "linux":
+        return Finding("python", "failed", f"{text} on {platform}", "Use Linux: p2pd comes for no other system")
+    return Finding("python", "good", text)
+
+
+def check_torch(version: str) -> Finding:
+    """`version` is empty where there is none."""
+    if not version:
+        return Finding("torch", "failed", "it is not installed", "Install p2ptrain with its dependencies")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < TORCH_FROM:
+        fix = f"Install torch {TORCH_FROM[0]}.{TORCH_FROM[1]} or newer; constraints.txt names the one that was tested"
+        return Finding("torch", "failed", version, fix)
+    return Finding("torch", "good", version)
+
+
+def installed(package: str) -> str:
+    """Its version; empty: it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def chosen_device(config: DeviceConfig, found: Hardware) -> str:
+    return config.name if config.name != "auto" else "cuda" if found.gpus else "cpu"
+
+
+def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Finding:
+    """`try_it` computes something there, and raises DeviceError if that comes out wrong."""
+    name = chosen_device(config, found)
+    if name != "cpu":
+        return _check_cuda(name, config, found, try_it)
+    try:
+        try_it(name)
+    except DeviceError as error:
+        return Finding("device", "failed", str(error))
+    if not found.driver or config.name != "auto":
+        return Finding("device", "good", "cpu")
+    if found.cuda_build:
+        why, fix = "torch cannot use it", f"Update the driver to one that knows CUDA {found.cuda_build}"
+    else:
+        why, fix = "torch was installed without CUDA", "Install torch's CUDA build"
+    return Finding("device", "warning", f"cpu; there is an NVIDIA driver {found.driver}, and {why}", fix)
+
+
+def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Finding:
+    number = int(name.partition(":")[2] or 0)
+    if number >= len(found.gpus):
+        what = f"{name} is not there: {len(found.gpus)} CUDA devices found, driver {found.driver or 'none'}"
+        return Finding("device", "failed", what, "Set device.name to cpu or to one that is there")
+    gpu = found.gpus[number]
+    what = f"{name}: {gpu.name}, {mega(gpu.total_bytes)}, CUDA {found.cuda_build}, driver {found.driver or 'unknown'}"
+    try:
+        try_it(name)
+    except DeviceError as error:
+        return Finding("device", "failed", f"{what}: {error}")
+    except RuntimeError as error:  # what torch raises for all that a driver may do
+        first = str(error).splitlines()[0] if str(error) else "no reason given"
+        fix = "Update the driver, or set device.name to cpu"
+        return Finding("device", "failed", f"{what}: it does not compute: {first}", fix)
+    if config.autocast == "bf16" and not gpu.is_bf16:
+        return Finding("device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": it is slow there')
+    return Finding("device", "good", f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}")
+
+
+def try_device(name: str) -> None:
+    """The exact path, at its edges."""
+    import torch  # noqa: PLC0415
+
+    from p2ptrain.learn.aggregate import check_exactness  # noqa: PLC0415
+
+    check_exactness(64, torch.device(name))
+
+
+def check_memory(need: Need, device: str, available: int, limit: int, gpu: Gpu | None) -> list[Finding]:
+    """`available` is what the system could give a process now, `limit` what the config allows; 0: no limit."""
+    main = need.main(device)
+    found = [_fits("memory", main, available, f"{need.parameters:,} parameters: {need.formula(device)}", "is free")]
+    if limit and main > limit:
+        text = f"{mega(main)} are needed, and limits.memory_bytes allows {mega(limit)}"
+        found.append(Finding("memory limit", "failed", text, "Raise limits.memory_bytes, or train a smaller run"))
+    if device.startswith("cuda") and gpu is not None:
+        parts = f"weights, gradient, residual, optimizer and activations {mega(need.trainer)}, and CUDA itself"
+        found.append(_fits("device memory", need.on_device(), gpu.total_bytes, parts, "has the device"))
+    return found
+
+
+def _fits(what: str, needed: int, there: int, why: str, has: str) -> Finding:
+    text = f"{mega(needed)} are needed ({why}), {mega(there)} {has}"
+    if needed > there:
+        return Finding(what, "failed", text, "Close other programs, take a larger machine, or a run of a smaller model")
+    if needed * TIGHT > there:
+        return Finding(what, "warning", text, "It is close: close other programs")
+    return Finding(what, "good", text)
+
+
+def check_files(soft: int, hard: int) -> Finding:
+    text = f"{soft:,} open files may a process have"
+    if soft >= FILES_NEEDED:
+        return Finding("open files", "good", text)
+    fix = f"ulimit -n {min(hard, 4 * FILES_NEEDED) if hard > soft else 4 * FILES_NEEDED}; for a service, LimitNOFILE="
+    return Finding("open files", "failed" if soft < FILES_LEAST else "warning", text, fix)
+
+
+def check_p2pd(listen: tuple[str, ...], version: str) -> list[Finding]:
+    """`version` is hivemind's, which carries it; empty: none."""
+    try:
+        binary = find_binary()
+    except TransportError as error:
+        return [Finding("p2pd", "failed", str(error), f"pip install hivemind=={HIVEMIND}")]
+    if version != HIVEMIND:
+        text = f"of hivemind {version or 'unknown'}, which nobody has tried"
+        return [Finding("p2pd", "warning", text, f"pip install hivemind=={HIVEMIND}")]
+    if not binary.stat().st_mode & 0o111:
+        return [Finding("p2pd", "failed", f"{binary} is not executable", f"chmod +x {binary}")]
+    found = [Finding("p2pd", "good", f"of hivemind {version}: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40")]
+    if any("quic" in address for address in listen):
+        fix = "Listen on TCP alone: take the /udp/.../quic-v1 out of network.listen"
+        found.append(Finding("p2pd weakness", "warning", QUIC_WEAKNESS, fix))
+    return found

@@ -1,0 +1,80 @@
+// The rounds that the page has seen, in bounded memory: when the points get too many, neighbours are merged, and a point
+// stands for two rounds, then for four, and so on. The newest rounds are also kept as they were told, for the table.
+
+export const POINTS_MAX = 300; // of a chart: it has about as many pixels
+export const RECENT_MAX = 8;
+const KEYS_MAX = 2_000; // of rounds that are known: /rounds tells of a thousand
+
+function pointOf(round) {
+  const phases = [round.train_seconds, round.collect_seconds, round.agree_seconds, round.apply_seconds];
+  return {
+    last: round.round,
+    rounds: 1,
+    loss: round.loss ?? 0,
+    losses: round.loss === null ? 0 : 1,
+    phases,
+    seconds: phases.reduce((sum, each) => sum + each, 0),
+    sent: round.bytes_sent,
+    received: round.bytes_received,
+    tokens: round.tokens,
+    taken: round.contributors.length,
+    late: round.late,
+    refused: Object.values(round.refused).reduce((sum, each) => sum + each, 0),
+  };
+}
+
+function merged(one, other) {
+  const sum = {};
+  for (const key of Object.keys(one)) sum[key] = one[key] + other[key];
+  sum.phases = one.phases.map((each, n) => each + other.phases[n]);
+  sum.last = other.last;
+  return sum;
+}
+
+export class History {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.points = [];
+    this.recent = []; // the newest first
+    this.total = 0;
+    this.stride = 1; // rounds that a point stands for
+    this.lowest = null; // loss
+    this._keys = new Set();
+  }
+
+  /** Whether it was new. */
+  add(round) {
+    const key = `${round.branch} ${round.round}`;
+    if (this._keys.has(key)) return false;
+    this._keys.add(key);
+    if (this._keys.size > KEYS_MAX) this._keys.delete(this._keys.values().next().value);
+    this.total += 1;
+    if (round.loss !== null && (this.lowest === null || round.loss < this.lowest.loss)) {
+      this.lowest = { loss: round.loss, round: round.round };
+    }
+    const contributors = round.contributors.length;
+    this.recent.unshift({ ...round, contributors });
+    this.recent.length = Math.min(this.recent.length, RECENT_MAX);
+    this._push(pointOf(round));
+    return true;
+  }
+
+  _push(point) {
+    const newest = this.points.at(-1);
+    if (newest !== undefined && newest.rounds < this.stride) {
+      this.points[this.points.length - 1] = merged(newest, point);
+      return;
+    }
+    this.points.push(point);
+    if (this.points.length <= POINTS_MAX) return;
+    this.stride *= 2;
+    const half = [];
+    for (let n = 0; n < this.points.length; n += 2) {
+      half.push(n + 1 < this.points.length ? merged(this.points[n], this.points[n + 1]) : this.points[n]);
+    }
+    this.points = half;
+  }
+}

@@ -1,0 +1,131 @@
+// Numbers and complaints in words that a person reads. Text goes into the page as text only, never as HTML.
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const brief = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+const TEXT_MAX = 400; // characters of a text that may be a peer's
+const NAME_MAX = 60;
+const TAIL = 8; // of a peer's id: all begin alike
+
+export const NONE = "–";
+
+export const count = (number) => whole.format(number);
+export const short = (number) => (Math.abs(number) < 10_000 ? count(number) : brief.format(number));
+export const loss = (number) => number.toFixed(4);
+
+export function percent(part) {
+  const hundredths = 100 * part;
+  return `${hundredths >= 10 || hundredths === 0 ? hundredths.toFixed(0) : hundredths.toFixed(hundredths >= 1 ? 1 : 2)}%`;
+}
+
+export function bytes(size) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (size >= 1_000 && unit < units.length - 1) {
+    size /= 1_000;
+    unit += 1;
+  }
+  return `${unit === 0 || size >= 100 ? size.toFixed(0) : size.toFixed(1)} ${units[unit]}`;
+}
+
+/** Of a round: exact enough to compare. */
+export const seconds = (number) => (number < 10 ? number.toFixed(2) : number.toFixed(1));
+
+export function duration(number) {
+  const total = Math.floor(number);
+  if (total < 60) return `${total} s`;
+  if (total < 3_600) return `${Math.floor(total / 60)} min`;
+  if (total < 86_400) return `${Math.floor(total / 3_600)} h ${Math.floor((total % 3_600) / 60)} min`;
+  return `${Math.floor(total / 86_400)} d ${Math.floor((total % 86_400) / 3_600)} h`;
+}
+
+export function hours(number) {
+  const found = number / 3_600;
+  return found < 10 ? found.toFixed(2) : found.toFixed(1);
+}
+
+export const few = (number, one, many) => `${count(number)} ${number === 1 ? one : many}`;
+
+export const cut = (text, most = TEXT_MAX) => (text.length > most ? `${text.slice(0, most)}…` : text);
+export const name = (text) => cut(text, NAME_MAX);
+export const peer = (id) => (id.length > TAIL + 1 ? `…${id.slice(-TAIL)}` : id);
+export const digest = (hex) => hex.slice(0, 12);
+
+/** {reason: number} as text, the most frequent first. */
+export function reasons(counts) {
+  return Object.entries(counts)
+    .filter(([, number]) => number > 0)
+    .sort(([, one], [, other]) => other - one)
+    .slice(0, 8)
+    .map(([reason, number]) => `${cut(reason, 40)} ${count(number)}`)
+    .join(", ");
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Health
+
+// How a complaint begins; how grave it is; and what it means for whoever runs the node.
+const COMPLAINTS = [
+  ["degraded", "bad", "The disk takes nothing", "What this node learns is not saved at the moment. Free some space, or look at the disk: it tries again by itself."],
+  ["halted", "bad", "The run has stopped, to be safe", "Two outcomes were certified for one round. That takes more liars than the roster can bear, and people have to decide how to go on."],
+  ["split", "bad", "The run has split in two", "Another part went its own way too long ago to be joined again. Whoever operates the run has to choose which one goes on."],
+  ["banned", "bad", "This node is banned", "Others have proof that it broke the rules, such as a key that is in use twice. It can come back only with a new identity."],
+  ["quarantined", "bad", "This node’s model is not the agreed one", "It takes no part until it has fetched the right one, which it does by itself. If this comes again, test the memory and do not overclock."],
+  ["stalled", "bad", "Too few members answer", "Rounds wait until enough of them are back. Look at your own connection first; if others are gone, those left regroup by themselves."],
+  ["no peers", "bad", "Nobody can be reached", "This node is alone, though others belong to the run. Check the network and the firewall; it goes on trying."],
+  ["untrusted", "busy", "Looking for the run that you named", "No peer has shown the history that was asked for yet."],
+  ["catching up", "busy", "Catching up", "Others are some rounds ahead. It fetches what is missing, and then trains with them again."],
+  ["silent", "busy", "Listening only, for a moment", "It does not know what it has said before it was started, and waits until nothing can be said twice."],
+  ["not admitted", "busy", "Not admitted yet", "Its work counts as soon as the members have let it in. That takes some rounds."],
+  ["paused outside its hours", "note", "Resting until its hours begin", "Its owner lets it train at other hours. It goes on voting and applying."],
+  ["paused on battery", "note", "Resting: the machine is on battery", "It trains again when it is plugged in. It goes on voting and applying."],
+  ["paused", "note", "Paused by its owner", "It trains no further, and goes on voting and applying. `p2ptrain resume` goes on."],
+  ["over its memory", "busy", "It takes more memory than its owner allows", "It goes on, and this machine may become slow. Raise the limit, or choose a smaller run."],
+  ["crash-only", "note", "A small run", "With fewer than four members, one that lies could not be outvoted. Among people who trust each other that is fine."],
+];
+const GRAVITY = ["good", "note", "busy", "bad"];
+const STATES = { good: "All is well", note: "All is well", busy: "Getting there", bad: "Needs a look" };
+
+export function complaint(raw) {
+  const found = COMPLAINTS.find(([begins]) => raw.startsWith(begins));
+  if (found === undefined) return { kind: "bad", title: "Something is not as it should be", text: "", raw: cut(raw) };
+  const [, kind, title, text] = found;
+  return { kind, title, text, raw: cut(raw) };
+}
+
+/** All that is to be said, and the one word for it. */
+export function health(status) {
+  const told = status.health.map(complaint);
+  const worst = told.reduce((most, each) => Math.max(most, GRAVITY.indexOf(each.kind)), 0);
+  const kind = GRAVITY[worst];
+  if (told.length === 0) {
+    const text = "It is connected, its disk works, it has the same model as the others, and its work counts.";
+    told.push({ kind: "good", title: "Nothing to complain of", text, raw: "" });
+  }
+  return { told, state: kind === "note" ? "good" : kind, word: STATES[kind] };
+}
+
+/** Whether all have the same model, as far as this node can know. */
+export function agreement(status) {
+  const number = status.certified_round;
+  if (status.health.some((each) => each.startsWith("quarantined"))) {
+    return ["other", "No: this node’s model differs from the certified one. It is fetching that."];
+  }
+  if (number === 0) return ["unknown", "Not known yet: the roster has certified no round so far."];
+  if (!(number in status.roots)) {
+    return ["unknown", `The roster has certified round ${count(number)}, which this node cannot compare: it was not here.`];
+  }
+  const members = few(status.quorum, "member", "members");
+  return ["same", `Yes: after round ${count(number)} at least ${members} had bit for bit the same model as this node.`];
+}
+
+/** What the node does at this moment. */
+export function doing(status) {
+  const what = {
+    train: `step ${count(status.step)} of training`,
+    collect: status.waiting_for > 0 ? `waiting for ${few(status.waiting_for, "contribution", "contributions")}` : "collecting contributions",
+    agree: status.view > 0 ? `agreeing, try ${count(status.view + 1)}` : "agreeing on what counts",
+    apply: "applying what was agreed",
+  };
+  const paused = status.is_paused ? "; it pauses" : "";
+  return `Round ${count(status.round)}: ${what[status.phase]}, ${few(status.held, "contribution", "contributions")} here${paused}.`;
+}
