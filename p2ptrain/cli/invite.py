@@ -1,0 +1,90 @@
+"""`p2ptrain invite`: an invitation to a run that admits nobody without one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.node import DataDir, NodeFile, node_config
+from p2ptrain.errors import ConfigError, P2ptrainError
+
+if TYPE_CHECKING:
+    from p2ptrain.config import NodeConfig, RunConfig
+    from p2ptrain.identity import Identity
+
+SERIAL_BYTES = 16  # as a ticket has it
+ROUND_MAX = 2**48 - 1  # as a message has it
+
+
+def invite(
+    last_round: Annotated[
+        int, typer.Option("--last-round", metavar="R", min=1, max=ROUND_MAX, help="It is worth nothing after this one.")
+    ],
+    serial: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=2**63, help="Of all with the same number, one counts; else it is drawn."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="A file to make; without it, stdout.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")] = None,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make an invitation to this node's run, for `join --ticket`: whoever shows it first is admitted, once.
+
+    The run's config names this node's key in admission.keys. The node may run meanwhile; nobody is told.
+    """
+    from p2ptrain.core.admission import make_ticket
+    from p2ptrain.daemon.find import choose_run
+    from p2ptrain.daemon.places import identity_file
+    from p2ptrain.identity import Identity
+
+    node = node_config(config, data_dir)
+    meant = choose_run(node, run)
+    identity = Identity.load(identity_file(node))
+    _check_may_invite(meant, identity)
+    _check_is_ahead(node, meant, last_round)
+    number = secrets.token_bytes(SERIAL_BYTES) if serial is None else serial.to_bytes(SERIAL_BYTES, "big")
+    ticket = make_ticket(identity.key, identity.sign, bytes.fromhex(meant.run_id), number, last_round).hex()
+    if out is None:
+        typer.echo(ticket)
+        return
+    _write_for_me_alone(out, f"{ticket}\n")
+    typer.echo(f"an invitation to {meant.name}, good up to round {last_round}: {out}")
+
+
+def _check_may_invite(run: RunConfig, identity: Identity) -> None:
+    if run.admission.policy != "invite":
+        what = f"run {run.name} takes no invitations: its policy is {run.admission.policy}"
+        raise ConfigError(what, key="admission.policy", fix="A run's policy is chosen before it starts")
+    if identity.key.hex() not in run.admission.keys:
+        what = f"this node's key {identity.key.hex()} may not invite to run {run.name}"
+        raise ConfigError(what, key="admission.keys", fix="Have a node make it whose key is there")
+
+
+def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
+    """As far as the daemon knows, if there is one: members would refuse an old one, and tell nobody."""
+    from p2ptrain.daemon.control import ask
+    from p2ptrain.daemon.places import data_directory
+
+    try:
+        status = ask(data_directory(node), {"do": "status"})
+    except P2ptrainError:  # none runs, or it is starting
+        return
+    if status["run_id"] == run.run_id and last_round < status["round"]:
+        what = f"round {last_round} is over: the run is in round {status['round']}"
+        raise ConfigError(what, key="--last-round", fix="Name a later one")
+
+
+def _write_for_me_alone(path: Path, text: str) -> None:
+    """Whoever has it may come in."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        fix = "Choose another name"
+        raise ConfigError(f"cannot be made: {error.strerror}", source=str(path), key="--out", fix=fix) from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
