@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-hf test-gpu clean
+.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-docs test-hf test-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,7 +45,7 @@ demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
 	$(VENV)/bin/p2ptrain demo --nodes $(NODES) --rounds $(ROUNDS)
 
 test: setup ## the tests that take seconds
-	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow'
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs'
 
 swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS, SEED)
 	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) --seed $(SEED)
@@ -58,6 +58,9 @@ test-slow: setup ## the tests that take minutes
 
 test-network: setup ## real daemons on hosts of their own: Linux network namespaces, as root; skipped elsewhere
 	$(VENV)/bin/pytest -m network -rs -s
+
+test-docs: setup ## every command of README.md and docs/, with real daemons
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m docs
 
 test-hf: setup ## what transformers makes of an export; installs the extra [hf]
 	$(PIP) install --quiet -e '.[dev,hf]'

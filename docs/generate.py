@@ -1,0 +1,280 @@
+"""Makes docs/reference/ from the code: `make docs`. A test does the same and compares (tests/test_docs.py).
+
+What a page says stands where the code says it: the help of the commands, the descriptions of the config's keys, the
+names and texts of the metrics, and the models of the HTTP answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from pydantic import BaseModel
+
+from p2ptrain.cli import app
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config_text import allowed, fields, sections, to_toml
+from p2ptrain.web.app import App
+from p2ptrain.web.metrics import Metrics
+from p2ptrain.web.models import Status
+from p2ptrain.web.openapi import EVENTS, MODELS, describe
+
+HERE = Path(__file__).parent / "reference"
+HELP_COLUMNS = 80
+NOTE = "<!-- Made by `make docs` from {source}. Change that, not this. -->\n"
+
+
+def pages() -> dict[str, str]:
+    """Every page by its name."""
+    return {
+        "cli.md": "".join(_commands()),
+        "config.md": "".join(_config()),
+        "metrics.md": "".join(_metrics()),
+        "http.md": "".join(_http()),
+    }
+
+
+def main() -> int:
+    """Write them; exit status 1 if one was another."""
+    has_changed = False
+    for name, text in pages().items():
+        path = HERE / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            has_changed = True
+            sys.stderr.write(f"{path} has changed\n")
+    return int(has_changed)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Commands
+
+
+def _commands() -> Iterator[str]:
+    yield "# The commands\n\n" + NOTE.format(source="the commands' own help") + "\n"
+    yield "Exit status: 0 done, 1 failed, 2 a mistake in what was typed or written, 3 no daemon answers, 130 Ctrl-C.\n"
+    for words in command_names():
+        yield f"\n## {' '.join(['p2ptrain', *words])}\n\n```text\n{_help(words)}\n```\n"
+
+
+def command_names() -> list[tuple[str, ...]]:
+    """Of all commands, in the order of `p2ptrain --help`."""
+
+    def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield words
+        for name, each in getattr(command, "commands", {}).items():
+            yield from walk(each, (*words, name))
+
+    return list(walk(typer.main.get_command(app), ()))
+
+
+def _help(words: tuple[str, ...]) -> str:
+    out, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(HELP_COLUMNS)
+    try:
+        with contextlib.redirect_stdout(out):
+            app([*words, "--help"], prog_name="p2ptrain", standalone_mode=False)
+    finally:
+        if columns is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = columns
+    return "\n".join(line.rstrip() for line in out.getvalue().strip().splitlines())
+
+
+# ---------------------------------------------------------------------------------------------------
+# Config
+
+
+def _config() -> Iterator[str]:
+    yield "# The files\n\n" + NOTE.format(source="p2ptrain/run_config.py and p2ptrain/node_config.py") + "\n"
+    yield (
+        "`p2ptrain config check FILE` says whether a file is right, `p2ptrain config show FILE` prints every value.\n"
+        'An unknown key is an error. A fraction is written as a decimal or as `"1/3"`.\n\n'
+        "- [A run](#a-run): `p2ptrain start RUN.toml`. The same for everyone, and part of the run's id.\n"
+        "- [A node](#a-node): `--config NODE.toml`. Yours alone.\n"
+    )
+    yield "\n## A run\n"
+    yield from _keys(RunConfig)
+    yield "\n## A node\n\nFor each key there is a variable of the environment too, which goes before the file:\n"
+    yield "`P2PTRAIN_DEVICE__THREADS=4`, and for lists `P2PTRAIN_NETWORK__BOOTSTRAP=address,address`.\n"
+    yield from _keys(NodeConfig)
+
+
+def _keys(model: type[BaseModel]) -> Iterator[str]:
+    defaults, section = _defaults(model), None
+    for where, key, field in fields(model):
+        if where != section:
+            section = where
+            yield f"\n### {f'[{where}]' if where else 'Without a section'}\n\n"
+            yield f"{inspect.cleandoc(sections(model)[where].__doc__ or '')}\n\n" if where else ""
+            yield "| key | default | takes | what it is |\n|---|---|---|---|\n"
+        default = "none: write one" if field.is_required() else _code(defaults[where, key])
+        yield _row(_code(key), default, allowed(field), field.description or "")
+
+
+def _defaults(model: type[BaseModel]) -> dict[tuple[str, str], str]:
+    """As a file would say them, by section and key."""
+    unnamed = {name: "" for name, field in model.model_fields.items() if field.is_required()}
+    found, where = {}, ""
+    for line in to_toml(model.model_construct(**unnamed)).splitlines():
+        if line.startswith("["):
+            where = line.strip("[]")
+        elif line and not line.startswith("#"):
+            key, _, value = line.partition(" = ")
+            found[where, key] = value
+    return found
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _row(*cells: str) -> str:
+    return (
+        "| "
+        + " | ".join(cell.replace("|", "\\|").replace("**", "\\*\\*").replace("\n", " ") for cell in cells)
+        + " |\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def _metrics() -> Iterator[str]:
+    status, server = _example(Status), App(_Nothing(), None, "")  # type: ignore[arg-type]  # it is asked for nothing
+    families = [
+        each for each in Metrics("", lambda: status, server._own_metrics).collect() if each.name.startswith("p2ptrain")
+    ]
+    yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/web/metrics.py and app.py") + "\n"
+    yield (
+        "For Prometheus, at `/metrics`. Names are stable. Counters begin anew when the daemon starts. Besides these\n"
+        f"there are the usual ones of the process: {', '.join(_code(each) for each in _of_process())}.\n\n"
+    )
+    yield "| name | type | labels | what it is |\n|---|---|---|---|\n"
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield _row(_code(name), family.type, _labels(family), family.documentation)
+
+
+def _labels(family: Metric) -> str:
+    names = dict.fromkeys(name for sample in family.samples for name in sample.labels)
+    if family.name == "p2ptrain_build_info":
+        return ", ".join(map(_code, names))
+    values = {name: dict.fromkeys(sample.labels[name] for sample in family.samples) for name in names}
+    known = [f"`{name}`: {', '.join(map(_code, each))}" for name, each in values.items()]
+    return "; ".join(known) or ("`what`" if family.name == "p2ptrain_occurrences" else "")
+
+
+def _of_process() -> list[str]:
+    found = ProcessCollector(registry=CollectorRegistry()).collect()
+    return sorted(f"{each.name}_total" if each.type == "counter" else each.name for each in found)
+
+
+class _Nothing:
+    """A source that nobody asks."""
+
+
+def _example(kind: Any) -> Any:
+    """A value of a type, so that every metric is there."""
+    arguments = [each for each in get_args(kind) if each is not type(None)]
+    if get_origin(kind) is Annotated:
+        return _example(arguments[0])
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind.model_construct(**{name: _example(field.annotation) for name, field in kind.model_fields.items()})
+    if get_origin(kind) is Literal:
+        return arguments[0]
+    if get_origin(kind) in (Union, UnionType):
+        return _example(arguments[0])
+    if get_origin(kind) is dict:
+        keys = get_args(arguments[0]) if get_origin(arguments[0]) is Literal else ()
+        return {key: _example(arguments[1]) for key in keys}
+    return (get_origin(kind) or kind)()
+
+
+# ---------------------------------------------------------------------------------------------------
+# HTTP
+
+
+def _http() -> Iterator[str]:
+    described = describe("")
+    yield "# The HTTP answers\n\n" + NOTE.format(source="p2ptrain/web/models.py and openapi.py") + "\n"
+    yield (
+        f"{described['info']['description']}\nThe same for programs, as OpenAPI: `/openapi.json`. A field is never "
+        "renamed or removed within a\n`version`; new ones may come. Beyond loopback a token is asked for, except where "
+        "it says *open*.\n\n"
+    )
+    anywhere = described["paths"]["/status"]["get"]["responses"]
+    yield "| address | what it tells | answers |\n|---|---|---|\n"
+    for path, methods in described["paths"].items():
+        yield _row(_code(path), *_address(methods["get"], anywhere))
+    yield "\nAny of them may also answer:\n\n| status | because |\n|---|---|\n"
+    for code, each in anywhere.items():
+        if code >= "400":
+            yield _row(code, each["description"])
+    events = [f"`{name}` with a [{model.__name__}](#{model.__name__.lower()})" for name, model in EVENTS.items()]
+    yield f"\n`/events` sends {', '.join(events)}.\n"
+    for name, schema in _ordered(described["components"]["schemas"]):
+        yield f"\n## {name}\n\n{schema.get('description', '')}\n\n| field | type | what it is |\n|---|---|---|\n"
+        for field, each in schema["properties"].items():
+            yield _row(_code(field), _type(each), each.get("description", ""))
+
+
+def _address(get: dict[str, Any], anywhere: dict[str, Any]) -> tuple[str, str]:
+    """What it tells, and its answers that are not everyone's."""
+    parameters = [
+        f" `?{each['name']}=`: {_parameter(each)}." for each in get.get("parameters", []) if each["in"] == "query"
+    ]
+    is_open = " *open*" if get.get("security") == [] else ""
+    own = {code: each for code, each in get["responses"].items() if code < "400" or each != anywhere.get(code, each)}
+    answers = "; ".join(f"{code}: {each['description']}" for code, each in own.items())
+    return get["summary"] + "".join(parameters) + is_open, answers
+
+
+def _parameter(parameter: dict[str, Any]) -> str:
+    limits = parameter["schema"]
+    return f"{parameter['description']}, {limits['minimum']} to {limits['maximum']:,}; {limits['default']} without it"
+
+
+def _ordered(schemas: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The answers first, then what they are made of; what has no fields is told where it is used."""
+    names = [model.__name__ for model in MODELS]
+    rest = [name for name in schemas if name not in names]
+    return [(name, schemas[name]) for name in [*names, *rest] if "properties" in schemas[name]]
+
+
+def _type(schema: dict[str, Any]) -> str:
+    match schema:
+        case {"$ref": path}:
+            name = path.rpartition("/")[2]
+            text = f"[{name}](#{name.lower()})"
+        case {"anyOf": kinds}:
+            text = " or ".join(map(_type, kinds))
+        case {"const": value}:
+            text = _code(str(value))
+        case {"enum": values}:
+            text = ", ".join(map(_code, values))
+        case {"type": "array", "items": items}:
+            text = f"list of {_type(items)}"
+        case {"type": "object", "additionalProperties": values}:
+            text = f"object of {_type(values)}"
+        case {"type": kind}:
+            text = {"integer": "whole number", "string": "text", "boolean": "true or false"}.get(kind, kind)
+        case _:
+            raise AssertionError(f"no words for {schema}")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
