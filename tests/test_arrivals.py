@@ -117,3 +117,9 @@ def test_a_thousand_rounds_stay_within_their_bounds() -> None:
         arrivals.note(KEYS[number % 16], number, number + 0.5)
         assert {name: limit for name, limit in arrivals.limits().items() if limit[0] > limit[1]} == {}
     assert arrivals.limits() == {"round starts": (64, STARTS_MAX + 1), "arrivals": (16, 2 * ADMITTED_MAX)}
+
+
+def test_who_says_again_what_came_in_time_does_not_make_its_author_late() -> None:
+    arrivals = seen(10.0, 10.0, 10.0)
+    arrivals.note(KEYS[0], 1, 500.0)
+    assert arrivals.offsets[KEYS[0]] == 10.0

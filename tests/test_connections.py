@@ -348,8 +348,9 @@ async def test_only_what_was_reached_is_remembered_and_told_to_others() -> None:
     [
         ("/ip4/203.0.113.7/tcp/4001/p2p/x", "203.0.0.0/16"),
         ("/ip6/2001:db8:1::7/tcp/4001/p2p/x", "2001:db8::/32"),
-        ("/dns4/node.example.org/tcp/4001/p2p/x", "node.example.org"),
-        ("/ip4/nonsense/tcp/4001", "nonsense"),
+        ("/dns4/node.example.org/tcp/4001/p2p/x", ""),  # names cost nothing
+        ("/ip4/10.1.2.3/tcp/4001/p2p/x/p2p-circuit/p2p/y", ""),  # the relay's
+        ("/ip4/nonsense/tcp/4001", ""),
         ("/ip4", ""),
         ("", ""),
     ],

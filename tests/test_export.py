@@ -246,12 +246,13 @@ def test_nothing_is_overwritten(kind: str, weights: Weights, tmp_path: Path) -> 
         export(out, weights, BYTES, None)
 
 
-def test_an_export_that_was_broken_off_is_begun_afresh(weights: Weights, tmp_path: Path) -> None:
+def test_an_export_removes_nothing_that_it_has_not_made(weights: Weights, tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "left").write_text("of a crash")
+    (tmp_path / "out.partial" / "thesis.txt").write_text("somebody's own")
     export(tmp_path / "out", weights, BYTES, None)
     assert list(content_of(tmp_path / "out")) == FILES
-    assert not (tmp_path / "out.partial").exists()
+    assert sorted(each.name for each in tmp_path.iterdir() if "out" in each.name) == ["out", "out.partial"]
+    assert (tmp_path / "out.partial" / "thesis.txt").exists()
 
 
 # ---------------------------------------------------------------------------------------------------

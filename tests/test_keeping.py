@@ -102,3 +102,54 @@ async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path
         made = await each.device.run(each.keeping.checkpoint_first, each.device, root_of(STATE))
         assert each.store.checkpoints.present() == [made]
         assert each.edges.library.states() == ((0, root_of(STATE)),)
+
+
+async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each:
+
+        def full() -> Any:
+            raise RuntimeError("can't allocate memory")
+
+        monkeypatch.setattr(each.trainer, "capture", full)
+        each.trainer.round = 4
+        await saved(each, 4)
+        assert each.keeping.checkpoint_trouble == "there is no memory for a copy of the state"
+
+
+async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
+    async with bench(tmp_path) as each:
+        has_begun = with_slow_disk(each, gate)
+        capture, copies = each.trainer.capture, []
+        each.trainer.capture = lambda: copies.append(1) or capture()  # type: ignore[method-assign,func-returns-value]
+        each.trainer.round = 4
+        orders = [asyncio.create_task(saved(each, 4, now=True)) for _ in range(4)]
+        assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
+        await each.device.run(lambda: None)
+        assert len(copies) == 1
+        gate.set()
+        await asyncio.gather(*orders)
+
+
+async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the kept history nothing would lead on from it."""
+    monkeypatch.setattr("p2ptrain.daemon.keeping.RETRY_SECONDS", 0.01)
+    async with bench(tmp_path) as each:
+        each.keeping.history_rounds = 8
+        capture, tries = each.trainer.capture, []
+
+        def broken() -> Any:
+            tries.append(1)
+            if len(tries) < 4:
+                raise RuntimeError("can't allocate memory")
+            return capture()
+
+        each.trainer.capture = broken  # type: ignore[method-assign]
+        each.trainer.round = 5
+        await saved(each, 5)
+        assert tries == [], "it is not time"
+        each.trainer.round = 7
+        await saved(each, 7)
+        assert len(tries) == 4
+        assert [checkpoint.round for checkpoint in each.store.checkpoints.present()] == [7]

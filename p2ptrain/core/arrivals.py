@@ -38,7 +38,7 @@ class Arrivals:
 
     def note(self, author: bytes, number: int, now: float) -> None:
         """A contribution for a round arrived."""
-        if number < self.noted.get(author, 0):
+        if number <= self.noted.get(author, 0):  # the first hearing counts: anybody can say it again later
             return
         self.noted[author] = number
         start = self.starts.get(number)

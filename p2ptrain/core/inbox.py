@@ -192,7 +192,7 @@ class Inbox:
                 arrivals = node.parts.arrivals
                 if message.round > arrivals.noted.get(author, 0):  # peers repeat what they have heard
                     self.context.tallies.of(author).late += 1
-                arrivals.note(author, message.round, self.context.now)
+                    arrivals.note(author, message.round, self.context.now)
             return
         self._offer(sender, received, asked_for, payload_good)
 

@@ -118,6 +118,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     fetching = Fetching(run, transport, connections, fetcher, launch.data, library, place, driver.blame)
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, library, every, needed=lambda: node.parts.payloads.held)
+    keeping.history_rounds = run.agreement.history_rounds
     stack.callback(keeping.close)
     if config.network.bootstrap and not remembered:  # by which this run is known again, if they are away next time
         await keeping.remember(config.network.bootstrap, ())

@@ -37,7 +37,8 @@ LAG_SECONDS = 0.25  # between looks at the event loop's lag
 LAG_KEPT = 240  # looks: the worst of the last minute is told
 STOOD_STILL_SECONDS = 10.0  # between two looks: this is no lag, nothing ran here
 TELL_SECONDS = 1.0
-REMEMBER_SECONDS = 5.0  # between saves of the rounds lived, and of the peers' addresses if they have changed
+REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: a kill may come soon
+ROUNDS_SECONDS = 5.0  # between saves of the rounds lived
 REACHED_SECONDS = 60.0  # between saves of when each address was reached last
 SAMPLE_SECONDS_MAX = 60.0  # in which this node trains nothing; a swarm waits for it about as long
 
@@ -207,10 +208,12 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
 
 async def _remember(daemon: Daemon) -> None:
     saved: list[str] = []
-    saved_at = monotonic()
+    saved_at = rounds_at = monotonic()
     while True:
         await asyncio.sleep(REMEMBER_SECONDS)
-        await daemon.rounds.save()
+        if monotonic() - rounds_at >= ROUNDS_SECONDS:
+            rounds_at = monotonic()
+            await daemon.rounds.save()
         addresses = daemon.edges.connections.remembered()
         if addresses != saved or monotonic() - saved_at >= REACHED_SECONDS:
             await _save_addresses(daemon.edges, addresses)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from time import monotonic, time
+from time import monotonic, sleep, time
 from typing import TypeVar
 
 from p2ptrain.core.manifest import Manifest
@@ -24,6 +24,8 @@ from p2ptrain.store.records import Batch
 from p2ptrain.store.store import Store
 
 FRESH_SECONDS = 60.0  # until a payload that arrived is counted by the core, or is of no use
+LAST_CHANCE = 0.75  # of the rounds whose history is kept, without a checkpoint
+RETRY_SECONDS = 5.0  # between tries to write one then
 PRUNE_ROUNDS = 8  # between looks at what the store may forget
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -46,7 +48,10 @@ class Moment:
         """In the trainer's thread; None if a state was taken over meanwhile."""
         if device.trainer.round != number:
             return None
-        return cls(number, branch, head, root, device.trained, device.trainer.capture())
+        try:
+            return cls(number, branch, head, root, device.trained, device.trainer.capture())
+        except (MemoryError, RuntimeError) as error:  # torch has no kind of its own for the former
+            raise DataError("there is no memory for a copy of the state") from error
 
 
 class Keeping:
@@ -60,7 +65,9 @@ class Keeping:
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not have heard of yet, and since when
         self.records_trouble = ""  # why no history is written, as long as none is
         self.checkpoint_trouble = ""  # why the last checkpoint, or note for one, was not written
-        self._saving = 0  # checkpoints that are being made
+        self.history_rounds = 2**62  # a checkpoint older than so many rounds leads nowhere
+        self._saved_round = 0  # of the last that was written
+        self._turn = asyncio.Lock()  # of who makes a checkpoint: there is memory for one copy
         self._disk = ThreadPoolExecutor(1, "disk")
         self._historian = ThreadPoolExecutor(1, "records")  # sqlite prunes for a second, and votes must not wait
         self._writer = ThreadPoolExecutor(1, "checkpoint")  # one of its own: gigabytes must not hold up what is said
@@ -132,22 +139,36 @@ class Keeping:
         """Save the state after this round, if it is time: training waits for a copy in memory, and not for the disk.
 
         One that is due while another is being written is left out: there is memory for one copy, and a disk as slow
-        as that does not get faster.
+        as that does not get faster. But rounds do not run away from the last one that was saved: without it, a restart
+        would have nothing to go on from. Then everything waits, until one is saved.
         """
-        if not now and manifest.round % self.checkpoint_rounds:
+        is_last_chance = manifest.round - self._saved_round >= LAST_CHANCE * self.history_rounds
+        if is_last_chance and not now:
+            await device.run(self._save_at_last, device, manifest, root)
             return
-        if self._saving and not now:
-            log.info("no checkpoint of round %d: the last one is still being written", manifest.round)
+        if not now and (manifest.round % self.checkpoint_rounds or self._turn.locked()):
             return
-        self._saving += 1
-        try:
-            moment = await device.run(Moment.of, device, manifest.round, manifest.branch, manifest.digest, root)
+        async with self._turn:
+            try:
+                moment = await device.run(Moment.of, device, manifest.round, manifest.branch, manifest.digest, root)
+            except DataError as error:
+                self._failed(manifest.round, error)
+                return
             if moment is None:
                 log.info("no checkpoint of round %d: another state was taken over", manifest.round)
             else:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._try, moment)
-        finally:
-            self._saving -= 1
+
+    def _save_at_last(self, device: Device, manifest: Manifest, root: bytes) -> None:
+        """In the trainer's thread, which does nothing else until it has succeeded, or the node ends."""
+        while not device.is_stopping and manifest.round > self._saved_round:
+            try:
+                moment = Moment.of(device, manifest.round, manifest.branch, manifest.digest, root)
+                if moment is None or self._writer.submit(self._try, moment).result():
+                    return
+            except DataError as error:
+                self._failed(manifest.round, error)
+            sleep(RETRY_SECONDS)
 
     def checkpoint_first(self, device: Device, root: bytes) -> Checkpoint:
         """Of the first weights, by whoever begins the run; in the trainer's thread."""
@@ -159,7 +180,11 @@ class Keeping:
         """Of a state that was taken over: what is trained from now on rests on it, and waits for it."""
 
         def save() -> None:
-            moment = Moment.of(device, number, b"", b"", root)
+            try:
+                moment = Moment.of(device, number, b"", b"", root)
+            except DataError as error:
+                self._failed(number, error)
+                return
             if moment is not None:
                 self._writer.submit(self._try, moment).result()
 
@@ -173,24 +198,31 @@ class Keeping:
             self.checkpoint_trouble = str(error)
             log.error("%s; a restart will not repeat what is trained until the next checkpoint", error)
 
-    def _try(self, moment: Moment) -> None:
+    def _try(self, moment: Moment) -> bool:
         try:
             self._write(moment)
-            self.checkpoint_trouble = ""
         except DataError as error:
-            self.checkpoint_trouble = str(error)
-            log.error("no checkpoint of round %d: %s", moment.round, error)
+            self._failed(moment.round, error)
+            return False
+        self.checkpoint_trouble = ""
+        return True
+
+    def _failed(self, number: int, error: DataError) -> None:
+        self.checkpoint_trouble = str(error)
+        log.error("no checkpoint of round %d: %s", number, error)
 
     def _write(self, moment: Moment) -> Checkpoint:
         capture = moment.capture
         checkpoint = self.store.checkpoints.write(
             moment.round, moment.branch, moment.head, moment.root, moment.trained, capture.write, capture.state
         )
+        self._saved_round = moment.round
         if leaves := leaves_of(capture.state, moment.root):  # a partial root proves no pieces
             self.library.offer_state(checkpoint, leaves)
         return checkpoint
 
     def offer(self, checkpoint: Checkpoint) -> None:
         """Serve what an earlier life has saved."""
+        self._saved_round = max(self._saved_round, checkpoint.round)
         if found := read_state(checkpoint):
             self.library.offer_state(checkpoint, found[1])

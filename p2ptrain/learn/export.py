@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,6 @@ def load_model(weights: Weights, device: torch.device) -> Transformer:
 def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[int, int] | None) -> None:
     """Make the directory `target`, whole or not at all; `members` is how many had a vote and how many were admitted."""
     check_target(target)
-    partial = target.with_name(target.name + PARTIAL_SUFFIX)
-    forget(partial)
     end = _end_name(tokenizer)
     files = {
         "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
@@ -112,15 +111,18 @@ def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[
         "README.md": model_card(weights, members).encode(),
     }
     with trouble(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(suffix=PARTIAL_SUFFIX, dir=target.parent))  # no name that may be somebody's
+        partial = place / target.name
         try:
-            partial.mkdir(parents=True)
+            partial.mkdir()
             _write_weights(partial / "model.safetensors", weights)
             for name, content in files.items():
                 write_file(partial / name, content, mode=MODE)
             sync(partial)
             rename(partial, target)
         finally:
-            forget(partial)
+            forget(place)
 
 
 def check_target(target: Path) -> None:

@@ -334,7 +334,8 @@ class Connections:
         ranges |= {address_range(self.known[peer].addresses[0]) for peer in self.dialling if peer in self.known}
 
         def is_elsewhere(peer: bytes) -> bool:
-            return len(ranges) < RANGES_KEPT and address_range(self.known[peer].addresses[0]) not in ranges
+            place = address_range(self.known[peer].addresses[0])
+            return len(ranges) < RANGES_KEPT and bool(place) and place not in ranges
 
         def rank(peer: bytes) -> tuple[bool, bool, bool, float]:
             return (
@@ -475,12 +476,13 @@ def topic_of(run_id: bytes) -> str:
 
 
 def address_range(address: str) -> str:
-    """What one provider or attacker is likely to own as a whole."""
+    """What one provider or attacker is likely to own as a whole; empty if that cannot be told: names cost nothing, and
+    behind a relay anybody may be."""
     parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return parts[2] if len(parts) > 2 else ""
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
+        return ""
     try:
         host = ipaddress.ip_address(parts[2])
     except ValueError:
-        return parts[2]
+        return ""
     return str(ipaddress.ip_network((host, 16 if host.version == 4 else 32), strict=False))

@@ -89,7 +89,7 @@ class App:
             "/openapi.json": self._describe,
         }
         for path, handler in routes.items():
-            self.application.router.add_get(path, handler)
+            self.application.router.add_get(path, handler, expect_handler=_expect_nothing)
         self.application.on_shutdown.append(self._end)
 
     async def _end(self, application: web.Application) -> None:
@@ -204,3 +204,7 @@ class App:
             return refusal(HTTPStatus.NOT_FOUND, "not found")
         headers = {"Content-Type": KINDS[path.suffix], "Cache-Control": "no-cache"}  # kept, if it is still the same
         return web.FileResponse(path, headers=headers)
+
+
+async def _expect_nothing(request: web.Request) -> None:
+    """No body is taken, and what is not admitted is not encouraged: the guard answers, and not aiohttp."""

@@ -91,6 +91,8 @@ class Events:
             await self._send(response, watcher)
         except (TimeoutError, ConnectionError):
             self.dropped += 1
+            if request.transport is not None:
+                request.transport.abort()  # or else its place is held until it reads
         finally:
             self.watchers.discard(watcher)
             if not self.watchers:
