@@ -303,7 +303,7 @@ async def test_holders_that_do_not_exist_cost_nothing() -> None:
 def test_sources_that_give_little_do_not_keep_out_the_quick(seconds: float) -> None:
     @skipping_time
     async def test() -> None:
-        name, blob = tree(100 * PIECE, "state")
+        name, blob = tree(100 * PIECE)
 
         async def answer(request: Request) -> Reply:
             if isinstance(request, Want):

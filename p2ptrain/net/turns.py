@@ -25,7 +25,7 @@ TURN_SECONDS = 10.0  # that a request waits for its turn, of the 20 that a clien
 TURNS_MAX = 1_024  # peers whose last turn is remembered
 OVERDUE_SECONDS = 8.0  # a piece of a megabyte in as many seconds from each source, however busy they are
 BACKGROUND_AT_ONCE = 4  # peers that such a piece is on its way to: they queue in the line before a payload
-BACKGROUND_BYTES_PER_SECOND = 2**25  # 270 Mbit/s, more than most can send, and a tenth of a core at work
+BACKGROUND_BYTES_PER_SECOND = 2**22  # 34 Mbit/s from each source; eight of them fill a newcomer's line, and a core
 
 
 class BusyError(P2ptrainError):
