@@ -118,6 +118,20 @@ async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goe
         assert each.keeping.checkpoint_trouble == "there is no memory for a copy of the state"
 
 
+async def test_a_mistake_in_the_trainer_is_not_taken_for_a_lack_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each:
+
+        def broken() -> Any:
+            raise RuntimeError("shapes do not fit")
+
+        monkeypatch.setattr(each.trainer, "capture", broken)
+        each.trainer.round = 4
+        with pytest.raises(RuntimeError, match="shapes do not fit"):
+            await saved(each, 4)
+
+
 async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
     async with bench(tmp_path) as each:
         has_begun = with_slow_disk(each, gate)
