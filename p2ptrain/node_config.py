@@ -67,7 +67,9 @@ class NetworkConfig(Section):
     )
     relay: bool = Field(True, description="go through relays where there is no direct way")
     trusted_relays: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
-        (), max_length=ADDRESSES_MAX, description="relays to be reached through; empty: the bootstrap nodes"
+        (),
+        max_length=ADDRESSES_MAX,
+        description="relays to be reached through; empty: the bootstraps, and peers reached last time",
     )
     relay_for_others: bool = Field(
         True, description="carry connections of nodes that have no other way; limits of bytes do not count these"

@@ -14,10 +14,11 @@ from driver_known import STATE, a_dataset, root_of
 from net_known import at, skipping_time
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.find import FIND_SECONDS_MAX, fetch_dataset, find_dataset, find_run
+from p2ptrain.daemon.find import FIND_SECONDS_MAX, RELAYS_MAX, fetch_dataset, find_dataset, find_run, with_relays
 from p2ptrain.daemon.places import run_directory
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError
+from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.net import inquiry
 from p2ptrain.net.blobs import BlobName, MemoryBlob
@@ -188,3 +189,27 @@ def test_data_that_a_run_begun_here_has_made_is_found_under_its_other_name(tmp_p
     name = manifest_digest(made.manifest_bytes())
     assert find_dataset(config, name) == tmp_path / "data" / "embedded"
     assert find_dataset(config, "0" * 64) == tmp_path / "data" / ("0" * 16)
+
+
+def test_relays_are_the_bootstraps_and_whom_a_node_reached_last_time(tmp_path: Path) -> None:
+    storage = StorageConfig(directory=str(tmp_path))
+    run = RunConfig.model_validate({"name": "x"}).sealed(
+        manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
+    )
+    addresses = [f"/ip4/203.0.113.{i}/tcp/4001/p2p/{peer_id_of(key)}" for i, key in enumerate(KEYS)]
+    relayed = f"{addresses[0]}/p2p-circuit/p2p/{peer_id_of(KEYS[1])}"
+    config = NodeConfig(storage=storage)
+    directory = run_directory(config, bytes.fromhex(run.run_id))
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_bytes(run.canonical())
+    with closing(Records(directory / RECORDS_NAME)) as records:
+        records.remember([relayed, *addresses])
+    without = with_relays(config).trusted_relays
+    assert len(without) == RELAYS_MAX
+    assert set(without) < set(addresses)
+    known = without[1]
+    given = NodeConfig(storage=storage, network=NetworkConfig(bootstrap=(addresses[-1], known)))
+    assert with_relays(given).trusted_relays[:2] == (addresses[-1], known)
+    assert sorted(with_relays(given).trusted_relays) == sorted({addresses[-1], *without})
+    named = NetworkConfig(bootstrap=(addresses[0],), trusted_relays=(addresses[-1],))
+    assert with_relays(NodeConfig(storage=storage, network=named)) == named

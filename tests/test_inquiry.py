@@ -16,6 +16,7 @@ from p2ptrain.net import inquiry
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
 from p2ptrain.net.inquiry import (
     ANSWER_BYTES_MAX,
+    ANSWERS_BYTES_PER_SECOND,
     NAME_MAX,
     PEERS_MAX,
     PROTOCOL,
@@ -133,6 +134,27 @@ async def test_an_answer_that_is_none_is_the_peers_fault(answer: bytes) -> None:
     await asked.serve(PROTOCOL, lie)
     with pytest.raises(RemoteProtocolError):
         await inquiry.ask_runs(asking, B)
+    await asked.close()
+
+
+@skipping_time
+async def test_whoever_asks_too_much_is_hung_up_on_and_others_are_not() -> None:
+    network = Network()
+    asking, asked, other = (network.transport(each) for each in (A, B, key(3)))
+    for each in (asking, other):
+        await each.connect(asked.addresses()[0])
+    upload = TokenBucket(100_000)
+    await inquiry.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
+    began, given = asyncio.get_running_loop().time(), 0
+    for _ in range(200):
+        try:
+            given += len(await inquiry.ask_config(asking, B, RUN))
+        except TransportError:
+            await at(asyncio.get_running_loop().time() + 1.0)
+    seconds = asyncio.get_running_loop().time() - began
+    share = PIECE_BYTES + seconds * ANSWERS_BYTES_PER_SECOND
+    assert share - 2 * CONFIG_BYTES_MAX < given <= share
+    assert len(await inquiry.ask_config(other, B, RUN)) == CONFIG_BYTES_MAX
     await asked.close()
 
 

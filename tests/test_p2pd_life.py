@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -206,6 +207,15 @@ async def test_a_p2pd_that_does_not_start_says_why(make: Make, monkeypatch: pyte
 def test_importing_hivemind_leaves_logging_as_it_was() -> None:
     assert logging.getLevelName(logging.WARNING) == "WARNING"
     assert logging.getLogger("hivemind").handlers == []
+
+
+def test_of_hivemind_only_the_parts_are_imported_that_are_used() -> None:
+    def printed(code: str) -> str:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert "scipy" not in printed("import sys, p2ptrain.net.p2pd; print(*sys.modules)").split()
+    from_whole = "import p2ptrain.net.p2pd, hivemind, sys; print(hivemind.DHT is sys.modules['hivemind.dht'].DHT)"
+    assert printed(from_whole) == "True\n"
 
 
 async def test_a_message_from_p2pd_that_is_too_long_is_not_read() -> None:

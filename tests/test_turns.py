@@ -142,3 +142,36 @@ async def test_states_are_on_their_way_to_a_few_at_a_time() -> None:
     await at(0.5)
     assert len(line.went) == BACKGROUND_AT_ONCE
     await line.done()
+
+
+@skipping_time
+async def test_under_a_low_limit_a_state_that_is_overdue_does_not_stand_before_payloads() -> None:
+    line = Line(upload=PIECE // 10)
+    line.send("A", A, True)
+    await at(0.1)
+    line.send("state", B, False)
+    line.send("another state", C, False)
+    await at(OVERDUE_SECONDS + 0.2)
+    line.send("payload", A, True, size=1_000)
+    assert await line.done() == ["A", "state", "payload", "another state was put off"]  # it has to be paid for first
+    went = {name: round(at, 1) for name, at in line.went}
+    assert (went["state"], went["payload"]) == (OVERDUE_SECONDS + 0.1, OVERDUE_SECONDS + 0.2)
+
+
+@skipping_time
+async def test_states_that_are_overdue_leave_the_average_as_it_is() -> None:
+    rate = PIECE // 10
+    line = Line(upload=rate)
+    for number in range(400):  # as soon as one has gone, the next waits
+        line.send("payload", key(10 + number % 4), True, size=rate // 2)
+
+    async def newcomer() -> None:
+        while now() < 100.0:
+            await line._send("state", B, False, 0.0, PIECE)
+
+    line.tasks.append(asyncio.create_task(newcomer()))
+    await at(100.0)
+    sizes = {"payload": rate // 2, "state": PIECE}
+    assert sum(sizes.get(name, 0) for name, _ in line.went) <= 100 * rate + 3 * PIECE  # a burst, and one that is owed
+    assert sum(name == "state" for name, _ in line.went) >= 2
+    await line.done()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.core.messages import PROTOCOL_VERSION
 from p2ptrain.daemon.fetching import fetch_manifest, fetch_tokenizer
 from p2ptrain.daemon.places import data_directory, dataset_directory, run_directory
@@ -29,6 +29,7 @@ from p2ptrain.store.records import remembered_peers
 FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
 REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run; more, where those that told give nothing
+RELAYS_MAX = 8  # remembered; p2pd holds places with four
 ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -160,6 +161,19 @@ def stored_runs(config: NodeConfig) -> list[RunConfig]:
         else:
             found.append(run)
     return found
+
+
+def with_relays(config: NodeConfig) -> NetworkConfig:
+    """The bootstraps are the relays that a node behind a router can be reached through, and with them the peers that it
+    reached last time: started again without a bootstrap, or after that one has gone for good, it has relays all the same.
+    """
+    network = config.network
+    if network.trusted_relays:
+        return network
+    directories = [run_directory(config, bytes.fromhex(run.run_id)) for run in stored_runs(config)]
+    remembered = [address for directory in directories for address in remembered_peers(directory)]
+    reached = [address for address in remembered if "/p2p-circuit" not in address][:RELAYS_MAX]
+    return network.model_copy(update={"trusted_relays": tuple(dict.fromkeys([*network.bootstrap, *reached]))})
 
 
 async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:

@@ -20,7 +20,7 @@ from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.daemon import Daemon, live, save_last
-from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run
+from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run, with_relays
 from p2ptrain.daemon.guest import be_nice
 from p2ptrain.daemon.http import STARTING, Http
 from p2ptrain.daemon.logs import set_up
@@ -150,7 +150,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         place = dataset_directory(config, run.data.manifest)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
-        transport = await _open_transport(stack, identity_file(config), config.network, owner.sockets)
+        transport = await _open_transport(stack, identity_file(config), with_relays(config), owner.sockets)
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), owner, http)
 
 
@@ -163,7 +163,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         identity = _open_identity(stack, config)
         owner = await _answer_owner(stack, config)
         http = await _show(stack, config)
-        transport = await _open_transport(stack, identity_file(config), config.network, owner.sockets)
+        transport = await _open_transport(stack, identity_file(config), with_relays(config), owner.sockets)
         run, sources = await find_run(transport, config, wanted)
         directory = find_dataset(config, run.data.manifest)
         if (directory / MANIFEST_NAME).exists():

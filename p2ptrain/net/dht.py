@@ -10,17 +10,16 @@ import heapq
 import logging
 import random
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of
 from p2ptrain.net.records import Checker, sign_record, strip_record
+from p2ptrain.net.spare import parts_of_hivemind
 from p2ptrain.net.transport import TransportError
 
-with warnings.catch_warnings():  # all of hivemind is imported, and some of it is older than our torch
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+with parts_of_hivemind():
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage

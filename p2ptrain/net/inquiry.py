@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -30,6 +31,8 @@ PEERS_MAX = 32  # addresses a question: enough to find the rest by
 NAME_MAX = 64
 QUESTION_BYTES_MAX = 256
 ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
+ANSWERS_BYTES_PER_SECOND = 4_096  # to a peer, after a first megabyte; a node asks for 14 KB a minute at most
+ASKERS_MAX = 1_024  # whose budget is remembered: more than may be connected
 SECONDS = 15.0
 
 
@@ -98,7 +101,19 @@ _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 async def serve(
     transport: Transport, answer: Callable[[bytes, Question], Answer], upload: TokenBucket | None = None
 ) -> None:
-    """Answer the questions of peers; `answer` gets the peer and the question. Answers count, and do not wait."""
+    """Answer the questions of peers; `answer` gets the peer and the question.
+
+    Answers count, and do not wait: whoever has had more than its share is hung up on, or questions alone could take
+    half of the upload from those in the run.
+    """
+    budgets: OrderedDict[bytes, TokenBucket] = OrderedDict()  # by peer, who asked last comes last
+
+    def has_budget(peer: bytes, size: int) -> bool:
+        budget = budgets.setdefault(peer, TokenBucket(ANSWERS_BYTES_PER_SECOND))
+        budgets.move_to_end(peer)
+        while len(budgets) > ASKERS_MAX:
+            budgets.popitem(last=False)
+        return budget.take_now(size)
 
     async def handle(stream: Stream) -> None:
         try:
@@ -108,6 +123,9 @@ async def serve(
                     frame = wire.encode(await _seen(transport, stream.peer))
                 else:
                     frame = wire.encode(answer(stream.peer, question))
+                if not has_budget(stream.peer, len(frame)):
+                    stream.abort()
+                    return
                 if upload is not None:
                     upload.charge(len(frame))
                 await stream.send(frame)

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import random
 import time
-import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,14 +33,14 @@ from p2ptrain.net.process import Process, make_arguments, with_ports
 from p2ptrain.net.pubsub import Gossip, Mailbox
 from p2ptrain.net.records import ANNOUNCE_SECONDS_MAX, VALUE_BYTES_MAX
 from p2ptrain.net.sockets import Sockets
+from p2ptrain.net.spare import parts_of_hivemind
 from p2ptrain.net.streams import Streams
 from p2ptrain.net.supervisor import Supervisor
 from p2ptrain.net.tasks import BACKOFF_SECONDS, OnCrash, Tasks, report_crash
 from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, TransportError
 from p2ptrain.node_config import NetworkConfig
 
-with warnings.catch_warnings():  # all of hivemind is imported, and some of it is older than our torch
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+with parts_of_hivemind():
     from hivemind.dht.routing import DHTID
     from hivemind.proto import p2pd_pb2 as pb
     from hivemind.utils.logging import use_hivemind_log_handler

@@ -6,7 +6,7 @@ piece takes nothing from anyone.
 A round waits for payloads; a newcomer can wait for its state. So states and training data go out when no payload waits
 or is on its way and the upload limit lets them go at once, a few at a time, and all together no faster than
 BACKGROUND_BYTES_PER_SECOND, whatever the line could carry. Payloads do not hold them up for ever: what has waited for
-OVERDUE_SECONDS goes as if it were one.
+OVERDUE_SECONDS goes between them, and is paid for with half of what the upload limit lets go afterwards.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class Turns:
                     await mine.come
             except TimeoutError as error:
                 raise BusyError("busy") from error
-            await self._upload.take(size)
+            if is_urgent:
+                await self._upload.take(size)
+            elif not self._upload.take_now(size):  # overdue: to wait for the limit here would hold up payloads
+                self._upload.charge(size)
             self._number += 1
             self._served[peer] = self._number
             self._served.move_to_end(peer)
@@ -109,7 +112,7 @@ class Turns:
             return ready[0] if ready else None
         turn = ready[0]
         wait = self._background.seconds_until(turn.size)
-        if loop.time() < turn.overdue_at:  # or else it would hold up payloads until the limit lets it go
+        if loop.time() < turn.overdue_at or not self._upload.may_charge(turn.size):
             wait = max(wait, self._upload.seconds_until(turn.size))
         if wait > 0:
             loop.call_later(wait, self._advance)
