@@ -62,7 +62,8 @@ def main() -> int:
 
 def _commands() -> Iterator[str]:
     yield "# The commands\n\n" + NOTE.format(source="the commands' own help") + "\n"
-    yield "Exit status: 0 done, 1 failed, 2 a mistake in what was typed or written, 3 no daemon answers, 130 Ctrl-C.\n"
+    yield "Exit status: 0 done, 1 failed, 2 a mistake in what was typed or written, 3 no daemon answers, "
+    yield "4 this machine's hardware is suspect, 130 Ctrl-C.\n"
     for words in command_names():
         yield f"\n## {' '.join(['p2ptrain', *words])}\n\n```text\n{_help(words)}\n```\n"
 

@@ -2,7 +2,8 @@
 
 A peer broke the rules: `RemoteProtocolError`; it becomes evidence and life goes on. The user erred:
 `ConfigError`, which names the key and the fix (exit status 2). The world failed: `DataError`,
-`DeviceError` and `TrainingError`, which say what was found and where. We erred: `assert`, and the process ends.
+`DeviceError` and `TrainingError`, which say what was found and where; or this machine itself is broken: `HardwareError`
+(exit status 4). We erred: `assert`, and the process ends.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class DeviceError(P2ptrainError):
 
     def __init__(self, problem: str, *, fix: str) -> None:
         super().__init__(f"{problem}. {fix}")
+
+
+class HardwareError(P2ptrainError):
+    """This machine computes otherwise than all others: what says so, and what its owner has to do."""
 
 
 class TrainingError(P2ptrainError):

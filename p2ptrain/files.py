@@ -3,6 +3,9 @@
 A file is written under a temporary name, synced, renamed, and its directory synced, so that after a power cut it is
 there as a whole or as it was before (Pillai et al., "All file systems are not created equal", OSDI 2014). What the
 system refuses becomes a `DiskError`, which names the file and says what to do.
+
+What somebody else may have put there is read by `open_regular`, `read_regular` and `listed`: a pipe would block for
+ever, a link lead anywhere, a device obey, and a file claim to be larger than any memory.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 from blake3 import blake3
@@ -165,11 +170,76 @@ def entries(directory: Path) -> list[Path]:
             return []
 
 
-def digest_of(path: Path) -> tuple[int, str]:
-    """The size of a file and its BLAKE3 digest, as `b3sum` prints it."""
+def open_regular(path: Path) -> BufferedReader:
+    """A file for reading, and no link and no device: `DataError` if it is anything else.
+
+    It is looked at before it is opened, because to open a device can set it off, and afterwards, because it may have
+    been exchanged in between.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    _check_regular(path, os.lstat(path))
+    file = os.fdopen(os.open(path, flags), "rb")
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
+    except DataError:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path}: not a regular file, but {_kind(found)}. Put a file in its place, or nothing")
+
+
+def _kind(found: os.stat_result) -> str:
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(found.st_mode), "a device")
+
+
+def read_regular(path: Path, bytes_max: int) -> bytes | None:
+    """What is in a file of at most so many bytes, as long as it was when it was opened; None if there is none."""
+    with trouble(path, "cannot be read"):
+        try:
+            file = open_regular(path)
+        except FileNotFoundError:
+            return None
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size > bytes_max:
+                raise DataError(f"{path}: {size:,} bytes, and at most {bytes_max:,} of such a file are read")
+            return file.read(size)
+
+
+def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]:
+    """What is in a directory, by name, and what it is, links not followed; nothing if there is none."""
+    found: list[tuple[Path, os.stat_result]] = []
+    with trouble(directory, "cannot be read"):
+        try:
+            kind = os.lstat(directory)
+        except FileNotFoundError:
+            return []
+        if not stat.S_ISDIR(kind.st_mode):
+            raise DataError(f"{directory}: not a directory, but {_kind(kind)}. Put what belongs there in its place")
+        with os.scandir(directory) as names:
+            for each in names:
+                if len(found) >= names_max:
+                    raise DataError(f"{directory}: more than {names_max:,} files. Move away what does not belong there")
+                try:
+                    found.append((Path(each.path), each.stat(follow_symlinks=False)))
+                except FileNotFoundError:
+                    continue  # it has just gone
+    return sorted(found, key=lambda each: each[0])
+
+
+def digest_of(path: Path, bytes_max: int | None = None) -> tuple[int, str]:
+    """The size of a regular file and its BLAKE3 digest, as `b3sum` prints it; of one that has more bytes than it
+    may, no more are read than tell so."""
     hasher, size = blake3(), 0
-    with trouble(path, "cannot be read"), path.open("rb", buffering=0) as file:
+    with trouble(path, "cannot be read"), open_regular(path) as file:
         while part := file.read(READ_BYTES):
             hasher.update(part)
             size += len(part)
+            if bytes_max is not None and size > bytes_max:
+                break
     return size, hasher.hexdigest()

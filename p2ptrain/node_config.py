@@ -173,6 +173,11 @@ class TrackingConfig(Section):
     """Figures of each round, for other tools that show them."""
 
     tensorboard: FilePath = Field("", description="directory for TensorBoard's event files; empty: none are written")
+    wandb: FilePath = Field(
+        "",
+        description="directory for runs of Weights & Biases, by the extra [wandb]; they are sent if WANDB_API_KEY is "
+        "set; empty: none are written",
+    )
 
 
 class LoggingConfig(Section):

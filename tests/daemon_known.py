@@ -23,8 +23,8 @@ import psutil
 from p2ptrain.daemon.control import ask
 from p2ptrain.errors import P2ptrainError
 
-# A round takes half a second of one core; three nodes are a swarm that goes on when one is missing. What comes late
-# may still be taken: the cores are shared, and a newcomer's seat should not be a matter of luck.
+# A round takes a sixth of a second of one core; three nodes are a swarm that goes on when one is missing. What comes
+# late may still be taken: the cores are shared, and a newcomer's seat should not be a matter of luck.
 RUN = """\
 name = "{name}"
 
@@ -40,7 +40,7 @@ sequence_length = 64
 name = "distro"
 k = 8
 sequences_per_pass = 8
-passes_per_step = 32
+passes_per_step = 8
 learning_rate = 0.002
 
 [agreement]

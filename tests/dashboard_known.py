@@ -118,6 +118,20 @@ class Node:
     def url(self) -> str:
         return self.site.url
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It answers nobody meanwhile, and closes nothing, as a process that was stopped."""
+        over = threading.Event()
+        self._loop.call_soon_threadsafe(over.wait, 2 * SECONDS)
+        try:
+            yield
+        finally:
+            over.set()
+
+    def hang_up(self) -> None:
+        """On all who watch."""
+        self._loop.call_soon_threadsafe(self.site.app.events.close)
+
     def publish(self, *events: tuple[str, Answer]) -> None:
         """To those who watch; when this returns, all of it is on its way."""
         done = threading.Event()
@@ -218,7 +232,7 @@ def lively(node: Node, rounds: int = 340) -> None:
         "fault_tolerance": {"liars": 2, "crashes": 2, "mode": "byzantine"}, "counters": {},
         "tokens_per_second": 2_731.4, "swarm_tokens_per_second": 6_203.0, "contribution_tokens": 16_384,
         "mine": {"applied": 306, "applied_of_all": 2_410, "share": 0.127, "tokens": 5_570_560,
-                 "training_seconds": 7_340.0},
+                 "training_seconds": 7_340.0, "energy_joules": 2_300_000.0},
         "traffic": node.told.now["traffic"] | {
             purpose: {"sent": int(sent * 10**6), "received": int(received * 10**6)}
             for purpose, (sent, received) in traffic.items()

@@ -193,7 +193,7 @@ class ScriptedNode:
 
     def __init__(self, run: RunConfig) -> None:
         self.context = SimpleNamespace(me=ME, run=run, counters=Counter())
-        self.work = SimpleNamespace(unsettled=frozenset(), applied_round=0, is_stopping=False)
+        self.work = SimpleNamespace(unsettled=frozenset(), applied_round=0, is_stopping=False, is_quarantined=False)
         self.line = SimpleNamespace(state=SimpleNamespace(place={key: seat for seat, key in enumerate(KEYS[:4])}))
         self.deadline: float | None = None
         self.handled: list[tuple[float, ev.Event]] = []

@@ -1,18 +1,20 @@
 """Wherever the power is cut, or the disk fails once, a node that starts again ends with the same bits.
 
 One node that is a swarm by itself, with its real core, driver, store and log; only its trainer is a chain of hashes,
-over all that was applied and all that was trained: whatever is lost, done twice or done in another order shows.
+over all that was applied and all that was trained, on which data: whatever is lost, done twice or done in another order
+shows.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
 
 import pytest
-from driver_known import STATE, ChainTrainer, LoopDevice, a_dataset, root_of
+from driver_known import SEQUENCE, STATE, ChainTrainer, LoopDevice, a_dataset, root_of
 from net_known import SkippingLoop, until
 from store_known import Power, PowerCut
 
@@ -22,6 +24,7 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset, manifest_digest
+from p2ptrain.learn.live import StepResult
 from p2ptrain.net.memory import Network
 from p2ptrain.node_config import StorageConfig
 
@@ -38,12 +41,19 @@ class WatchedTrainer(ChainTrainer):
         super().__init__(dataset)
         self.bits: dict[int, Bits] = {}
 
+    def train(self, number: int, place: int, places: int, on_step: Callable[[StepResult], None]) -> list[StepResult]:
+        results = super().train(number, place, places, on_step)
+        assert self.dataset is not None
+        batch = self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)
+        self.residual = digest("test data", self.residual, batch.tobytes())
+        return results
+
     def note(self) -> None:
         self.bits[self.round] = self.state[:32], digest("test bits", self.residual, bytes(self.kept_rounds))
 
 
-async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, Bits]:
-    """Take part until so many rounds are applied, and then be killed."""
+async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME) -> dict[int, Bits]:
+    """Take part until so many rounds are applied, write them down for people, and then be killed."""
     run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(
         manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
     )
@@ -57,28 +67,29 @@ async def live(root: Path, dataset: TokenDataset, rounds: int) -> dict[int, Bits
         return was_kept
 
     trainer.forget = forgotten  # type: ignore[method-assign]
-    transport = network.transport(ME.key)
+    transport = network.transport(me.key)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         stack.callback(device.close)
         config = NodeConfig(storage=StorageConfig(directory=str(root), checkpoint_every_rounds=3))
-        daemon, started = await assemble(stack, Launch(run, config, ME, transport, dataset, state=STATE), device)
+        daemon, started = await assemble(stack, Launch(run, config, me, transport, dataset, state=STATE), device)
         running = asyncio.create_task(daemon.driver.run(started))
         try:
             async with asyncio.timeout(LIFE_SECONDS):
                 await until(lambda: running.done() or trainer.round >= rounds)
             if running.done():
                 running.result()
+            await daemon.rounds.save(all_of_it=True)
         finally:
             running.cancel()
             await asyncio.wait([running])
     return trainer.bits
 
 
-def lived(root: Path, dataset: TokenDataset, rounds: int = ROUNDS) -> dict[int, Bits]:
+def lived(root: Path, dataset: TokenDataset, rounds: int = ROUNDS, me: Identity = ME) -> dict[int, Bits]:
     try:
         with asyncio.Runner(loop_factory=SkippingLoop) as runner:
-            return runner.run(live(root, dataset, rounds))
+            return runner.run(live(root, dataset, rounds, me))
     except BaseExceptionGroup as group:
         ended, rest = group.split((PowerCut, TimeoutError, P2ptrainError))
         assert rest is None and ended is not None, rest

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, Route
 
 from p2ptrain.web import events
+from p2ptrain.web.app import ASSETS
+from p2ptrain.web.guard import Guard
 from tests.dashboard_known import (
     CHARTS,
+    GONE,
     PHONE,
     REFUSED,
     Node,
@@ -28,7 +33,7 @@ from tests.dashboard_known import (
     until_shown,
     until_text,
 )
-from tests.web_known import PEER, a_round
+from tests.web_known import PEER, a_round, complaints
 
 pytestmark = in_a_browser
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -57,6 +62,7 @@ def text_of(page: Page, element: str) -> str:
 
 
 def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node: Node) -> None:
+    node.told.now["mine"]["energy_joules"] = 4.5e6
     with a_page(browser, node.url) as page:
         until_shown(page)
         told = json.loads(page.request.get(f"{node.url}/status").text())
@@ -71,7 +77,10 @@ def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node:
         assert "A small run" in text_of(page, "health") and told["health"][0] in text_of(page, "health")
         assert page.locator("#traffic tbody tr").first.inner_text().split() == ["gossip", "1", "B", "10", "B"]
         assert "upload at most 1.0 kB/s, download no limit" in text_of(page, "limits")
-        assert text_of(page, "energy") == "not reported"
+        assert text_of(page, "energy") == "1.25 kWh"
+        assert "42 ms" in page.locator("#peers tbody tr").first.inner_text()
+        node.change(mine=told["mine"] | {"energy_joules": None})
+        until_text(page, "energy", "not reported")
 
 
 def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: Node) -> None:
@@ -185,8 +194,60 @@ def test_what_is_told_twice_shows_once(browser: Browser, node: Node) -> None:
         assert page.locator("#rounds tbody tr").count() == 8
 
 
+def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(browser: Browser, node: Node) -> None:
+    def hurried(route: Route) -> None:
+        script = (ASSETS / "feed.js").read_text()
+        for name, least in (("SILENT", 300), ("LOOK", 100), ("ANSWER", 1_000)):
+            script, count = re.subn(rf"(?<=const {name}_MILLISECONDS = )[0-9_]+", str(least), script)
+            assert count == 1
+        route.fulfill(body=script, content_type="text/javascript")
+
+    with a_page(browser, node.url, expected=GONE) as page:
+        page.route("**/assets/feed.js", hurried)
+        page.reload()
+        until_shown(page)
+        page.evaluate("() => { window.mine = 'still here' }")
+        with node.frozen():
+            until_text(page, "banner", "The node does not answer")
+            assert text_of(page, "state-text") == "Away"
+            assert page.locator("body.old").count() == 1
+        page.wait_for_function("() => document.getElementById('banner').textContent === ''")
+        node.change(applied_round=9)
+        until_number(page, "applied-round", 9)
+        assert page.evaluate("() => window.mine") == "still here"
+
+
+def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: Browser, node: Node) -> None:
+    app, token = node.site.app, b"a secret of its owner"
+    with a_page(browser, node.url, expected=REFUSED) as page:
+        until_shown(page)
+        app.guard = Guard("127.0.0.1", node.site.port, token=token)
+        node.hang_up()
+        until_text(page, "banner", "The node asks for its token. Open this page once with ?token=")
+        assert text_of(page, "state-text") == "Locked"
+        assert page.locator("body.old").count() == 1
+        page.goto(f"{node.url}/?token={quote(token)}")
+        until_shown(page)
+        assert (page.url, text_of(page, "banner")) == (f"{node.url}/", "")
+
+
 # ---------------------------------------------------------------------------------------------------
 # What is hard to show
+
+
+def test_every_complaint_is_in_words_for_people_and_in_its_own(browser: Browser, node: Node) -> None:
+    told = complaints()
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        node.change(health=told)
+        until_text(page, "health", told[-1])
+        titles = page.locator("#health li b").all_inner_texts()
+        assert page.locator("#health li .raw").all_inner_texts() == [each.strip() for each in told]
+        assert len({*titles}) == len(titles) == len(told), "each has a sentence of its own"
+        assert "Something is not as it should be" not in titles
+        node.change(health=["paused for a reason that is new here", "new"])
+        until_text(page, "health", "paused for a reason that is new here")
+        assert page.locator("#health li b").all_inner_texts() == ["Paused", "Something is not as it should be"]
 
 
 def test_a_run_without_rounds_or_peers_says_so(browser: Browser, node: Node) -> None:
@@ -194,7 +255,8 @@ def test_a_run_without_rounds_or_peers_says_so(browser: Browser, node: Node) -> 
     node.told.now |= {
         "applied_round": 0, "certified_round": 0, "round": 1, "view": 0, "state_root": "", "loss": None, "roots": {},
         "swarm_tokens_per_second": None, "since_applied_seconds": None, "peers": [], "roster": [],
-        "mine": {"applied": 0, "applied_of_all": 0, "share": 0.0, "tokens": 0, "training_seconds": 0.0},
+        "mine": {"applied": 0, "applied_of_all": 0, "share": 0.0, "tokens": 0, "training_seconds": 0.0,
+                 "energy_joules": None},
     }  # fmt: skip
     with a_page(browser, node.url) as page:
         until_shown(page)

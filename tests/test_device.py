@@ -10,8 +10,7 @@ from safetensors import safe_open
 from trainer_known import RECIPES, embedded, make
 
 from p2ptrain.core.messages import payload_digest
-from p2ptrain.daemon.device import Device, Mismatches
-from p2ptrain.errors import DataError
+from p2ptrain.daemon.device import Device
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.store.diary import Trained
 
@@ -90,15 +89,6 @@ def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
     assert caplog.text == ""
     for life in (whole, again):
         life.close()
-
-
-def test_wrong_states_far_apart_end_nothing() -> None:
-    mismatches = Mismatches()
-    for count, number in enumerate((10, 60, 110, 161, 211), 1):
-        mismatches.look(count, number)
-        mismatches.look(count, number + 1)
-    with pytest.raises(DataError, match=r"in rounds 161, 211, 212,"):
-        mismatches.look(6, 212)
 
 
 def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, caplog: pytest.LogCaptureFixture) -> None:

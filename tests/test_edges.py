@@ -29,7 +29,7 @@ from net_known import at, skipping_time, some_bytes, until
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.driver import DISK_SECONDS
-from p2ptrain.digest import PIECE_BYTES
+from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import DataError
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Capture
@@ -246,6 +246,31 @@ async def test_of_a_state_that_came_out_wrong_only_what_differs_is_fetched(
         assert server.server.counters()["pieces"] == 1
         assert "1 pieces of my own state were wrong, each of 1 MiB: 1" in caplog.text
         assert list((tmp_path / "fetching").iterdir()) == []
+
+
+@pytest.mark.parametrize("flipped", [0, 1])
+@skipping_time
+async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_when_it_is_applied_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flipped: int
+) -> None:
+    async with bench(tmp_path) as each, each.running():
+        server = await each.serve(PEER)
+        server.blobs |= state_blob(NEWER)
+        await tells_states(server, (8, root_of(NEWER)))
+        right = digest("test chain", NEWER[:32], BODY) + NEWER[32:]  # as it comes out of round 9
+        wrong = bytearray(right)
+        wrong[PIECE_BYTES + 5] ^= flipped
+        each.trainer.round, each.trainer.state = 9, bytes(wrong)
+        each.node.work.is_quarantined = True
+        doing(each, ev.CatchUp(((9, bytes(32)), (8, root_of(NEWER))), (PEER,), 1))
+        await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
+        assert "differ" not in caplog.text
+        manifest = a_manifest(each.genesis, 9, [BODY])
+        each.keeping.put(NAME, BODY)
+        doing(each, ev.Apply(manifest))
+        await each.heard(ev.Applied(manifest.branch, 9, root_of(right)))
+        assert ("1 pieces differ, each of 1 MiB: 1" in caplog.text) == bool(flipped)
+        assert ("round 9 came out again as it was" in caplog.text) == (not flipped)
 
 
 @skipping_time

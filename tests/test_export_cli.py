@@ -45,7 +45,7 @@ def state_in(node: Node, number: int) -> bytes:
 
 def test_the_newest_is_exported_or_the_one_that_is_named(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
     root = node.checkpoints.present()[1].root.hex()[:16]
-    told = f"round 16 of x, root {root}: {tmp_path / 'out'}\n"
+    told = f"round 16 of x, root {root}, not certified: there is no log of its run here: {tmp_path / 'out'}\n"
     assert p2ptrain("export", tmp_path / "out", *node.place) == (0, told, "")
     assert weights_in(tmp_path / "out") == state_in(node, 16)
     assert p2ptrain("export", tmp_path / "old", "--round", "8", *node.place)[0] == 0
@@ -228,16 +228,13 @@ def test_the_card_tells_the_members_of_the_round_if_the_log_does(p2ptrain: Comma
     base, records = some_records()
     certified = [record.state for record in records if isinstance(record, Certified)]
     first = genesis(bytes.fromhex(run.run_id), tuple(sorted(KEYS[:2])), bytes(32))
-    for number, (state, told) in enumerate(
-        [
-            (base, f"after this round {len(base.members)} with a vote, of {len(base.admitted)} admitted"),
-            (certified[-1], f"after this round {len(certified[-1].members)} with a vote,"),
-            (first, "| members | 3 when it began |"),  # its manifest is not in the log
-        ],
-        start=8,
+    for number, state, told in (
+        (certified[-1].round, certified[-1], f"after this round {len(certified[-1].members)} with a vote,"),
+        (1_000, base, f"after this round {len(base.members)} with a vote, of {len(base.admitted)} admitted"),
+        (1_001, first, "| members | 3 when it began |"),  # its manifest is not in the log
     ):
         node.save(number, state_of(run), head=state.head)
-        if number == 8:
+        if state is certified[-1]:
             log = Log(node.run_directory / "wal", base, kept=64)
             log.append(records)
         content = log.path.read_bytes()

@@ -31,7 +31,9 @@ def test_a_daemon_writes_what_its_checkpoint_writes_and_is_exported_while_it_run
     assert p2ptrain(*drawn, "--seed", "1")[1] != written
     number, live = _exported(swarm, first, "live")
     first.leave()
-    assert p2ptrain(*drawn) == (0, written, "")
+    status, from_checkpoint, err = p2ptrain(*drawn)
+    assert (status, from_checkpoint) == (0, written)
+    assert err.endswith(", certified by this node's log\n")
     last, left = _exported(swarm, first, "left")
     assert 8 <= number < last, "leaving saves the last round"
     assert live == left
@@ -41,7 +43,9 @@ def _exported(swarm: Swarm, node: Daemon, name: str) -> tuple[int, bytes]:
     """The round, and the weights."""
     out = swarm.directory / name
     status, told, err = p2ptrain("export", out, "--data-dir", node.directory)
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert all("not certified: the newest root that the log certifies is of round" in line for line in err.splitlines())
+    assert ", certified by this node's log: " in told
     assert "; after this round 1 with a vote, of 1 admitted |" in (out / "README.md").read_text()
     content = (out / "model.safetensors").read_bytes()
     return int(told.split()[1]), content[8 + int.from_bytes(content[:8], "little") :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,24 @@ def gate() -> Iterator[threading.Event]:
     opened.set()
 
 
-def with_slow_disk(each: Bench, gate: threading.Event) -> threading.Event:
-    """What tells that a checkpoint is being written."""
+class LazyDisk:
+    """In place of the thread that writes: it does what it was asked for when somebody waits for it, and not before."""
+
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> Any:
+        return SimpleNamespace(result=lambda: job(*arguments))
+
+    def shutdown(self) -> None: ...
+
+
+async def saved(each: Bench, number: int, **options: Any) -> None:
+    """After a round."""
+    each.trainer.round = number
+    manifest = a_manifest(each.genesis, number, [])
+    await each.keeping.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
+
+
+async def begun(each: Bench, gate: threading.Event, number: int, **options: Any) -> asyncio.Task[None]:
+    """A checkpoint that is being written until the gate is open, as is every one after it."""
     capture, has_begun = each.trainer.capture, threading.Event()
 
     def slow() -> Any:
@@ -40,22 +56,34 @@ def with_slow_disk(each: Bench, gate: threading.Event) -> threading.Event:
         return SimpleNamespace(write=write, state=moment.state)
 
     each.trainer.capture = slow  # type: ignore[method-assign]
-    return has_begun
+    saving = asyncio.create_task(saved(each, number, **options))
+    assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
+    return saving
 
 
-async def saved(each: Bench, number: int, **options: Any) -> None:
-    manifest = a_manifest(each.genesis, number, [])
-    await each.keeping.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
+def failing(each: Bench, why: str, times: int = 2**62) -> list[int]:
+    """A trainer that cannot copy its state so many times; the rounds in which it was asked to."""
+    capture, tries = each.trainer.capture, []
+
+    def fail() -> Any:
+        tries.append(each.trainer.round)
+        if len(tries) <= times:
+            raise RuntimeError(why)
+        return capture()
+
+    each.trainer.capture = fail  # type: ignore[method-assign]
+    return tries
+
+
+def rounds_saved(each: Bench) -> list[int]:
+    return [checkpoint.round for checkpoint in each.store.checkpoints.present()]
 
 
 async def test_training_waits_for_a_copy_of_the_state_and_not_for_the_disk(
     tmp_path: Path, gate: threading.Event
 ) -> None:
     async with bench(tmp_path) as each:
-        has_begun = with_slow_disk(each, gate)
-        each.trainer.round = 4
-        saving = asyncio.create_task(saved(each, 4))
-        assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
+        saving = await begun(each, gate, 4)
         await each.device.run(each.trainer.adopt, 5, NEWER)  # the device is free, and the state changes
         assert not saving.done()
         gate.set()
@@ -70,31 +98,22 @@ async def test_a_checkpoint_that_is_due_while_one_is_written_is_left_out_unless_
     tmp_path: Path, gate: threading.Event
 ) -> None:
     async with bench(tmp_path) as each:
-        has_begun = with_slow_disk(each, gate)
-        each.trainer.round = 4
-        first = asyncio.create_task(saved(each, 4))
-        assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
-        each.trainer.round = 8
+        first = await begun(each, gate, 4)
         await saved(each, 8)  # at once
-        each.trainer.round = 9
         last = asyncio.create_task(saved(each, 9, now=True))
         await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(first, last)
-        assert [checkpoint.round for checkpoint in each.store.checkpoints.present()] == [4, 9]
+        assert rounds_saved(each) == [4, 9]
 
 
-async def test_what_is_trained_on_a_state_that_was_taken_over_waits_until_it_is_saved(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+async def test_what_is_trained_on_a_state_that_was_taken_over_waits_until_it_is_saved(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        has_begun = with_slow_disk(each, gate)
+        each.keeping._writer.shutdown()
+        each.keeping._writer = LazyDisk()  # type: ignore[assignment]
         each.trainer.round = 7
-        opened = threading.Timer(0.2, gate.set)
-        opened.start()
         await each.keeping.checkpoint_adopted(each.device, 7, root_of(STATE))
-        assert has_begun.is_set()
-        assert [checkpoint.round for checkpoint in each.store.checkpoints.present()] == [7]
+        assert rounds_saved(each) == [7]
 
 
 async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -104,44 +123,28 @@ async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path
         assert each.edges.library.states() == ((0, root_of(STATE)),)
 
 
-async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goes_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-
-        def full() -> Any:
-            raise RuntimeError("can't allocate memory")
-
-        monkeypatch.setattr(each.trainer, "capture", full)
-        each.trainer.round = 4
+        failing(each, "can't allocate memory")
         await saved(each, 4)
         assert each.keeping.checkpoint_trouble == "there is no memory for a copy of the state"
 
 
-async def test_a_mistake_in_the_trainer_is_not_taken_for_a_lack_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_mistake_in_the_trainer_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-
-        def broken() -> Any:
-            raise RuntimeError("shapes do not fit")
-
-        monkeypatch.setattr(each.trainer, "capture", broken)
-        each.trainer.round = 4
+        failing(each, "shapes do not fit")
         with pytest.raises(RuntimeError, match="shapes do not fit"):
             await saved(each, 4)
 
 
 async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
     async with bench(tmp_path) as each:
-        has_begun = with_slow_disk(each, gate)
-        capture, copies = each.trainer.capture, []
-        each.trainer.capture = lambda: copies.append(1) or capture()  # type: ignore[method-assign,func-returns-value]
-        each.trainer.round = 4
-        orders = [asyncio.create_task(saved(each, 4, now=True)) for _ in range(4)]
-        assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
+        copies = failing(each, "never", 0)
+        orders = [await begun(each, gate, 4, now=True)]
+        orders += [asyncio.create_task(saved(each, 4, now=True)) for _ in range(3)]
+        await asyncio.sleep(0)
         await each.device.run(lambda: None)
-        assert len(copies) == 1
+        assert copies == [4]
         gate.set()
         await asyncio.gather(*orders)
 
@@ -151,19 +154,20 @@ async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, m
     monkeypatch.setattr("p2ptrain.daemon.keeping.RETRY_SECONDS", 0.01)
     async with bench(tmp_path) as each:
         each.keeping.history_rounds = 8
-        capture, tries = each.trainer.capture, []
-
-        def broken() -> Any:
-            tries.append(1)
-            if len(tries) < 4:
-                raise RuntimeError("can't allocate memory")
-            return capture()
-
-        each.trainer.capture = broken  # type: ignore[method-assign]
-        each.trainer.round = 5
+        tries = failing(each, "can't allocate memory", 3)
         await saved(each, 5)
         assert tries == [], "it is not time"
-        each.trainer.round = 7
         await saved(each, 7)
-        assert len(tries) == 4
-        assert [checkpoint.round for checkpoint in each.store.checkpoints.present()] == [7]
+        assert tries == [7] * 4
+        assert rounds_saved(each) == [7]
+
+
+async def test_a_payload_that_came_after_its_round_was_decided_lasts_once_that_is_applied(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        payload = some_bytes(1_000)
+        manifest = a_manifest(each.genesis, 1, [payload])
+        name = manifest.taken[0].payload
+        each.keeping.put(name, payload)
+        assert each.store.payloads.fleeting([name]) == [name]
+        await each.keeping.let_go(manifest)
+        assert (each.store.payloads.directory / name.hex()).read_bytes() == payload

@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from connections_known import ME, A, B, Seen, now
+from net_known import at, skipping_time, until
 
 from p2ptrain.daemon import status
 from p2ptrain.daemon.http import LINES_KEPT, LINES_WAITING_MAX, Lines
-from p2ptrain.daemon.status import kind_of_address, rounds_of, traffic_of
+from p2ptrain.daemon.status import kind_of_address, latency_of, rounds_of, traffic_of
 from p2ptrain.net import inquiry
+from p2ptrain.net.connections import Origin
+from p2ptrain.net.memory import Network
+from p2ptrain.net.transport import Stream
 from p2ptrain.store.records import RoundRecord
 from p2ptrain.web.models import Round
 
@@ -40,6 +46,33 @@ ID = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 )
 def test_an_address_has_a_kind_for_people(address: str, kind: str) -> None:
     assert kind_of_address(f"{address}/p2p/{ID}") == kind
+
+
+@skipping_time
+async def test_the_latency_of_a_peer_is_the_median_of_its_last_answers_while_it_is_connected() -> None:
+    network = Network()
+    node, asked = Seen(network), network.transport(A)
+    takes = [0.2, 0.2, 0.4, 0.3, 0.1, 9.0]  # seconds; the first is forgotten when the sixth has come
+
+    async def slow(stream: Stream) -> None:
+        await stream.receive(inquiry.QUESTION_BYTES_MAX)
+        if takes:
+            await at(now() + takes.pop(0))
+            await stream.send(msgspec.msgpack.encode(inquiry.Peers()))
+
+    await asked.serve(inquiry.PROTOCOL, slow)
+    node.connections.add(network.address(A), Origin.USER)
+    assert latency_of(node.connections, A) is None, "it is not known yet"
+    assert latency_of(node.connections, B) is None, "nothing is known of it"
+    async with node.running() as connections:
+        await until(lambda: A in connections.linked and bool(connections.known[A].answered_in))
+        assert latency_of(connections, A) == 0.2
+        await until(lambda: not takes)
+        await at(now() + 600.0)  # no answer is no latency
+        assert latency_of(connections, A) == 0.3
+        network.cut(ME, A)
+        await until(lambda: A not in connections.linked)
+        assert latency_of(connections, A) is None, "it is away"
 
 
 def record(number: int, contributors: int) -> RoundRecord:

@@ -205,6 +205,18 @@ def test_pruning_leaves_what_is_to_be_kept(tmp_path: Path) -> None:
     assert Payloads(tmp_path).get(named(1)) == content_of(1)
 
 
+def test_pruning_leaves_what_came_since_it_was_decided_what_to_keep(tmp_path: Path) -> None:
+    payloads = Payloads(tmp_path, memory_bytes=250)
+    payloads.put(named(0), content_of(0))
+    known = payloads.names()
+    for number in range(1, 5):  # the first of them is made to last, the others are spilled in their turn
+        payloads.put(named(number), content_of(number))
+        payloads.keep([named(1)])
+    payloads.prune((), known)
+    assert [named(number) in payloads for number in range(5)] == [False, True, True, True, True]
+    assert payloads.fleeting(map(named, range(5))) == [named(2), named(3), named(4)]
+
+
 def test_a_payload_that_could_not_be_kept_is_still_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     payloads = Payloads(tmp_path)
     payloads.put(named(1), content_of(1))

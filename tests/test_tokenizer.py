@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from texts import END, tokenizer_json, written
 
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn import tokenizer as tokenizer_module
+from p2ptrain.learn.export import _end_name
 from p2ptrain.learn.tokenizer import BytesTokenizer, JsonTokenizer, load_tokenizer, token_type
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)  # all but lone surrogates, which are no text
@@ -113,6 +116,47 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
         load_tokenizer(tmp_path)
+
+
+def panics_in_loading() -> bytes:
+    """Its second tokens are said to have a prefix that is longer than they are."""
+    model = json.loads(tokenizer_json())["model"] | {"continuing_subword_prefix": "##"}
+    return tokenizer_json(model=model)
+
+
+def panics_at_a_text() -> bytes:
+    """Its table of characters has one place, and each character leads to another one."""
+    table = struct.pack("<II", 4, 0) + b"\0"
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    return tokenizer_json(normalizer=normalizer)
+
+
+def test_a_file_at_which_the_library_panics_is_named_and_ends_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path / "loud.json", panics_in_loading())
+    with pytest.raises(DataError, match=r"loud\.json: the tokenizers library gave up on it \(.*\)\. Take a file as"):
+        load_tokenizer(path)
+
+
+def test_a_file_at_which_the_library_panics_later_is_named_too(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(written(tmp_path / "late.json", panics_at_a_text()))
+    with pytest.raises(DataError, match=r"late\.json: the tokenizers library gave up on it"):
+        tokenizer.encode("text")
+
+
+def test_an_export_does_not_end_in_a_panic_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JSON_TOKENIZER, "file_bytes", panics_in_loading())
+    with pytest.raises(DataError, match="the run's tokenizer: the tokenizers library gave up on it"):
+        _end_name(JSON_TOKENIZER)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_only_a_panic_is_taken_for_one(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tokenizer_module, "_load_library_tokenizer", ends)
+    with pytest.raises(error):
+        JsonTokenizer(tokenizer_json())
 
 
 def test_a_tokenizer_with_dropout_is_refused() -> None:

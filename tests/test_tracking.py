@@ -18,7 +18,7 @@ from test_memory_swarm import swarm as memory_swarm
 from test_report import RUN, a_round
 
 from p2ptrain.daemon import tracking
-from p2ptrain.daemon.tracking import WAITING_MAX, Tracking, crc32c, event_of, figures_of, framed
+from p2ptrain.daemon.tracking import WAITING_MAX, TensorBoard, Tracking, crc32c, event_of, figures_of, framed
 
 
 def events_in(path: Path) -> list[bytes]:
@@ -68,7 +68,7 @@ def test_the_figures_of_a_round_are_its_records() -> None:
 
 
 def test_rounds_are_appended_to_one_file_of_the_run(tmp_path: Path) -> None:
-    made = Tracking(tmp_path / "not yet", RUN)
+    made = Tracking(TensorBoard(tmp_path / "not yet", RUN))
     for number in range(1, 6):
         made.note(a_round(number))
     made.close()
@@ -83,14 +83,14 @@ def test_rounds_are_appended_to_one_file_of_the_run(tmp_path: Path) -> None:
 def test_a_slow_disk_costs_figures_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    released, write = threading.Event(), Tracking._write
+    released, write = threading.Event(), TensorBoard.write
 
-    def slow(self: Tracking, record: Any) -> None:
+    def slow(self: TensorBoard, record: Any) -> None:
         released.wait(60)
         write(self, record)
 
-    monkeypatch.setattr(Tracking, "_write", slow)
-    made = Tracking(tmp_path, RUN)
+    monkeypatch.setattr(TensorBoard, "write", slow)
+    made = Tracking(TensorBoard(tmp_path, RUN))
     try:
         with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
             for number in range(WAITING_MAX + 5):
@@ -107,7 +107,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    made = Tracking(tmp_path / "file", RUN)
+    made = Tracking(TensorBoard(tmp_path / "file", RUN))
     with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
         made.note(a_round(1))
         made.note(a_round(2))
@@ -126,7 +126,7 @@ async def test_each_new_round_of_a_node_is_tracked(tmp_path: Path) -> None:
         await made.reach(2)
         heard: list[int] = []
         rounds = made.nodes[0].daemon.rounds
-        rounds.on_round = lambda record: heard.append(record.round)
+        rounds.on_round.append(lambda record: heard.append(record.round))
         await made.reach(made.newest + 4)
         assert heard == [*range(heard[0], heard[-1] + 1)]
         assert len(heard) >= 4
@@ -158,12 +158,12 @@ def test_a_real_daemon_is_tracked_watched_and_reported(tmp_path: Path) -> None:
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    made = Tracking(tmp_path, RUN)
+    made = Tracking(TensorBoard(tmp_path, RUN))
     rounds = [msgspec.structs.replace(a_round(number), round=number * 1_000) for number in range(1, 6)]
     for each in rounds:
         made.note(each)
     made.close()
-    again = Tracking(tmp_path, RUN)  # the node was started again
+    again = Tracking(TensorBoard(tmp_path, RUN))  # the node was started again
     again.note(msgspec.structs.replace(a_round(6), round=6_000, applied_at=1.8e9))
     again.close()
     read = EventAccumulator(str(the_file_directory(tmp_path)))

@@ -35,30 +35,42 @@ HONEST, FORGER = KEYS[7], KEYS[8]  # whom the newcomer is connected with
 STRANGER = digest("trust test", b"root")
 
 
-def extend(line: Line, bench: Bench, rounds: int, which: bytes = b"") -> None:
-    for entry, state in line_of(line.state, bench.run, rounds, which=which):
+BEGUN = Bench(FOUNDERS, me=9, start=False)  # of which all histories are
+
+
+def extend(line: Line, rounds: int, which: bytes = b"") -> None:
+    for entry, state in line_of(line.state, BEGUN.run, rounds, which=which):
         line.append(entry, state)
 
 
-def turn_over(line: Line, bench: Bench) -> None:
+def turn_over(line: Line) -> None:
     """A founder loses its seat: from here on its key is nobody's."""
     state = line.state
-    entry = certified(msgspec.structs.replace(plain_manifest(state, bench.run), unseated=state.members[:1]), state)
-    line.append(entry, state.after(entry.manifest, bench.run))
+    entry = certified(msgspec.structs.replace(plain_manifest(state, BEGUN.run), unseated=state.members[:1]), state)
+    line.append(entry, state.after(entry.manifest, BEGUN.run))
 
 
-def honest_line(bench: Bench, before: int = 6, after: int = 12, kept: int = 256) -> Line:
-    line = Line(bench.genesis, RUN, kept)
-    extend(line, bench, before)
-    turn_over(line, bench)
-    extend(line, bench, after)
+def honest_line(before: int = 6, after: int = 12, kept: int = 256) -> Line:
+    line = Line(BEGUN.genesis, RUN, kept)
+    extend(line, before)
+    turn_over(line)
+    extend(line, after)
     return line
 
 
-def forged_line(bench: Bench, rounds: int = 40, kept: int = 256) -> Line:
+def regrouped_line() -> tuple[Line, AgreedState]:
+    """An honest one that has just gone on without a quorum, and the state from which it did."""
+    line = honest_line()
+    parted = line.state
+    beginning = begun(parted.members[:3], parted.members[:2], parted)
+    line.append(beginning, parted.regrouped(beginning.branch, beginning.members))
+    return line, parted
+
+
+def forged_line(rounds: int = 40, kept: int = 256) -> Line:
     """Longer, by all founders' keys, and without a fault in it."""
-    line = Line(bench.genesis, RUN, kept)
-    extend(line, bench, rounds, which=b"forged")
+    line = Line(BEGUN.genesis, RUN, kept)
+    extend(line, rounds, which=b"forged")
     return line
 
 
@@ -104,14 +116,13 @@ def meet(bench: Bench, **lines: Line) -> list[ev.Effect]:
 
 def test_without_trust_a_longer_history_by_leaked_keys_is_adopted() -> None:
     bench = newcomer()
-    forged = forged_line(bench)
+    forged = forged_line()
     meet(bench, forger=forged)
     assert bench.state.head == forged.state.head
 
 
 def test_with_trust_it_is_not_and_the_honest_one_is() -> None:
-    plain = newcomer()
-    honest, forged = honest_line(plain), forged_line(plain)
+    honest, forged = honest_line(), forged_line()
     bench = newcomer(honest.steps[-3].state.head)
     done = meet(bench, forger=forged)
     assert bench.state == bench.genesis
@@ -126,8 +137,7 @@ def test_with_trust_it_is_not_and_the_honest_one_is() -> None:
 
 def test_a_history_that_is_longer_than_an_answer_is_followed_to_its_head() -> None:
     rounds = 3 * ENTRIES_MAX + 5
-    plain = newcomer()
-    honest = honest_line(plain, after=rounds)
+    honest = honest_line(after=rounds)
     bench = newcomer(honest.state.head)
     done = meet(bench, honest=honest)
     assert [number for _, number in asked(done)][:4] == [0, 64, 128, 192]
@@ -139,8 +149,7 @@ def test_a_history_that_is_longer_than_an_answer_is_followed_to_its_head() -> No
 
 def test_a_history_of_which_peers_keep_the_end_alone_is_adopted_with_what_proves_its_roster() -> None:
     kept = 80
-    plain = newcomer(kept=kept)
-    honest = honest_line(plain, after=150, kept=kept)
+    honest = honest_line(after=150, kept=kept)
     bench = newcomer(honest.steps[-2].state.head, kept)
     done = meet(bench, honest=honest)
     assert bench.state == honest.state
@@ -157,27 +166,19 @@ def test_a_history_of_which_peers_keep_the_end_alone_is_adopted_with_what_proves
 
 
 def test_a_branch_that_the_head_names_is_adopted_when_its_members_have_certified_a_round() -> None:
-    plain = newcomer()
-    line = honest_line(plain)
-    parted = line.state
-    beginning = begun(parted.members[:3], parted.members[:2], parted)
-    line.append(beginning, parted.regrouped(beginning.branch, beginning.members))
-    bench = newcomer(beginning.branch)
+    line, _ = regrouped_line()
+    bench = newcomer(line.state.branch)
     meet(bench, honest=line)
     assert bench.state == bench.genesis
-    extend(line, plain, 1)
+    extend(line, 1)
     lead(bench, {HONEST: line}, bench.wait(RETRY_SECONDS + 1.0))
     assert bench.state == line.state
 
 
 def test_a_branch_that_began_after_the_head_is_not_adopted_with_it() -> None:
     """Two of four may have begun it; whether it binds anybody is asked by the rules that hold for everyone."""
-    plain = newcomer()
-    line = honest_line(plain)
-    parted = line.state
-    beginning = begun(parted.members[:3], parted.members[:2], parted)
-    line.append(beginning, parted.regrouped(beginning.branch, beginning.members))
-    extend(line, plain, 2)
+    line, parted = regrouped_line()
+    extend(line, 2)
     bench = newcomer(parted.head)
     bench.do(ev.PeerSeen(HONEST))
     bench.do(ev.HistoryArrived(HONEST, line.answer(RUN, 0)))
@@ -185,14 +186,13 @@ def test_a_branch_that_began_after_the_head_is_not_adopted_with_it() -> None:
 
 
 def test_a_head_that_is_still_to_be_certified_is_waited_for() -> None:
-    plain = newcomer()
-    honest = honest_line(plain)
-    ahead = honest_line(plain)
-    extend(ahead, plain, 5)
+    honest = honest_line()
+    ahead = honest_line()
+    extend(ahead, 5)
     bench = newcomer(ahead.state.head)
     meet(bench, honest=honest)
     assert bench.state == bench.genesis
-    extend(honest, plain, 6)
+    extend(honest, 6)
     lead(bench, {HONEST: honest}, bench.wait(RETRY_SECONDS + 1.0))
     assert bench.state == honest.state
 
@@ -203,8 +203,8 @@ def test_a_head_that_is_still_to_be_certified_is_waited_for() -> None:
 
 def test_a_forger_who_names_the_head_in_a_state_that_he_jumps_to_is_refused() -> None:
     plain = newcomer()
-    head = honest_line(plain).state.head
-    base = msgspec.structs.replace(forged_line(plain, 9).state, head=head)
+    head = honest_line().state.head
+    base = msgspec.structs.replace(forged_line(9).state, head=head)
     steps = tuple(entry for entry, _ in line_of(base, plain.run, 3, which=b"forged"))
     history = History((Stage(RUN, 0),), base.round + 3, (), base, steps)
     bench = newcomer(head)
@@ -221,15 +221,14 @@ def test_a_forger_who_names_the_head_in_a_state_that_he_jumps_to_is_refused() ->
 
 def test_a_forger_who_signs_the_right_manifest_in_a_wrong_place_is_refused() -> None:
     """The manifest that the head is the digest of, among the changes of a jump between rosters of his own."""
-    plain = newcomer()
-    honest = honest_line(plain)
+    honest = honest_line()
     right = next(each.step for each in honest.steps if isinstance(each.step, Entry) and each.step.manifest.unseated)
     assert isinstance(right, Entry)
-    before = forged_line(plain, 6).state
+    before = forged_line(6).state
     change = certified(right.manifest, before)
     members = tuple(key for key in before.members if key not in right.manifest.unseated)
     base = msgspec.structs.replace(before, round=7, head=right.manifest.digest, members=members)
-    steps = tuple(entry for entry, _ in line_of(base, plain.run, 3, which=b"forged"))
+    steps = tuple(entry for entry, _ in line_of(base, BEGUN.run, 3, which=b"forged"))
     bench = newcomer(right.manifest.digest)
     bench.do(ev.PeerSeen(FORGER))
     bench.do(ev.HistoryArrived(FORGER, History((Stage(RUN, 0),), 10, (change,), base, steps)))
@@ -239,12 +238,11 @@ def test_a_forger_who_signs_the_right_manifest_in_a_wrong_place_is_refused() -> 
 
 def test_a_state_root_that_others_have_is_no_head() -> None:
     """Anyone can write it into a manifest of his own."""
-    plain = newcomer()
-    state = plain.genesis
-    manifest = plain_manifest(state, plain.run, root_round=0, root=STRANGER)
+    state = BEGUN.genesis
+    manifest = plain_manifest(state, BEGUN.run, root_round=0, root=STRANGER)
     line = Line(state, RUN, 256)
     line.append(entry := certified(msgspec.structs.replace(manifest, root=STRANGER), state), state.after(
-        msgspec.structs.replace(manifest, root=STRANGER), plain.run))  # fmt: skip
+        msgspec.structs.replace(manifest, root=STRANGER), BEGUN.run))  # fmt: skip
     assert entry.manifest.root == STRANGER
     bench = newcomer(STRANGER)
     meet(bench, forger=line)
@@ -255,15 +253,14 @@ def test_one_who_leads_on_for_ever_is_left_alone(monkeypatch: pytest.MonkeyPatch
     kept = spare = ENTRIES_MAX
     monkeypatch.setattr(trust, "ROUNDS_SPARE", spare)
     bench = newcomer(STRANGER, kept)
-    done = meet(bench, forger=forged_line(bench, 3 * ENTRIES_MAX + 60, kept=1_000))
+    done = meet(bench, forger=forged_line(3 * ENTRIES_MAX + 60, kept=1_000))
     assert [number for _, number in asked(done)] == [0, 64, 128]
     assert bench.node.trust is not None
     assert len(bench.node.trust.trial.steps) <= kept
 
 
 def test_a_history_that_does_not_hold_is_held_against_who_showed_it_and_the_next_is_asked() -> None:
-    plain = newcomer()
-    honest = honest_line(plain)
+    honest = honest_line()
     bench = newcomer(honest.state.head)
     bench.do(ev.PeerSeen(FORGER))
     bent = msgspec.structs.replace(honest.answer(RUN, 0), steps=honest.answer(RUN, 0).steps[1:])
@@ -278,7 +275,7 @@ def test_a_history_that_does_not_hold_is_held_against_who_showed_it_and_the_next
 
 def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
     bench = newcomer(STRANGER)
-    forged = forged_line(bench)
+    forged = forged_line()
     done = meet(bench, forger=forged)
     offer = Announcement(
         branch=RUN, round=1, base_round=0, base_root=ROOT0, payload=STRANGER, payload_bytes=9, author=KEYS[0]
@@ -291,9 +288,51 @@ def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
     assert [type(effect) for effect in bench.do(ev.StopRequested())] == [ev.Stop]
 
 
+def slowly(bench: Bench, line: Line, answer_seconds: int, seconds: int) -> list[tuple[bytes, int]]:
+    """What is asked while the forger takes so long for each answer, and whoever else is there is silent."""
+    questions, age = asked(bench.do(ev.PeerSeen(FORGER))), 0
+    for _ in range(seconds):
+        effects, age = bench.wait(1.0), age + 1
+        if not asked(effects) and questions[-1][0] == FORGER and age >= answer_seconds:
+            effects = bench.do(ev.HistoryArrived(FORGER, line.answer(RUN, questions[-1][1])))
+        if asked(effects):
+            questions, age = questions + asked(effects), 0
+    return questions
+
+
+def test_who_tells_its_history_one_round_at_a_time_is_asked_once() -> None:
+    honest = honest_line()
+    bench = newcomer(honest.state.head)
+    bench.do(ev.PeerSeen(FORGER))
+    whole = forged_line().answer(RUN, 0)
+    bench.do(ev.HistoryArrived(FORGER, msgspec.structs.replace(whole, steps=whole.steps[:1])))
+    assert asked(bench.do(ev.PeerSeen(HONEST))) == [(HONEST, 0)]
+    lead(bench, {HONEST: honest}, bench.do(ev.HistoryArrived(HONEST, honest.answer(RUN, 0))))
+    assert bench.state == honest.state
+
+
+def test_who_answers_slowly_makes_way_for_others_and_has_longer_the_next_time() -> None:
+    bench, forged = newcomer(STRANGER), forged_line(4 * ENTRIES_MAX - 4)
+    bench.do(ev.PeerSeen(HONEST))
+    bench.do(
+        ev.HistoryArrived(HONEST, honest_line().answer(RUN, 0))
+    )  # it has not got the head yet, and is silent later
+    of_forger = [(FORGER, number * ENTRIES_MAX) for number in range(4)]
+    questions = slowly(bench, forged, 9, 80)
+    assert questions == [*of_forger, (HONEST, 0), *of_forger, (HONEST, 0)]
+    assert bench.node.context.counters["slow histories broken off"] == 1, "the second time it came to its end"
+    assert FORGER not in bench.node.context.reputation.records, "it may be a slow line"
+
+
+def test_while_nobody_else_can_be_asked_one_may_answer_slowly() -> None:
+    forged = forged_line(4 * ENTRIES_MAX - 4)
+    bench = newcomer(forged.state.head)
+    assert slowly(bench, forged, 9, 40) == [(FORGER, number * ENTRIES_MAX) for number in range(4)]
+    assert bench.state == forged.state
+
+
 def test_one_who_is_silent_costs_one_question() -> None:
-    plain = newcomer()
-    honest = honest_line(plain)
+    honest = honest_line()
     bench = newcomer(honest.state.head)
     assert asked(bench.do(ev.PeerSeen(FORGER))) == [(FORGER, 0)]
     assert asked(bench.do(ev.PeerSeen(HONEST))) == []

@@ -72,6 +72,7 @@ def test_a_node_shows_what_it_says_and_what_changes(swarm: Swarm) -> None:
     assert over_http["traffic"]["gossip"]["sent"] > 0
     (peer,) = as_json(f"{url}peers")["peers"]
     assert (peer["peer_id"], peer["is_connected"], peer["address_kind"]) == (second.ask()["peer_id"], True, "loopback")
+    assert 0 < peer["latency_seconds"] < SECONDS, "it was asked when they met"
     assert get(f"{url}readyz")[0] == 200
     status, page = get(url)
     assert (status, b"<!doctype html>" in page) == (200, True)

@@ -125,6 +125,8 @@ async def test_a_watcher_that_does_not_read_is_dropped_and_the_others_go_on(monk
             count += 1
             assert count < 1_000
         await until(lambda: len(here.app.events.watchers) == 1)
+        await until(lambda: len(here.server.places.lines) == 1)  # or else it keeps its place until it reads
+        assert len(here.server.places.open) == 1
         here.app.events.publish("log", LINE)
         assert said((await blocks(good, 1))[0])[0] == "log"
         assert not deaf.at_eof()

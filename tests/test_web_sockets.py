@@ -226,3 +226,79 @@ async def test_where_there_is_no_place_it_is_told_so() -> None:
         here.server.places.most = 0
         assert status_in(await here.raw(start_of(here) + b"\r\n")) == 503
         assert here.server.places.open == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "status"),
+    [
+        ("localhost", b"", 200),
+        ("evil.example", b"", 421),
+        ("localhost", b"Content-Length: 1000000\r\n", 413),
+        ("localhost", b"Transfer-Encoding: chunked\r\n", 413),
+    ],
+)
+@on_both_loops
+async def test_whoever_asks_whether_to_go_on_is_answered_at_once(host: str, more: bytes, status: int) -> None:
+    """A client that sends `Expect: 100-continue` waits for that before it sends its body; it is never told to."""
+    async with site() as here:
+        head = f"GET /status HTTP/1.1\r\nHost: {host}:{here.port}\r\nExpect: 100-continue\r\n".encode()
+        answer = await here.raw(head + more + b"\r\n")
+        assert (status_in(answer), answer.count(b"HTTP/1.")) == (status, 1)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The end
+
+
+def has_ended(client: socket.socket) -> bool:
+    """As the client sees it at once, without the server's loop having another turn."""
+    client.setblocking(False)
+    try:
+        while client.recv(2**16):
+            pass
+    except ConnectionResetError:
+        pass
+    except BlockingIOError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("turns", range(6))  # of the loop: taken from the kernel, made a connection of, ...
+@on_both_loops
+async def test_a_connection_that_comes_while_the_server_ends_is_not_left_behind(turns: int) -> None:
+    async with site() as here:
+        with socket.create_connection(("127.0.0.1", here.port)) as client:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await here.server.close()
+            assert has_ended(client)
+
+
+@on_both_loops
+async def test_a_connection_that_comes_when_the_server_has_ended_is_not_left_behind() -> None:
+    async with site() as here:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            with socket.create_connection(listener.getsockname()) as client:
+                late, _ = listener.accept()
+                late.setblocking(False)
+                await here.server.close()
+                loop = asyncio.get_running_loop()
+                await loop.connect_accepted_socket(lambda: Waiting(here.server.places, pytest.fail), late)
+                assert here.server.places.open == {}
+                await until(lambda: not here.server.places.lines)
+                assert has_ended(client)
+
+
+@pytest.mark.parametrize("path", ["/status", "/assets/plotly.min.js"])
+@on_both_loops
+async def test_a_client_that_does_not_read_is_not_left_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "SHUTDOWN_SECONDS", 0.1)
+    async with site() as here:
+        here.told.now["counters"] = {f"name {number} {'x' * 1_000}": number for number in range(20_000)}  # 20 MB
+        with socket.create_connection(("127.0.0.1", here.port)) as client:
+            client.sendall(start_of(here, path) + b"\r\n")
+            await until(lambda: any(isinstance(each, Connection) for each in here.server.places.open))
+            await here.server.close()
+            assert has_ended(client)

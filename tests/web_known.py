@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -17,6 +18,8 @@ import aiohttp
 import pytest
 import uvloop
 
+from p2ptrain.core import snapshot, trust
+from p2ptrain.daemon import guest, status
 from p2ptrain.web.app import ASSETS, App
 from p2ptrain.web.guard import Guard
 from p2ptrain.web.models import LogLine, Purpose
@@ -49,7 +52,14 @@ STATUS: dict[str, Any] = {
     "training_seconds": 32.5,
     "swarm_tokens_per_second": 456.7,
     "contribution_tokens": 512,
-    "mine": {"applied": 5, "applied_of_all": 20, "share": 0.25, "tokens": 9_000, "training_seconds": 70.0},
+    "mine": {
+        "applied": 5,
+        "applied_of_all": 20,
+        "share": 0.25,
+        "tokens": 9_000,
+        "training_seconds": 70.0,
+        "energy_joules": None,
+    },
     "device": "cpu",
     "is_paused": False,
     "peers": [OTHER],
@@ -87,6 +97,7 @@ PEER: dict[str, Any] = {
     "peer_id": OTHER,
     "addresses": ["/ip4/10.0.0.7/tcp/4001/p2p/" + OTHER],
     "address_kind": "private",
+    "latency_seconds": 0.0421,
     "is_connected": True,
     "is_member": True,
     "is_admitted": True,
@@ -124,6 +135,16 @@ def a_round(number: int) -> dict[str, Any]:
         "late": 0,
         "refused": {},
     }
+
+
+def complaints() -> list[str]:
+    """How each begins that can stand in the health, from the code that makes them."""
+    of_core = re.findall(r'^ {8}"([^"]+)": ', inspect.getsource(snapshot.health_of), re.MULTILINE)
+    of_trust = re.findall(r'"(untrusted[^"{]*)', inspect.getsource(trust))
+    of_disk = re.findall(r'f"([^{]+)\{trouble\}"', inspect.getsource(status.health_of))
+    of_guest = [getattr(guest, name) for name in re.findall(r"^([A-Z_]+) = \"", inspect.getsource(guest), re.MULTILINE)]
+    assert all((of_core, of_trust, of_disk, of_guest))
+    return [*of_core, *of_trust, *of_disk, *of_guest]
 
 
 class Told:

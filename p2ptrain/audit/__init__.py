@@ -7,6 +7,7 @@ changes nothing, so that it may look at the directory of a node that is running.
     findings.py   what was found, and what it comes to
     history.py    the log: who certified which rounds, and how the roster came to be
     weights.py    payloads, checkpoints, and the rounds applied once more
+    tensors.py    the weights in a trainer's file
     run.py        a directory from one end to the other
 
 What it cannot see: the availabilities of decided rounds are not kept, so whether a quorum left something out that it

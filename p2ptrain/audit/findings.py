@@ -2,13 +2,22 @@
 
 "Wrong" and "not checkable" are not the same. What is wrong contradicts what was signed, or is not what its digest
 says; what cannot be checked may be right, but here is nothing to hold it against.
+
+Names and texts of a directory that somebody else has prepared go no further than `Report.note` as they are: there what
+a terminal would obey becomes visible, and a line stays one line.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from p2ptrain.visible import visible
+
+FINDINGS_MAX = 1_000  # that are told; of a million files that do not belong there, nobody reads more
+TEXT_MAX = 2_000  # characters of a text, of which its beginning and its end are told: the longest path has 4,096
 
 
 class Verdict(StrEnum):
@@ -38,6 +47,7 @@ class Report:
     run_id: str = ""
     run_name: str = ""
     findings: list[Finding] = field(default_factory=list)
+    counts: Counter[Verdict] = field(default_factory=Counter)  # also of those that are not told
     signatures: int = 0  # that were verified
     certified: tuple[int, int] | None = None  # the first and the last round whose certificate holds
     replayed: tuple[int, int] | None = None  # the state from which rounds were applied, and the last one
@@ -45,7 +55,9 @@ class Report:
     proved_round: int | None = None  # the newest round whose root was certified, and came out so
 
     def note(self, verdict: Verdict, subject: object, what: str, fix: str = "") -> None:
-        self.findings.append(Finding(verdict, str(subject), what, fix))
+        self.counts[verdict] += 1
+        if len(self.findings) < FINDINGS_MAX:
+            self.findings.append(Finding(verdict, *(_shown(text) for text in (str(subject), what, fix))))
 
     def holds(self, subject: object, what: str) -> None:
         self.note(Verdict.HOLDS, subject, what)
@@ -57,7 +69,7 @@ class Report:
         self.note(Verdict.OPEN, subject, what, fix)
 
     def count(self, verdict: Verdict) -> int:
-        return sum(finding.verdict is verdict for finding in self.findings)
+        return self.counts[verdict]
 
     @property
     def all_holds(self) -> bool:
@@ -66,6 +78,8 @@ class Report:
     def lines(self) -> list[str]:
         """For a person."""
         found = [str(finding) for finding in self.findings]
+        if left_out := self.counts.total() - len(found):
+            found.append(f"and {left_out:,} findings more, of the same directory")
         rounds = "no certified round"
         if self.certified is not None:
             rounds = f"rounds {self.certified[0]} to {self.certified[1]} certified"
@@ -98,8 +112,16 @@ class Report:
             "final_root": self.final_root,
             "proved_round": self.proved_round,
             "signatures": self.signatures,
+            "left_out": self.counts.total() - len(self.findings),
             "findings": [
                 {"verdict": each.verdict.value, "subject": each.subject, "what": each.what, "fix": each.fix}
                 for each in self.findings
             ],
         }
+
+
+def _shown(text: str) -> str:
+    """Its ends, if it is long."""
+    if len(text) > TEXT_MAX:
+        text = f"{text[: TEXT_MAX // 2]} ... {text[-TEXT_MAX // 2 :]}"
+    return visible(text)

@@ -8,7 +8,6 @@ lead from genesis to a roster, and a certificate of that roster names the digest
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +30,9 @@ from p2ptrain.core.messages import Message, decode
 from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.files import entries, read
 from p2ptrain.identity import verify
-from p2ptrain.store.log import Snapshot, decoded, frames_of
+from p2ptrain.store.log import ALL_ROUNDS, Snapshot, decoded, frames_of, newest_segment
 
-READ_TIMES = 5  # while a running node begins a new segment and removes the one that we saw
-ALL_ROUNDS = 2**31  # more than a segment has: all of it is to be verified, not only what a node would keep
 SIGNED_FIX = "Do not go on from this directory: move it away and join again, and tell the others"
 RESTORE_FIX = "Restore the directory from a copy, or move it away and join again"
 
@@ -75,6 +71,11 @@ class Proved:
         """Certified, by round."""
         return {state.root_round: state.root for state in self.states}
 
+    @property
+    def newest_root(self) -> int:
+        """The round of the last root that is certified; of later rounds, payloads may be on their way to a node."""
+        return self.states[-1].root_round if self.states else -1
+
     def state_at(self, number: int) -> AgreedState | None:
         """The last one of a round: after it, a branch may have begun."""
         return next((state for state in reversed(self.states) if state.round == number), None)
@@ -83,16 +84,16 @@ class Proved:
 def read_log(directory: Path, run: RunConfig, verifier: Counting, report: Report) -> Kept | None:
     """The newest segment, folded as far as it makes sense; None if there is nothing to go on with."""
     where = directory / "wal"
-    for _ in range(READ_TIMES):
-        segments = [path for path in entries(where) if re.fullmatch(r"\d{8}\.log", path.name)]
-        if not segments:
-            report.open(where, "there is no log, and so no history", RESTORE_FIX)
-            return None
-        data = read(segments[-1])
-        if data is not None:
-            return _fold(segments[-1], data, run, verifier, report)
-    report.open(where, "it changes faster than it can be read", "Try again, or stop the node first")
-    return None
+    try:
+        found = newest_segment(where)
+    except DataError as error:
+        report.open(where, str(error))
+        return None
+    if found is None:
+        report.open(where, "there is no log, and so no history", RESTORE_FIX)
+        return None
+    path, data = found
+    return _fold(path, data, run, verifier, report)
 
 
 def _fold(path: Path, data: bytes, run: RunConfig, verifier: Counting, report: Report) -> Kept | None:

@@ -1,39 +1,62 @@
-"""A run's directory, from one end to the other."""
+"""A run's directory, from one end to the other.
+
+Somebody else may have prepared it. So nothing in it is opened before it was looked at, and only files are, no links,
+pipes or devices; each kind has a size beyond which it is not read (files.py: `read_regular`, `listed`).
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from p2ptrain.audit.findings import Report, Verdict
 from p2ptrain.audit.history import RESTORE_FIX, Counting, Proved, check_said, prove, read_log
-from p2ptrain.audit.weights import Model, Payloads, check_checkpoints, found_checkpoints, replay
+from p2ptrain.audit.weights import (
+    PAYLOADS_MAX,
+    Model,
+    Payloads,
+    check_checkpoints,
+    found_checkpoints,
+    memory_bytes,
+    replay,
+)
 from p2ptrain.config import RunConfig
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.files import entries, read
+from p2ptrain.files import listed, read_regular, trouble
+from p2ptrain.run_config import CONFIG_BYTES_MAX
 from p2ptrain.store.diary import read_entries
+from p2ptrain.visible import visible
 
 TRIES = 5  # if a running node changed something meanwhile; one of them takes a second for a small model
 NAME_LENGTH = 16  # characters of a run's id in its directory's name
 PARTS = ("run.json", "wal", "checkpoints")  # by which a run's directory is known, also if some are missing
+MISSING = "missing"
+RUNS_MAX = 1_024  # in a node's data directory: more than anybody takes part in
+IDENTITY_BYTES = 2 * KEY_BYTES + 1
+DIARY_BYTES_MAX = 2**22  # 1,024 trainings with 128 open contributions each take 2.5 MB
 
 
 def find_directory(directory: Path, wanted: str | None) -> Path:
     """The run's directory that is meant: this one, or one in a node's data directory."""
-    if not directory.is_dir():
+    with trouble(directory, "cannot be read"):
+        is_directory = directory.is_dir()
+    if not is_directory:
         raise ConfigError(f"{directory} is not a directory", key="DIR", fix="Name a node's data directory")
     if _is_run(directory):
         if wanted and not directory.name.startswith(wanted[:NAME_LENGTH]):
             raise ConfigError(f"{directory} is of another run than {wanted}", key="--run", fix="Leave it out")
         return directory
-    found = [path for path in entries(directory / "runs") if path.is_dir() and _is_run(path)]
+    inside = listed(directory / "runs", RUNS_MAX)
+    found = [path for path, kind in inside if stat.S_ISDIR(kind.st_mode) and _is_run(path)]
     matching = [path for path in found if path.name.startswith((wanted or "")[:NAME_LENGTH])]
     if len(matching) == 1:
         return matching[0]
-    names = ", ".join(path.name for path in found)
+    names = visible(", ".join(path.name for path in found))
     if matching:
         raise ConfigError(f"there are {len(found)} runs: {names}", key="--run", fix="Name one of them")
     if found:
@@ -43,7 +66,7 @@ def find_directory(directory: Path, wanted: str | None) -> Path:
 
 
 def _is_run(directory: Path) -> bool:
-    return any((directory / name).exists() for name in PARTS)
+    return any(os.path.lexists(directory / name) for name in PARTS)
 
 
 def audit(directory: Path) -> Report:
@@ -60,13 +83,12 @@ def audit(directory: Path) -> Report:
 
 
 def _look(directory: Path) -> list[tuple[str, int]]:
-    """By which one sees whether anything has been written or removed."""
-    found = []
+    """By which one sees whether anything has been written or removed. What cannot be listed is told by who needs it."""
+    found: list[tuple[str, int]] = []
     for name in ("wal", "checkpoints", "payloads"):
-        for path in (directory / name).glob("*"):
-            with suppress(FileNotFoundError):
-                found.append((path.name, path.stat().st_size))
-    return sorted(found)
+        with suppress(DataError):
+            found += [(path.name, kind.st_size) for path, kind in listed(directory / name, PAYLOADS_MAX)]
+    return found
 
 
 def _audit(directory: Path, report: Report) -> None:
@@ -77,7 +99,7 @@ def _audit(directory: Path, report: Report) -> None:
     report.run_id, report.run_name = run.run_id, run.name
     verifier = Counting(run_id)
     me = _read_identity(directory / "identity", report)
-    found = found_checkpoints(directory, run)
+    found = found_checkpoints(directory, run, report)
     kept = read_log(directory, run, verifier, report)
     model = Model(run)
     payloads = Payloads(directory / "payloads", model)
@@ -86,16 +108,20 @@ def _audit(directory: Path, report: Report) -> None:
         check_said(kept, me, run_id, report)
         proved = prove(kept, run, verifier, report)
     payloads.check(proved, report)
-    states = check_checkpoints(found, directory, model, proved, report)
-    replay(states, payloads, model, proved, report)
+    if 2 * model.state_bytes > (free := memory_bytes()):  # the weights, and what an update works with
+        what = f"the run's state has {model.state_bytes:,} bytes, and this machine {free:,} bytes of free memory"
+        report.open("checkpoints", f"{what}, so that nothing is replayed", "Audit it on a larger machine")
+    else:
+        states = check_checkpoints(found, directory, model, proved, report)
+        replay(states, payloads, model, proved, report)
     _check_hints(directory, report)
     report.signatures = verifier.count
 
 
 def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:
-    content = read(path)
+    content, why = _read(path, CONFIG_BYTES_MAX)
     if content is None:
-        report.open(path, "missing: without the run's config nothing can be checked", RESTORE_FIX)
+        report.open(path, f"{why}: without the run's config nothing can be checked", RESTORE_FIX)
         return None
     found = digest("run id", content).hex()
     try:
@@ -112,11 +138,19 @@ def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:
     return run
 
 
+def _read(path: Path, bytes_max: int) -> tuple[bytes | None, str]:
+    """What is in a file; or None, and why."""
+    try:
+        return read_regular(path, bytes_max), MISSING
+    except DataError as error:
+        return None, str(error).removeprefix(f"{path}: ")
+
+
 def _read_identity(path: Path, report: Report) -> bytes | None:
-    content = read(path)
+    content, why = _read(path, IDENTITY_BYTES)
     if content is not None and re.fullmatch(rb"[0-9a-f]{%d}\n" % (2 * KEY_BYTES), content):
         return bytes.fromhex(content.decode())
-    what = "missing" if content is None else "damaged: this is not a public key"
+    what = why if content is None else "damaged: this is not a public key"
     report.wrong(path, f"{what}, so that nobody can say whose directory this is", RESTORE_FIX)
     return None
 
@@ -124,7 +158,10 @@ def _read_identity(path: Path, report: Report) -> bytes | None:
 def _check_hints(directory: Path, report: Report) -> None:
     """What the node could do without; nothing of the history rests on it."""
     path = directory / "diary.jsonl"
-    lines = read(path) or b""
+    content, why = _read(path, DIARY_BYTES_MAX)
+    if content is None and why != MISSING:
+        report.wrong(path, why)
+    lines = content or b""
     trainings, whole = read_entries(lines)
     if whole != lines and b"\n" not in lines[len(whole) :]:
         what = "its last line is not whole: that is usual after a crash, or while it is written"

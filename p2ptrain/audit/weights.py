@@ -8,35 +8,47 @@ anywhere in it gives another root in the next round that is certified.
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import psutil
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from p2ptrain.audit.findings import Report, Verdict
 from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, Proved
+from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.core.state import Taken
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
-from p2ptrain.files import entries, read
+from p2ptrain.files import listed, read_regular
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, unpack
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.transform import Layout
-from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
+from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
 PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
 CHECKPOINT_FIX = "Remove the directory: an older checkpoint or a peer's state takes its place"
 MISSING_TOLD = 8  # rounds whose payloads are missing; of more, only the number is told
+PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors, and a run keeps 256 rounds as a rule
+CHECKPOINTS_MAX = 4_096  # directories: a node keeps 1,000 at most, and as many again of a branch that was left
+TRAINER_STATES_MAX = 256  # times the state: copies of it, and up to 128 contributions that each take no more than one
+_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+
+
+def memory_bytes() -> int:
+    """How much of this machine's memory could be taken now."""
+    return int(psutil.virtual_memory().available)
 
 
 class Model:
@@ -93,25 +105,32 @@ class Payloads:
 
     def __init__(self, directory: Path, model: Model) -> None:
         self.directory, self.model = directory, model
+        self.bytes_max = model.form.payload_bytes
         self.bad: set[bytes] = set()
 
     def check(self, proved: Proved, report: Report) -> None:
         """Every file, and what is said of it by the rounds that took it."""
         taken = {each.payload: each for entry in proved.entries for each in entry.manifest.taken}
         whole = 0
-        for path in entries(self.directory):
-            try:
-                name = bytes.fromhex(path.name)
-            except ValueError:
-                name = b""
-            if len(name) != DIGEST_BYTES or path.name != path.name.lower():
+        try:
+            found = listed(self.directory, PAYLOADS_MAX)
+        except DataError as error:
+            report.open(self.directory, str(error))
+            return
+        for path, kind in found:
+            if not _NAME.fullmatch(path.name):
                 report.note(Verdict.NOTE, path, "this is no payload: a crash may have left it")
                 continue
+            name = bytes.fromhex(path.name)
+            if stat.S_ISREG(kind.st_mode) and kind.st_size > self.bytes_max and name not in taken:
+                self.bad.add(name)
+                report.note(Verdict.NOTE, path, "larger than this run's payloads are, so that no round has applied it")
+                continue
             try:
-                content = read(path)
+                content = read_regular(path, self.bytes_max)
             except DataError as error:
                 self.bad.add(name)
-                report.wrong(path, str(error), PAYLOAD_FIX)
+                report.wrong(path, str(error).removeprefix(f"{path}: "), PAYLOAD_FIX)
                 continue
             if content is None:
                 continue  # a running node has forgotten it
@@ -138,13 +157,18 @@ class Payloads:
         return None
 
     def has(self, name: bytes) -> bool:
-        return name not in self.bad and (self.directory / name.hex()).exists()
+        return name not in self.bad and os.path.lexists(self.directory / name.hex())
 
     def of(self, entry: Entry) -> list[bytes] | None:
         """All that a round applies; None if one of them is not here, or bad."""
         found = []
         for taken in entry.manifest.taken:
-            content = read(self.directory / taken.payload.hex()) if taken.payload not in self.bad else None
+            if taken.payload in self.bad:
+                return None
+            try:
+                content = read_regular(self.directory / taken.payload.hex(), self.bytes_max)
+            except DataError:  # it was exchanged since it was checked
+                return None
             if content is None or payload_digest(content) != taken.payload:
                 return None
             found.append(content)
@@ -158,8 +182,13 @@ class Payloads:
 # Checkpoints
 
 
-def found_checkpoints(directory: Path, run: RunConfig) -> list[Checkpoint | DataError]:
+def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[Checkpoint | DataError]:
     """To be asked before the log is read: what a running node saves later may be of rounds that are not in it."""
+    try:
+        listed(directory / CHECKPOINTS_NAME, CHECKPOINTS_MAX)
+    except DataError as error:
+        report.open(directory / CHECKPOINTS_NAME, str(error))
+        return []
     return Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id)).found()
 
 
@@ -175,7 +204,7 @@ def check_checkpoints(
                 continue  # a running node has removed it
             report.wrong("checkpoint", str(each), CHECKPOINT_FIX)
             continue
-        why = checkpoints.verify(each) or _differs(each, model)
+        why = _has_other_sizes(each, model) or checkpoints.verify(each) or _differs(each, model)
         if not each.path.exists():
             continue  # a running node has removed it
         if why is not None:
@@ -187,35 +216,26 @@ def check_checkpoints(
     return sorted(states, key=lambda state: (state.round, state.checkpoint.number))
 
 
-def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
-    """Why its files are not the state that its stamp names."""
+def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
+    """Why its files need not be read at all: by its stamp, they are not of this run's model."""
     if checkpoint.state_bytes != model.state_bytes:
         return f"{STATE_NAME} has {checkpoint.state_bytes} bytes, and this run's state {model.state_bytes}"
+    size, size_max = checkpoint.stamp.trainer.bytes, TRAINER_STATES_MAX * model.state_bytes + HEADER_BYTES_MAX
+    if size > size_max:
+        return f"{TRAINER_NAME} has {size} bytes, and no trainer of this run more than {size_max}"
+    return None
+
+
+def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
+    """Why its files are not the state that its stamp names."""
     try:
-        weights = read_weights(checkpoint)
+        weights = read_flat(checkpoint.path / STATE_NAME, model.state_bytes)
         if model.root(weights, checkpoint.round, checkpoint.head) != checkpoint.root:
             return f"{STATE_NAME} has another root than its stamp says"
-        with safe_open(checkpoint.trainer_path, framework="pt") as file:
-            for name, part, shape in zip(model.names, torch.split(weights, model.counts), model.shapes, strict=True):
-                found = file.get_tensor(f"weights.{name}")
-                if found.shape != shape or found.dtype != part.dtype or not _same_bits(found.reshape(-1), part):
-                    return f"{checkpoint.trainer_path.name} has other weights ({name}) than {STATE_NAME}"
-            number = (file.metadata() or {}).get("round", "")
-    except (SafetensorError, OSError, DataError) as error:
+        named = zip(model.names, torch.split(weights, model.counts), model.shapes, strict=True)
+        return differs(checkpoint.trainer_path, checkpoint.round, named)
+    except DataError as error:
         return f"not readable as saved state ({error})"
-    return None if number == str(checkpoint.round) else f"{checkpoint.trainer_path.name} is of another round"
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
-
-
-def read_weights(checkpoint: Checkpoint) -> Tensor:
-    """The agreed weights, flat, to be changed."""
-    content = read(checkpoint.path / STATE_NAME)
-    if content is None or len(content) % FLOAT_BYTES:
-        raise DataError(f"{checkpoint.path / STATE_NAME}: missing, or not whole")
-    return torch.from_numpy(np.frombuffer(content, dtype="<f4").copy())
 
 
 def _place(checkpoint: Checkpoint, proved: Proved, report: Report) -> State | None:
@@ -268,9 +288,13 @@ def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved
         return
     _tell_missing(states, payloads, proved, report)
     lacking = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
-    behind = max((number for number in lacking), default=-1)
+    behind = max((number for number in lacking if number <= proved.newest_root), default=-1)
     start = next((state for state in states if state.round >= behind), states[-1])
-    weights = read_weights(start.checkpoint)
+    weights = read_flat(start.checkpoint.path / STATE_NAME, model.state_bytes)
+    if model.root(weights, start.round, start.checkpoint.head) != start.checkpoint.root:
+        what = f"{start.checkpoint.path} has changed since it was checked"
+        report.open("replay", what, "Stop what writes there first")
+        return
     report.replayed = start.round, start.round
     report.final_root = start.checkpoint.root.hex()
     report.proved_round = start.round if start.is_proved else None
@@ -279,10 +303,8 @@ def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved
         number = entry.manifest.round
         if number <= start.round:
             continue
-        content = payloads.of(entry)
+        content = _content(entry, f"ends after round {number - 1} of {last}", payloads, proved, report)
         if content is None:
-            what = f"ends after round {number - 1} of {last}: payloads of round {number} are not here"
-            report.open("replay", what, "If the node is running, try again; else start it, and it fetches them")
             return
         model.apply(weights, number, content)
         root = model.root(weights, number, entry.manifest.digest)
@@ -296,6 +318,22 @@ def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved
         report.holds("replay", f"the state of round {start.round} is the certified one, and no round follows it")
     else:
         report.holds("replay", f"rounds {start.round + 1} to {last} give the certified roots, and the saved states")
+
+
+def _content(entry: Entry, so_far: str, payloads: Payloads, proved: Proved, report: Report) -> list[bytes] | None:
+    """What a round took; None: the replay ends here, and it is said why."""
+    number, size = entry.manifest.round, payloads.bytes_max * len(entry.manifest.taken)
+    if size > (free := memory_bytes()):
+        what = f"{so_far}: round {number} has {size:,} bytes of payloads, and there are {free:,} of memory"
+        report.open("replay", what, "Audit it on a larger machine")
+        return None
+    content = payloads.of(entry)
+    if content is None and number > proved.newest_root:
+        report.note(Verdict.NOTE, "replay", f"{so_far}: payloads of round {number} are not here, and no root of it yet")
+    elif content is None:
+        fix = "If the node is running, try again; else start it, and it fetches them"
+        report.open("replay", f"{so_far}: payloads of round {number} are not here", fix)
+    return content
 
 
 def _compare(number: int, root: bytes, start: State, saved: State | None, proved: Proved, report: Report) -> bool:
@@ -319,7 +357,7 @@ def _tell_missing(states: list[State], payloads: Payloads, proved: Proved, repor
     adopted = [state.round for state in states if state.is_adopted]
     needed = max(max(adopted, default=states[0].round), proved.kept_from)
     missing = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
-    promised = [number for number in missing if number > needed]
+    promised = [number for number in missing if needed < number <= proved.newest_root]  # later ones may be on their way
     for number in promised[:MISSING_TOLD]:
         report.open(f"round {number}", "payloads that it took are not here, or damaged", RESTORE_FIX)
     if len(promised) > MISSING_TOLD:

@@ -1,8 +1,9 @@
 """The commands: they parse arguments, call one thing and print what it returns.
 
 What takes long to import (pydantic, numpy, torch, rich) is imported in the commands that use it, so that
-`p2ptrain --help` answers at once. Exit status: 0 done, 1 failed, 2 the user erred, 3 no daemon answers, 130
-interrupted. Errors are one paragraph on stderr, which names the key or the file and says what to do.
+`p2ptrain --help` answers at once. Exit status: 0 done, 1 failed, 2 the user erred, 3 no daemon answers, 4 this
+machine's hardware is suspect, 130 interrupted. Errors are one paragraph on stderr, which names the key or the file and
+says what to do.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from p2ptrain.cli.doctor import doctor
 from p2ptrain.cli.invite import invite
 from p2ptrain.cli.report import report
 from p2ptrain.cli.top import top as watch
-from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError
+from p2ptrain.errors import ConfigError, HardwareError, NoDaemonError, P2ptrainError
+from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
     from p2ptrain.config import RunConfig
 
-FAILED, USER_ERRED, NO_DAEMON = 1, 2, 3  # typer sees to 130, the end by Ctrl-C, and to a reader that goes away
+FAILED, USER_ERRED, NO_DAEMON, HARDWARE = 1, 2, 3, 4  # typer sees to 130, Ctrl-C's, and to a reader that goes away
 
 # Help is plain text: rich's would take half of the time that --help may take.
 app = typer.Typer(
@@ -72,6 +74,8 @@ def main() -> int:
         return _complain(str(error), USER_ERRED)
     except NoDaemonError as error:
         return _complain(str(error), NO_DAEMON)
+    except HardwareError as error:
+        return _complain(str(error), HARDWARE)
     except P2ptrainError as error:
         return _complain(str(error), FAILED)
     except typer.TyperException as error:  # an option or a command that is not there, an argument missing
@@ -81,7 +85,7 @@ def main() -> int:
 
 
 def _complain(text: str, status: int) -> int:
-    typer.echo(text, err=True)
+    typer.echo(visible(text, keep="\n"), err=True)  # it may quote a file or a peer
     return status
 
 

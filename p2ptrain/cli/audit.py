@@ -8,19 +8,20 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.node import AsJson
+from p2ptrain.cli.node import AsJson, Run
 
 FAILED = 1
 
 
 def audit(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A node's data directory, or one of a run in it.")],
-    run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")] = None,
+    run: Run = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify a run's history in DIR: signatures, payloads, states, and by replaying them the final state root.
 
-    It only reads, also while the node runs. Exit status 1 if anything is wrong or cannot be checked.
+    It only reads, also while the node runs, and DIR may come from somebody else. Exit status 1 if anything is wrong or
+    cannot be checked.
     """
     from p2ptrain.audit.run import audit as look
     from p2ptrain.audit.run import find_directory

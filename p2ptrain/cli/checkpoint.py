@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.node import DataDir, NodeFile, node_config
+from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 from p2ptrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 FAILED = 1
 
 app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
-Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")]
 
 
 def _open(config: Path | None, data_dir: Path | None, run: str | None) -> Checkpoints:
@@ -63,7 +62,9 @@ def verify(config: NodeFile = None, data_dir: DataDir = None, run: Run = None) -
 @app.command()
 def export(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copy goes; it must not be there yet.")],
-    number: Annotated[int | None, typer.Option("--round", min=0, help="Of this round; without it, the newest.")] = None,
+    number: Annotated[
+        int | None, typer.Option("--round", min=0, help="Of this round; without it, the newest certified.")
+    ] = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
     run: Run = None,
@@ -76,8 +77,8 @@ def export(
     meant = choose_run(node, run)
     checkpoints = _checkpoints(node, meant)
     found = newest_whole(checkpoints, number)
-    checkpoints.export(found, out, beside(node, meant))
-    typer.echo(_line(found))
+    checkpoints.export(found.checkpoint, out, beside(node, meant))
+    typer.echo(f"{_line(found.checkpoint)}  {found.standing}")
 
 
 @app.command()
@@ -87,10 +88,18 @@ def prune(
     data_dir: DataDir = None,
     run: Run = None,
 ) -> None:
-    """Remove older checkpoints of a node that is not running; a running one does so by itself."""
+    """Remove older checkpoints of a node that is not running; a running one does so by itself.
+
+    The newest that the node's log certifies stays in any case.
+    """
+    from p2ptrain.daemon.saved import to_keep
     from p2ptrain.store.lock import Lock
 
     checkpoints = _open(config, data_dir, run)
     with Lock.of_directory(checkpoints.directory.parent):
-        for each in checkpoints.keep_last(keep):
-            typer.echo(f"removed {_line(each)}")
+        kept, others = to_keep(checkpoints, keep)
+        for each in reversed(others):
+            checkpoints.remove(each.checkpoint)
+            typer.echo(f"removed {_line(each.checkpoint)}")
+        for each in reversed(kept):
+            typer.echo(f"kept    {_line(each.checkpoint)}  {each.standing}")

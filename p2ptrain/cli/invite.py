@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.node import DataDir, NodeFile, node_config
+from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 from p2ptrain.errors import ConfigError, P2ptrainError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def invite(
         typer.Option(metavar="N", min=1, max=2**63, help="Of all with the same number, one counts; else it is drawn."),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A file to make; without it, stdout.")] = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")] = None,
+    run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.node import DataDir, NodeFile, node_config
+from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 from p2ptrain.errors import ConfigError, NoDaemonError
+from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig
+    from p2ptrain.daemon.saved import SavedModel
     from p2ptrain.learn.sample import Wish
 
 STDIN = "-"
@@ -22,9 +24,9 @@ Directory = Annotated[
     typer.Option("--checkpoint", metavar="DIR", help="One that `checkpoint export` made, instead of this node's."),
 ]
 Round = Annotated[
-    int | None, typer.Option("--round", min=0, help="This node's checkpoint of this round; without it, the newest.")
+    int | None,
+    typer.Option("--round", min=0, help="This node's checkpoint of this round; without it, the newest certified."),
 ]
-Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")]
 
 
 def export(
@@ -43,7 +45,7 @@ def export(
     check_target(out)
     found = find_model(node_config(config, data_dir), run, number, checkpoint)
     write(out, found.weights, found.tokenizer, found.members)
-    typer.echo(f"round {found.checkpoint.round} of {found.run.name}, root {found.checkpoint.root.hex()[:16]}: {out}")
+    typer.echo(f"{_which(found)}: {out}")
 
 
 def generate(  # noqa: PLR0913, PLR0917  # a command has its options
@@ -57,7 +59,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has its options
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Let the model go on from TEXT: the local daemon's, or else that of the newest checkpoint."""
+    """Let the model go on from TEXT: the local daemon's, or else that of the newest certified checkpoint."""
     from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish, check
 
     if prompt == STDIN:
@@ -103,14 +105,21 @@ def _from_checkpoint(node: NodeConfig, run: str | None, number: int | None, dire
     from p2ptrain.learn.trainer import open_device
 
     found = find_model(node, run, number, directory)
+    typer.echo(_which(found), err=True)  # stdout is the text's
     device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out
     model = load_model(found.weights, device)
-    return sample(model, found.tokenizer, wish.prompt, wish.tokens, wish.seed, wish.temperature)
+    return sample(model, found.tokenizer, wish)
+
+
+def _which(found: SavedModel) -> str:
+    """Which state was taken, and what speaks for it."""
+    checkpoint = found.checkpoint
+    return f"round {checkpoint.round} of {found.run.name}, root {checkpoint.root.hex()[:16]}, {found.standing}"
 
 
 def _show(text: str) -> None:
     """As it is for programs; on a terminal, characters that would command it are shown instead."""
     if sys.stdout.isatty():
-        text = "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+        text = visible(text, keep="\n\t")
     sys.stdout.buffer.write(text.encode() + b"\n")
     sys.stdout.buffer.flush()

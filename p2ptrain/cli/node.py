@@ -40,6 +40,7 @@ Level = Annotated[
 Format = Annotated[
     Literal["auto", "text", "json"] | None, typer.Option(help="auto: text on a terminal, else JSON lines.")
 ]
+Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 
 
@@ -157,7 +158,9 @@ def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = 
     connected = [peer for peer in found["peers"] if peer["is_connected"]]
     for peer in connected:
         seat = "member" if peer["is_member"] else "      "
-        typer.echo(f"{peer['peer_id']}  {seat}  {peer['addresses'][0] if peer['addresses'] else ''}")
+        took = peer["latency_seconds"]
+        answers_in = "" if took is None else f"{1_000 * took:.0f} ms"
+        typer.echo(f"{peer['peer_id']}  {seat}  {answers_in:>8}  {peer['addresses'][0] if peer['addresses'] else ''}")
     typer.echo(f"{len(connected)} peers")
 
 

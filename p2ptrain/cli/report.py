@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.checkpoint import Run
-from p2ptrain.cli.node import DataDir, NodeFile, node_config
+from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 
 MODE = 0o644  # it is written to be shown
 

@@ -17,6 +17,9 @@ and asks the peers that it is connected with, one after the other, for what came
 followed on a line of its own, to its end or to the head, whichever comes first; only one with the head becomes the
 node's. Everything before the head is verified as without it. Peers keep `history_rounds` rounds: an older head is found
 with nobody, and a newer one as soon as it is certified.
+
+Nobody may hold a node in this for long. Who has more to tell fills its answers; and who answers slowly makes way for
+others, and has longer the next time, so that a peer that is slow and honest comes to its end.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from p2ptrain.core.reputation import Reason
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
+PEER_SECONDS = 30.0  # for one peer, if others wait: 256 rounds take a home's line ten; a guess, which doubles each time
+PEER_SECONDS_MAX = 960.0
 RETRY_SECONDS = 10.0  # until a peer whose history lacks the head is asked again: the round of the head may be to come
 ROUNDS_SPARE = 4 * ENTRIES_MAX  # that a peer may get ahead by while we follow it; one that leads us on for ever lies
 
@@ -42,6 +47,8 @@ class Trust:
         self.mine = line.state  # genesis
         self.asked: bytes | None = None
         self.until = 0.0  # for the answer
+        self.turn_until = 0.0  # for all of its answers, if others wait
+        self.turns: dict[bytes, int] = {}  # how often a peer's turn ended before its history did
         self.trial = line  # of the peer that is asked
         self.rounds = 0  # followed on it
         self.rests: dict[bytes, float] = {}  # peers whose histories were not it, and until when they are left alone
@@ -58,9 +65,9 @@ class Trust:
 
     @property
     def deadline(self) -> float:
-        if self.asked is not None:
-            return self.until
         now = self.context.now
+        if self.asked is not None:
+            return self.until if self.turn_until <= now else min(self.until, self.turn_until)
         return min((self.rests.get(peer, now) for peer in self.context.peers), default=now + RETRY_SECONDS)
 
     def tick(self) -> None:
@@ -69,10 +76,17 @@ class Trust:
             self.failed(self.asked)
         self.rests = {peer: at for peer, at in self.rests.items() if peer in peers}
         self.others = {peer: None for peer in self.others if peer in peers}
-        ready = sorted(peer for peer in peers if self.rests.get(peer, now) <= now)
+        self.turns = {peer: count for peer, count in self.turns.items() if peer in peers}
+        ready = sorted(peer for peer in peers if self.rests.get(peer, now) <= now and peer != self.asked)
+        if self.asked is not None and now >= self.turn_until and ready:
+            self.turns[self.asked] = self.turns.get(self.asked, 0) + 1
+            self.context.counters["slow histories broken off"] += 1
+            self.failed(self.asked, None)
         if self.asked is None and ready:
             self.context.rng.shuffle(ready)
+            ready.sort(key=lambda peer: self.turns.get(peer, 0))
             peer = self.context.reputation.preferred(ready, now)[0]
+            self.turn_until = now + min(PEER_SECONDS * 2.0 ** min(self.turns.get(peer, 0), 16), PEER_SECONDS_MAX)
             self.trial, self.rounds = Line(self.mine, self.context.run_id, self.context.run.agreement.history_rounds), 0
             self._ask(peer)
 
@@ -94,7 +108,6 @@ class Trust:
         """What to adopt, once a history has the head; None: not yet."""
         if peer != self.asked:
             return None
-        before = self.trial.state
         try:
             is_found = self._follow(history)
         except RemoteProtocolError:
@@ -105,7 +118,7 @@ class Trust:
             self.asked = None
             return self._verified()
         self.rounds += len(history.steps)
-        is_more = self.trial.state is not before and self.trial.state.round < history.round
+        is_more = len(history.steps) == ENTRIES_MAX and self.trial.state.round < history.round
         if is_more and self.rounds <= self.trial.kept + ROUNDS_SPARE:
             self._ask(peer)
             return None
@@ -148,6 +161,7 @@ class Trust:
         return {
             "trial history": (len(self.trial.steps), self.trial.kept),
             "peers not trusted": (len(self.others), peers),
+            "slow peers": (len(self.turns), peers),
         }
 
 

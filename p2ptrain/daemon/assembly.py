@@ -28,7 +28,8 @@ from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
-from p2ptrain.daemon.tracking import Tracking
+from p2ptrain.daemon.tracking import TensorBoard, Tracking
+from p2ptrain.daemon.wandb_run import WandbRun
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
@@ -157,6 +158,7 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     kept = launch.config.storage.checkpoints_kept
     store = Store(directory, run, beginning, launch.identity.key, key_file, checkpoints_kept=kept)
     stack.callback(store.close)
+    store.mismatches.refuse()
     return store
 
 
@@ -187,11 +189,12 @@ def trusted_head(store: Store, given: bytes) -> bytes:
 
 def _track(stack: AsyncExitStack, launch: Launch, rounds: Rounds) -> None:
     """Tell other tools of each round, where the config names any."""
-    directory = launch.config.tracking.tensorboard
-    if directory:
-        tracking = Tracking(Path(directory), launch.run)
-        stack.callback(tracking.close)
-        rounds.on_round = tracking.note
+    config = launch.config.tracking
+    for directory, writer in ((config.tensorboard, TensorBoard), (config.wandb, WandbRun)):
+        if directory:
+            tracking = Tracking(writer(Path(directory).expanduser(), launch.run))
+            stack.push_async_callback(asyncio.to_thread, tracking.close)
+            rounds.on_round.append(tracking.note)
 
 
 def _add(connections: Connections, address: str, origin: Origin) -> None:

@@ -19,6 +19,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.daemon.device import StoppedError
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
+from p2ptrain.daemon.energy import Energy, meter_of
 from p2ptrain.daemon.guest import Guest
 from p2ptrain.daemon.news import Drops, News
 from p2ptrain.daemon.notify import Beat, notify
@@ -77,6 +78,8 @@ class Daemon:
         self.run, self.driver, self.edges, self.rounds = run, driver, edges, rounds
         self.lag = Lag()
         self.guest = Guest(limits, driver)
+        device = driver.device.trainer.device
+        self.energy = Energy(lambda: meter_of(device), rounds.note_energy, lambda: not driver.is_paused)
         self.http: str | None = None  # where this is shown
         self.lines: Callable[[], list[LogLine]] = list  # what it has said lately
         self.is_leaving = False
@@ -134,7 +137,7 @@ class Daemon:
                 what = f"so many take more than {SAMPLE_SECONDS_MAX:.0f} s, in which this node trains nothing"
                 raise ConfigError(what, key="tokens", fix=fix)
 
-        return await device.run(device.trainer.sample, wish.prompt, wish.tokens, wish.seed, wish.temperature, go_on)
+        return await device.run(device.trainer.sample, wish, go_on)
 
     def leave(self) -> None:
         if self.is_leaving:
@@ -183,6 +186,7 @@ async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
             group.create_task(edges.connections.run(), name="connections"),
             group.create_task(daemon.lag.watch(), name="lag"),
             group.create_task(daemon.guest.watch(), name="limits"),
+            group.create_task(daemon.energy.watch(), name="energy"),
             group.create_task(_tell(daemon, progress), name="progress"),
             group.create_task(_remember(daemon), name="remembering peers"),
         ]

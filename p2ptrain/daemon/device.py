@@ -7,6 +7,9 @@ for a round of training.
 After a restart the trainer stands where its checkpoint was made, and the core has it apply the rounds since. The
 trainings in between are repeated, each from the state from which it was made, so that what this node still has to tell
 the swarm (its residual) is the same bits again.
+
+Of a state that came out wrong, the digests of its pieces are kept until its round is applied once more, from the right
+one: then it can be told what was wrong, also where no peer has kept the state of that very round.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from typing import TypeVar
 
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import payload_digest
+from p2ptrain.daemon.fetching import PIECES_TOLD
 from p2ptrain.daemon.guest import rest_seconds
+from p2ptrain.digest import leaf_digests
 from p2ptrain.errors import DataError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult
@@ -30,34 +35,12 @@ from p2ptrain.store.diary import Trained
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
-MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds, and the node ends
 RATES_KEPT = 16  # rounds over which tokens a second are told
 NAP_SECONDS = 0.2  # the longest of rests between steps, until it is looked whether the node ends
 
 
 class StoppedError(P2ptrainError):
     """Training was broken off because the node ends."""
-
-
-class Mismatches:
-    """How often this machine came to another state than everybody else: nobody is helped by its going on for ever."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._rounds: deque[int] = deque(maxlen=MISMATCHES_MAX)
-
-    def look(self, count: int, number: int) -> None:
-        """After an event: how many there were, and the round that was applied last. DataError: too many."""
-        if count == self._count:
-            return
-        self._count = count
-        self._rounds.append(number)
-        if len(self._rounds) == MISMATCHES_MAX and number - self._rounds[0] < MISMATCH_ROUNDS:
-            rounds = ", ".join(map(str, self._rounds))
-            raise DataError(
-                f"the state came out wrong here in rounds {rounds}, and right everywhere else. Suspect this machine's "
-                "hardware: test its memory, and do not overclock it"
-            )
 
 
 class Device:
@@ -73,6 +56,7 @@ class Device:
         self.trained = 0  # the number of the last training that the trainer's state rests on
         self._to_repeat: deque[Trained] = deque()
         self._repeated: dict[int, tuple[Trained, bytes]] = {}  # by round, as long as its contribution is kept
+        self._wrong: tuple[int, list[bytes]] | None = None  # the round of a state that was wrong, and its leaves
         self.is_stopping = False  # training ends after the step that it is at
         self.percent = 100  # of the time that the device may train; the rest of it, it rests between steps
         self._stepped_at, self._owed, self._rested = (
@@ -206,7 +190,20 @@ class Device:
         self.trainer.apply(number - 1, payloads)
         for taken in mine:
             self._let_go(taken, self.trainer.forget)
+        if self._wrong is not None and number == self._wrong[0]:
+            self._tell_what_differed(*self._wrong)
+            self._wrong = None
         return self.trainer.root(manifest)
+
+    def _tell_what_differed(self, number: int, before: list[bytes]) -> None:
+        pairs = enumerate(zip(before, leaf_digests(self.trainer.state_bytes()), strict=True))
+        differing = [index for index, (was, now) in pairs if was != now]
+        if not differing:
+            log.error("the state of round %d came out again as it was when it was wrong", number)
+            return
+        pieces = ", ".join(map(str, differing[:PIECES_TOLD]))
+        what = "the state of round %d came out otherwise than when it was wrong: %d pieces differ, each of 1 MiB: %s"
+        log.error(what, number, len(differing), pieces)
 
     async def give_back(self, number: int) -> None:
         await self.run(self._let_go, number, self.trainer.restore)
@@ -220,10 +217,15 @@ class Device:
 
         return await self.run(look)
 
-    async def adopt(self, number: int, state: bytes | memoryview) -> None:
-        await self.run(self._adopt, number, state)
+    async def adopt(self, number: int, state: bytes | memoryview, was_wrong: bool = False) -> None:
+        """`was_wrong` if the state that is here did not come out as it was agreed on."""
+        await self.run(self._adopt, number, state, was_wrong)
 
-    def _adopt(self, number: int, state: bytes | memoryview) -> None:
+    def _adopt(self, number: int, state: bytes | memoryview, was_wrong: bool = False) -> None:
+        if was_wrong and number < self.trainer.round:  # of the same round, the fetch has told
+            self._wrong = self.trainer.round, leaf_digests(self.trainer.state_bytes())
+        elif self._wrong is not None and number >= self._wrong[0]:  # which will not come again
+            self._wrong = None
         self.trainer.adopt(number, state)
         self.adopted += 1
         self._to_repeat.clear()

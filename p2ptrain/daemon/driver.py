@@ -23,7 +23,7 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX, decode_history, encode_hist
 from p2ptrain.core.messages import Announcement, Received, decode, payload_digest
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
-from p2ptrain.daemon.device import Device, Mismatches, StoppedError
+from p2ptrain.daemon.device import Device, StoppedError
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import ignore
 from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
@@ -75,7 +75,7 @@ class Driver:
         self._shares: Counter[bytes] = Counter()  # of `events` and `_checking`, by peer
         self.dropped_last = b""  # the peer that last brought an event for which there was no room
         self._is_running = False
-        self._mismatches = Mismatches()
+        self._mismatches = 0  # that are noted
         self._group: asyncio.TaskGroup
         self._actions: dict[type, Callable[[Any], object]] = {
             ev.Publish: self._publish,
@@ -213,14 +213,9 @@ class Driver:
             self._is_running = False
             self.device.is_stopping = True
             await self._drain()
-            for task in tasks:
+            for task in (*tasks, *self._tasks):
                 task.cancel()
-            self._cancel_rest()
         return why
-
-    def _cancel_rest(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
 
     async def _drain(self) -> None:
         """What was said last should still go out."""
@@ -253,7 +248,9 @@ class Driver:
                 if self.on_event is not None:
                     self.on_event(now, event, effects)
             self.has_begun.set()
-            self._mismatches.look(self.node.context.counters["root mismatches"], self.node.work.applied_round)
+            if (mismatches := self.node.context.counters["root mismatches"]) != self._mismatches:
+                self._mismatches = mismatches
+                self._spawn(self.edges.keeping.note_mismatch(self.node.work.applied_round), "mismatch")
             if effects:
                 self.effects.extend(effects)
                 self._has_effects.set()
@@ -472,7 +469,7 @@ class Driver:
                 number, root, state = await self.edges.fetching.state(
                     effect.roots, effect.sources, self.device.state_bytes, like
                 )
-            await self.device.adopt(number, state)
+            await self.device.adopt(number, state, self.node.work.is_quarantined)
         except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
             log.info("the state cannot be had yet: %s", error)
             self.give(ev.CatchUpFailed(str(error), effect.attempt))

@@ -165,7 +165,7 @@ def stored_runs(config: NodeConfig) -> list[RunConfig]:
 
 def with_relays(config: NodeConfig) -> NetworkConfig:
     """The bootstraps are the relays that a node behind a router can be reached through, and with them the peers that it
-    reached last time: started again without a bootstrap, or after that one has gone for good, it has relays all the same.
+    reached last time: started again without a bootstrap, or after that one has gone for good, it has relays still.
     """
     network = config.network
     if network.trusted_relays:

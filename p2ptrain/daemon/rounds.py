@@ -64,7 +64,7 @@ class Rounds:
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._slim, past.rounds), ROUNDS_KEPT)
         self._applied = {(each.branch, each.round) for each in self._kept}
-        self.on_round: Callable[[RoundRecord], None] | None = None  # hears of each that is new
+        self.on_round: list[Callable[[RoundRecord], None]] = []  # they hear of each that is new
         self._phase = ""  # empty: the core has not begun
         self._at = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -87,6 +87,10 @@ class Rounds:
         self._at, self._phase = now, phase_of(self.node)
         if isinstance(event, ev.Applied):
             self._note_applied(event)
+
+    def note_energy(self, joules: float) -> None:
+        """That the device has used since the last time."""
+        self.mine = msgspec.structs.replace(self.mine, energy_joules=(self.mine.energy_joules or 0.0) + joules)
 
     def _note_applied(self, event: ev.Applied) -> None:
         entry = self.node.line.entry(event.round)
@@ -135,8 +139,8 @@ class Rounds:
         self._kept.append(record)
         self._applied.add((record.branch, record.round))
         self._waiting.append(record)
-        if self.on_round is not None:
-            self.on_round(record)
+        for hears in self.on_round:
+            hears(record)
 
     def _counts(self) -> dict[str, float]:
         traffic, bulk = self._counters(), self._bulk

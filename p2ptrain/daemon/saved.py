@@ -2,32 +2,54 @@
 
 A checkpoint names its run by the id alone. The run's settings and tokenizer lie beside it, where `p2ptrain checkpoint
 export` has copied it, or with the node that took part in the run.
+
+A checkpoint also names its root, and anyone can write one. What speaks for it is the node's own log, whose certified
+rounds name the roots of those before them: what the log certifies comes first, and what it contradicts is not taken.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.core.events import Certified
+from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.daemon.find import choose_run, find_dataset
 from p2ptrain.daemon.places import run_directory
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.files import entries, read
+from p2ptrain.files import read_regular
 from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
-from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
-from p2ptrain.store.log import Snapshot, decoded, frames_of
+from p2ptrain.run_config import CONFIG_BYTES_MAX
+from p2ptrain.store.checkpoints import (
+    STAMP_NAME,
+    STATE_NAME,
+    Checkpoint,
+    Checkpoints,
+    Standing,
+    read_stamp,
+    standing,
+)
+from p2ptrain.store.log import read_journal
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
 RUN_NAME = "run.json"
+LOG_NAME = "wal"
+OTHER_HISTORY = "not of the history that this node has"
 
 log = logging.getLogger("p2ptrain.daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A checkpoint, and what the node's log says of it."""
+
+    checkpoint: Checkpoint
+    standing: Standing
+    state: AgreedState | None  # what was agreed with it, if the log still tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +58,9 @@ class SavedModel:
 
     run: RunConfig
     checkpoint: Checkpoint
-    tokenizer: Tokenizer
+    standing: Standing
     state: AgreedState | None  # what was agreed with it, if the node's log still tells
+    tokenizer: Tokenizer
 
     @property
     def weights(self) -> Weights:
@@ -54,31 +77,85 @@ class SavedModel:
 def find_model(
     config: NodeConfig, wanted: str | None = None, number: int | None = None, directory: Path | None = None
 ) -> SavedModel:
-    """The newest model that is whole, of the one run that is meant; or that of a round, or in a directory."""
+    """The model of the one run that is meant: the newest whole one that the node's log certifies, or that of a round,
+    or in a directory. `DataError`: there is none, or the log contradicts it."""
     if directory is not None and number is not None:
         raise ConfigError("the directory is of one round", key="--round", fix="Leave it out, or name no directory")
     if directory is not None:
         checkpoint, run = _open(config, directory)
         if not run.run_id.startswith(wanted or ""):
             raise ConfigError(f"{directory} is of run {run.run_id}", key="--run", fix="Leave it out, or name that one")
+        journal = _journal_of(run_directory(config, bytes.fromhex(run.run_id)))
+        chosen = Chosen(checkpoint, standing(checkpoint, journal), _state_after(journal, checkpoint))
+        if chosen.standing.verdict == "refuted":
+            raise DataError(f"{directory}: {OTHER_HISTORY}: {chosen.standing.why}")
     else:
         run = choose_run(config, wanted)
         run_id = bytes.fromhex(run.run_id)
-        checkpoint = newest_whole(Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id), number)
-    state = _state_after(run_directory(config, bytes.fromhex(run.run_id)) / "wal", checkpoint)
-    return SavedModel(run, checkpoint, _tokenizer(config, run, checkpoint.path), state)
+        checkpoints = Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id)
+        chosen = newest_whole(checkpoints, number)
+    tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
+    return SavedModel(run, chosen.checkpoint, chosen.standing, chosen.state, tokenizer)
 
 
-def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Checkpoint:
-    """The last made that is whole, of one round or of any; those that are damaged are named and passed over."""
-    for each in reversed(checkpoints.found()):
-        if isinstance(each, Checkpoint) and number not in (None, each.round):
+def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
+    """Of one round or of any, the last made that is whole and that the log certifies; where there is none, the last
+    that is whole and that the log does not contradict."""
+    judged = _judged(checkpoints, number)
+    for each in sorted(judged, key=lambda each: not each.standing.is_certified):
+        if not _is_whole(checkpoints, each.checkpoint):
             continue
-        why = str(each) if isinstance(each, DataError) else checkpoints.verify(each)
-        if isinstance(each, Checkpoint) and why is None:
-            return each
-        log.warning("passed over: %s", why)
+        if each.standing.is_certified:
+            for other in judged[: judged.index(each)]:
+                if not other.standing.is_certified:
+                    path, number = other.checkpoint.path, other.checkpoint.round
+                    log.warning("passed over: %s: %s; --round %d takes it", path, other.standing, number)
+        return each
     raise DataError(f"{checkpoints.directory}: no whole checkpoint" + ("" if number is None else f" of round {number}"))
+
+
+def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Chosen]]:
+    """The last made that are whole, so many, and the last of them that the log certifies; and the other whole ones.
+
+    What is damaged or not of the log's history is in neither.
+    """
+    whole = [each for each in _judged(checkpoints) if _is_whole(checkpoints, each.checkpoint)]
+    certified = [each for each in whole if each.standing.is_certified]
+    kept = [each for each in whole if each in (*whole[:count], *certified[:1])]
+    return kept, [each for each in whole if each not in kept]
+
+
+def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[Chosen]:
+    """Those that can be read and that the log does not contradict, the last made first; the others are named."""
+    found = checkpoints.found()  # before the log is read: what a running node saves later may not be in it
+    journal = _journal_of(checkpoints.directory.parent)
+    judged = []
+    for each in reversed(found):
+        if isinstance(each, DataError):
+            log.warning("passed over: %s", each)
+        elif number in (None, each.round):
+            what = standing(each, journal)
+            if what.verdict == "refuted":
+                log.warning("passed over: %s: %s: %s", each.path, OTHER_HISTORY, what.why)
+            else:
+                judged.append(Chosen(each, what, _state_after(journal, each)))
+    return judged
+
+
+def _is_whole(checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
+    why = checkpoints.verify(checkpoint)
+    if why is not None:
+        log.warning("passed over: %s", why)
+    return why is None
+
+
+def _journal_of(directory: Path) -> Journal | None:
+    """What the log of a run's directory comes to; None if there is none, or if it cannot be read."""
+    try:
+        return read_journal(directory / LOG_NAME)
+    except DataError as error:
+        log.warning("nothing certifies a checkpoint, and the members are not known: %s", error)
+        return None
 
 
 def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
@@ -111,7 +188,7 @@ def _open(config: NodeConfig, directory: Path) -> tuple[Checkpoint, RunConfig]:
 
 
 def _run_in(path: Path) -> RunConfig | None:
-    if (encoded := read(path)) is None:
+    if (encoded := read_regular(path, CONFIG_BYTES_MAX)) is None:
         return None
     try:
         run = RunConfig.from_canonical(encoded)
@@ -131,8 +208,8 @@ def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer
     path = directory / TOKENIZER_NAME
     if not path.exists():
         return _dataset(config, run).open_tokenizer()
-    file_bytes = read(path) or b""
-    if len(file_bytes) > TOKENIZER_BYTES_MAX or tokenizer_digest(file_bytes) != run.tokenizer.digest:
+    file_bytes = read_regular(path, TOKENIZER_BYTES_MAX) or b""
+    if tokenizer_digest(file_bytes) != run.tokenizer.digest:
         raise DataError(f"{path}: damaged, or not the run's: its digest is not {run.tokenizer.digest}")
     tokenizer = JsonTokenizer(file_bytes, str(path))
     if tokenizer.vocab_size > run.model.vocab_size:  # nobody could have trained with it
@@ -140,19 +217,7 @@ def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer
     return tokenizer
 
 
-def _state_after(wal: Path, checkpoint: Checkpoint) -> AgreedState | None:
-    """The agreed state of a checkpoint's round. A node may be writing its log: what cannot be read is not known."""
-    paths = [path for path in entries(wal) if re.fullmatch(r"\d{8}\.log", path.name)]
-    try:
-        content = read(paths[-1]) if paths else None
-        if content is None:
-            return None
-        number = int(paths[-1].name[:8])
-        records = [decoded(paths[-1], at, body) for at, body in frames_of(paths[-1], number, content)[0]]
-    except DataError as error:
-        log.warning("the members are not known: %s", error)
-        return None
-    states = [each.state for each in records if isinstance(each, Certified)]
-    for saved in (each.saved for each in records if isinstance(each, Snapshot)):
-        states += [saved.base, *(certified.state for certified in saved.history)]
+def _state_after(journal: Journal | None, checkpoint: Checkpoint) -> AgreedState | None:
+    """The agreed state of a checkpoint's round."""
+    states = [] if journal is None else [journal.base, *(each.state for each in journal.history)]
     return next((state for state in states if checkpoint.head and state.head == checkpoint.head), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from p2ptrain.daemon.daemon import Daemon
     from p2ptrain.daemon.driver import Driver
     from p2ptrain.daemon.edges import Edges
+    from p2ptrain.net.connections import Connections
 
 ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
 CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
@@ -181,6 +183,7 @@ def _peer(daemon: Daemon, peer: bytes, standing: Standing | None) -> dict[str, A
         "peer_id": peer_id_of(peer),
         "addresses": addresses,
         "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
+        "latency_seconds": None if is_me else latency_of(connections, peer),
         "is_connected": is_me or peer in connections.linked,
         "is_member": peer in state.members,
         "is_admitted": peer in state.place,
@@ -192,6 +195,14 @@ def _peer(daemon: Daemon, peer: bytes, standing: Standing | None) -> dict[str, A
         "is_greylisted": standing.is_greylisted if standing else False,
         "observed": dict(standing.observed) if standing else {},
     }
+
+
+def latency_of(connections: Connections, peer: bytes) -> float | None:
+    """Until a small question is answered; None: none was lately, or the peer is away."""
+    known = connections.known.get(peer)
+    if known is None or peer not in connections.linked or not known.answered_in:
+        return None
+    return round(median(known.answered_in), 4)
 
 
 def kind_of_address(address: str) -> str:

@@ -197,7 +197,8 @@ def _peers(now: Look, width: int, room: int) -> Table:
         cells = [name, kind, f"{each['applied']:,}", f"{each['late']:,}", f"{each['points']:.1f}"]
         if not is_narrow:
             refused = ", ".join(f"{why} {count}" for why, count in each["refused"].items())
-            cells += [refused or "-", each["address_kind"] if each["is_connected"] else "away"]
+            delay = "" if each["latency_seconds"] is None else f" {each['latency_seconds'] * 1_000:,.0f} ms"
+            cells += [refused or "-", f"{each['address_kind']}{delay}" if each["is_connected"] else "away"]
         table.add_row(*(Text(plain(cell)) for cell in cells), style=style)
     if len(order) > room:
         table.add_row(Text(f"and {len(order) - room} more", style="dim"))

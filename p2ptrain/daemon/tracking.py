@@ -1,11 +1,12 @@
-"""Tracking: the figures of each round in files that TensorBoard shows.
+"""Tracking: the figures of each round for other tools, and here the files that TensorBoard shows.
 
 Such a file is a row of records, each with its length and two checksums (CRC-32C, masked), and in each an `Event`, a
 protobuf of five fields. That is less code than a dependency, so the node needs nothing more to write them: the extra
-[tensorboard] brings what shows them, and what the tests read them with.
+[tensorboard] brings what shows them, and what the tests read them with. Weights & Biases are in wandb_run.py.
 
-Nothing waits for it: records go to a thread of their own, and where a disk is too slow for rounds, or takes nothing,
-figures are lost and said to be. The records of the rounds themselves (store/records.py) are not touched by that.
+Nothing waits for any of it: records go to a thread of their own, and where what takes them is too slow for rounds, or
+takes nothing, figures are lost and said to be. The records of the rounds themselves (store/records.py) are not touched
+by that.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from p2ptrain.config import RunConfig
 from p2ptrain.store.records import RoundRecord
 
-WAITING_MAX = 256  # rounds that wait for the disk; beyond it they are lost
+WAITING_MAX = 256  # rounds that wait to be written; beyond it they are lost
+CLOSE_SECONDS = 10.0  # for the last ones when the node ends; a run of W&B's without a network takes 0.2 s
 VERSION = b"brain.Event:2"  # what the first event of a file says
 POLYNOMIAL = 0x82F63B78  # CRC-32C, Castagnoli et al. 1993, its bits reversed
 
@@ -115,42 +118,80 @@ def first_event(at: float) -> bytes:
 # The file
 
 
-class Tracking:
+class TensorBoard:
     """Of one run; a file for each start of the node, which are shown as one."""
 
     def __init__(self, directory: Path, run: RunConfig) -> None:
         self.directory = directory / f"{run.name}-{run.run_id[:8]}"
-        self.lost = 0  # rounds
         self._path: Path | None = None
+
+    def write(self, record: RoundRecord) -> None:
+        content = framed(event_of(record.applied_at, record.round, figures_of(record).items()))
+        if self._path is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{record.applied_at:.0f}.{socket.gethostname()}.{os.getpid()}"
+            content = framed(first_event(record.applied_at)) + content
+            path = self.directory / name
+        else:
+            path = self._path
+        with path.open("ab") as file:
+            file.write(content)
+        self._path = path
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def kill(self) -> None:
+        """Nothing runs."""
+
+
+# ---------------------------------------------------------------------------------------------------
+# The thread
+
+
+class Writer(Protocol):
+    """Where figures go. OSError: they are lost; `kill` ends the others, from another thread."""
+
+    directory: Path
+
+    def write(self, record: RoundRecord) -> None: ...
+    def close(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Tracking:
+    """Of one run, for one tool."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.lost = 0  # rounds
+        self._writer = writer
         self._waiting, self._lock = 0, threading.Lock()
         self._thread = ThreadPoolExecutor(1, "tracking")
 
     def close(self) -> None:
-        """When what was noted is written."""
+        """When what was noted is written, or took too long."""
+        ending = self._thread.submit(self._writer.close)
+        try:
+            ending.result(CLOSE_SECONDS)
+        except TimeoutError:
+            log.warning("%s: the last figures of rounds took too long, and may be lost", self._writer.directory)
+            self._writer.kill()
+        except OSError as error:
+            log.warning("%s: the last figures of rounds may be lost: %s", self._writer.directory, error)
         self._thread.shutdown()
 
     def note(self, record: RoundRecord) -> None:
         """A round that was applied. Returns at once."""
         with self._lock:
             if self._waiting >= WAITING_MAX:
-                self._lose("the disk does not keep up")
+                self._lose("what takes them does not keep up")
                 return
             self._waiting += 1
         self._thread.submit(self._write, record)
 
     def _write(self, record: RoundRecord) -> None:
         try:
-            content = framed(event_of(record.applied_at, record.round, figures_of(record).items()))
-            if self._path is None:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                name = f"events.out.tfevents.{record.applied_at:.0f}.{socket.gethostname()}.{os.getpid()}"
-                content = framed(first_event(record.applied_at)) + content
-                path = self.directory / name
-            else:
-                path = self._path
-            with path.open("ab") as file:
-                file.write(content)
-            self._path = path
+            self._writer.write(record)
         except OSError as error:
             with self._lock:
                 self._lose(error.strerror or str(error))
@@ -160,5 +201,5 @@ class Tracking:
 
     def _lose(self, why: str) -> None:
         if not self.lost:
-            log.warning("%s: figures of rounds are not tracked: %s; this is said once", self.directory, why)
+            log.warning("%s: figures of rounds are not tracked: %s; this is said once", self._writer.directory, why)
         self.lost += 1

@@ -30,11 +30,11 @@ from blake3 import blake3
 from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.files import PARTIAL_SUFFIX, forget, rename, sync, trouble, write_all, write_file
+from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_all, write_file
 from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Transformer, parameter_count
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
 from p2ptrain.learn.sample import Wish
-from p2ptrain.learn.tokenizer import Tokenizer
+from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
 
 MODE = 0o666  # less what the user's umask forbids: an export is made to be handed on
 HEADER_ALIGNMENT = 8  # bytes: safetensors begins its data at a multiple of them
@@ -69,7 +69,7 @@ class Weights:
         self.check_size()
         leaves: list[bytes] = []
         hasher, size = blake3(), 0
-        with trouble(self.path, "cannot be read"), self.path.open("rb") as file:
+        with trouble(self.path, "cannot be read"), open_regular(self.path) as file:
             while piece := file.read(PIECE_BYTES):
                 leaves.append(leaf_digest(len(leaves), piece))
                 hasher.update(piece)
@@ -229,7 +229,8 @@ def _end_name(tokenizer: Tokenizer) -> str | None:
         return None
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # bytes do not need it
 
-    return LibraryTokenizer.from_buffer(tokenizer.file_bytes).id_to_token(tokenizer.end_of_document)
+    with WithoutPanic("the run's tokenizer"):
+        return LibraryTokenizer.from_buffer(tokenizer.file_bytes).id_to_token(tokenizer.end_of_document)
 
 
 def bytes_tokenizer() -> bytes:

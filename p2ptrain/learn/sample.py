@@ -35,27 +35,25 @@ class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def sample(
     model: Transformer,
     tokenizer: Tokenizer,
-    prompt: str,
-    tokens: int,
-    seed: int,
-    temperature: float = 0.8,
+    wish: Wish,
     on_token: Callable[[], None] = lambda: None,
 ) -> str:
-    """The prompt and up to `tokens` tokens that follow it; the same text for the same seed on the same device.
+    """The prompt and what follows it, at most as many tokens as are wished; the same text for the same wish on the same
+    device.
 
     `on_token` is called before each is drawn; what it raises breaks off.
     """
     import torch  # noqa: PLC0415  # two seconds, in which an error could be told
 
-    check(Wish(prompt, tokens, seed, temperature))
-    given, end = tokenizer.encode(prompt).tolist(), tokenizer.end_of_document
+    check(wish)
+    given, end = tokenizer.encode(wish.prompt).tolist(), tokenizer.end_of_document
     device = model.embed_tokens.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(wish.seed)
     text = torch.tensor([[end, *given]], device=device)
     begin = text.shape[1]
-    for _ in range(tokens):
+    for _ in range(wish.tokens):
         on_token()
-        text = model.generate(text, 1, temperature, generator)
+        text = model.generate(text, 1, wish.temperature, generator)
         if int(text[0, -1]) == end:
             break
     drawn = text[0, begin:].tolist()

@@ -8,6 +8,9 @@ A tokenizer file carries settings that were made for inference and would spoil t
 word: it cuts texts short, pads them, adds a token in front, reads "<|endoftext|>" written in a text as
 the real thing. All of these are switched off here. Dropout of merges (Provilkov et al. 2020) makes each
 encoding a different one, so a file that asks for it is refused.
+
+The library is written in Rust, and some files make it panic, in loading or at a text. It says so by an error that is
+no `Exception`, and would end a daemon: here it becomes a `DataError` about the file.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -31,6 +35,8 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) takes 33 MB; each newcomer fetches it
 VOCAB_SIZE_MAX = 2**20  # what RunConfig.model.vocab_size allows
+WHY_MAX = 300  # characters of what the library says: it quotes the file
+PANIC = "PanicException"  # of pyo3_runtime, which nobody can import; each library that is written in Rust has its own
 END_OF_DOCUMENT_NAMES = (  # in this order: what a document ends with in the tokenizers in common use
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -100,6 +106,22 @@ class BytesTokenizer:
         return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
 
 
+class WithoutPanic:
+    """While the library works on somebody's file: where it panics, a `DataError` about that file comes of it."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __enter__(self) -> None:
+        """Nothing to do yet."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None or kind.__name__ != PANIC:
+            return
+        what = f"{self.source}: the tokenizers library gave up on it ({str(error)[:WHY_MAX]})"
+        raise DataError(f"{what}. Take a file as the library saves it") from error
+
+
 class JsonTokenizer:
     """A tokenizer.json; `source` is what an error calls it."""
 
@@ -112,10 +134,12 @@ class JsonTokenizer:
                 source=source,
                 fix="Choose a tokenizer with a smaller vocabulary",
             )
-        self._library = _load_library_tokenizer(file_bytes, source)
+        self.source = source
+        with WithoutPanic(source):
+            self._library = _load_library_tokenizer(file_bytes, source)
+            # Vocabularies may have gaps, so the number of tokens is not the answer.
+            self.vocab_size = max(self._library.get_vocab().values(), default=0) + 1
         self.file_bytes, self.digest = file_bytes, tokenizer_digest(file_bytes)
-        # Vocabularies may have gaps, so the number of tokens is not the answer.
-        self.vocab_size = max(self._library.get_vocab().values(), default=0) + 1
         if not 2 <= self.vocab_size <= VOCAB_SIZE_MAX:
             raise ConfigError(
                 f"{self.vocab_size} tokens, a run needs from 2 to {VOCAB_SIZE_MAX}",
@@ -128,11 +152,13 @@ class JsonTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with WithoutPanic(self.source):
+            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=token_type(self.vocab_size)) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
-        return self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+        with WithoutPanic(self.source):
+            return self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
     def _find_end_of_document(self, source: str) -> int:
         # Only a special token will do: any other could be written into a text and end it from within.
@@ -171,7 +197,7 @@ def _load_library_tokenizer(file_bytes: bytes, source: str) -> LibraryTokenizer:
         library = LibraryTokenizer.from_buffer(file_bytes)
     except ValueError as error:
         raise ConfigError(
-            f"not a tokenizer: {str(error)[:300]}",
+            f"not a tokenizer: {str(error)[:WHY_MAX]}",
             source=source,
             fix="Name a tokenizer.json as the tokenizers library saves it",
         ) from error

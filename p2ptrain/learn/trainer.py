@@ -43,7 +43,7 @@ from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Kept, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_root
-from p2ptrain.learn.sample import sample
+from p2ptrain.learn.sample import Wish, sample
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.transform import Layout
 
@@ -243,18 +243,11 @@ class Trainer:
             self.live.weights.copy_(own)
 
     @torch.no_grad()
-    def sample(
-        self,
-        prompt: str,
-        tokens: int,
-        seed: int,
-        temperature: float = 0.8,
-        on_token: Callable[[], None] = lambda: None,
-    ) -> str:
+    def sample(self, wish: Wish, on_token: Callable[[], None] = lambda: None) -> str:
         """The prompt, and what the agreed weights make of it."""
         tokenizer = self.dataset.open_tokenizer()
         with self._agreed_weights():
-            return sample(self.live.model, tokenizer, prompt, tokens, seed, temperature, on_token)
+            return sample(self.live.model, tokenizer, wish, on_token)
 
     @torch.no_grad()
     def evaluate(self, sequences_max: int = EVALUATED_SEQUENCES) -> float:

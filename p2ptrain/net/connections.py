@@ -26,7 +26,7 @@ import contextlib
 import ipaddress
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -60,6 +60,7 @@ HINT_SECONDS = 1_800.0  # how long such a hint stands
 SEARCH_SECONDS = 2.0  # between looks into the DHT; doubles up to
 SEARCH_SECONDS_MAX = 60.0
 ASKED = 3  # peers, each time, for others that they know
+ANSWERS_KEPT = 5  # of which it is known how long they took: the median of so few is of the last minutes
 TELL_SECONDS = 60.0  # between two lines about the same thing that is wrong with an address
 TOLD_MAX = 64
 
@@ -99,6 +100,7 @@ class Known:
     told: dict[str, float] = field(default_factory=dict)  # what was said of it in the log, and when
     was_reached: bool = False  # in this life or, as we remember, an earlier one
     linked_at: float = -math.inf  # last, in this life
+    answered_in: deque[float] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))  # seconds, the last last
 
     @property
     def addresses(self) -> list[str]:
@@ -437,7 +439,8 @@ class Connections:
     async def _ask_around(self, peer: bytes) -> None:
         """Peers know peers, and themselves; more certain than the DHT, and at once."""
         with contextlib.suppress(TransportError, RemoteProtocolError):
-            for address in await inquiry.ask_peers(self.transport, peer, self.run_id):
+            took = self._of(peer).answered_in.append
+            for address in await inquiry.ask_peers(self.transport, peer, self.run_id, took):
                 self._take_hint(address, peer)
 
     def _take_hints(self, hints: dict[bytes, bytes]) -> None:

@@ -145,13 +145,23 @@ async def _seen(transport: Transport, peer: bytes) -> Seen:
     return Seen(int(time.time() * 1_000), address)  # last: that the answer takes as long as the question is all we know
 
 
-async def _ask(transport: Transport, peer: bytes, question: Question | AskSeen, kind: type[A]) -> A:
+async def _ask(
+    transport: Transport,
+    peer: bytes,
+    question: Question | AskSeen,
+    kind: type[A],
+    took: Callable[[float], None] | None = None,
+) -> A:
+    """`took` hears the seconds from the question to its answer, of one there and one back."""
     try:
         async with asyncio.timeout(SECONDS):
-            stream = await transport.open(peer, PROTOCOL)
+            stream, clock = await transport.open(peer, PROTOCOL), asyncio.get_running_loop().time
             try:
+                asked_at = clock()
                 await stream.send(wire.encode(question))
                 answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
+                if took is not None:
+                    took(clock() - asked_at)
             finally:
                 stream.abort()
     except TimeoutError as error:
@@ -174,8 +184,10 @@ async def ask_states(transport: Transport, peer: bytes, run_id: bytes) -> tuple[
     return (await _ask(transport, peer, AskStates(run_id), States)).states
 
 
-async def ask_peers(transport: Transport, peer: bytes, run_id: bytes) -> tuple[str, ...]:
-    return (await _ask(transport, peer, AskPeers(run_id), Peers)).addresses
+async def ask_peers(
+    transport: Transport, peer: bytes, run_id: bytes, took: Callable[[float], None] | None = None
+) -> tuple[str, ...]:
+    return (await _ask(transport, peer, AskPeers(run_id), Peers, took)).addresses
 
 
 async def ask_seen(transport: Transport, peer: bytes) -> Seen:

@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,7 +35,7 @@ from p2ptrain.files import (
     entries,
     forget,
     make_directory,
-    read,
+    read_regular,
     rename,
     sync,
     trouble,
@@ -143,6 +144,42 @@ class Checkpoint(Struct, frozen=True):
                 os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a node's log says of a checkpoint, and why it says no more."""
+
+    verdict: Literal["certified", "open", "refuted"]
+    why: str
+
+    @property
+    def is_certified(self) -> bool:
+        return self.verdict == "certified"
+
+    def __str__(self) -> str:
+        return self.why if self.is_certified else f"not certified: {self.why}"
+
+
+def standing(checkpoint: Checkpoint, journal: Journal | None) -> Standing:
+    """Whether the applied history certifies the root of a checkpoint. A manifest of a later round certifies it, so that
+    the newest checkpoint often has to wait for its proof."""
+    if journal is None:
+        return Standing("open", "there is no log of its run here")
+    number, states = checkpoint.round, [journal.base, *(each.state for each in journal.history)]
+    certified = {state.root_round: state.root for state in states}.get(number)
+    if certified == checkpoint.root:
+        return Standing("certified", "certified by this node's log")
+    if certified is not None:
+        what = f"round {number} was certified with the root {certified.hex()[:16]}"
+        return Standing("refuted", f"{what}, and it has {checkpoint.root.hex()[:16]}")
+    heads = [state.head for state in states if state.round == number]
+    if heads and checkpoint.head and checkpoint.head not in heads:
+        return Standing("refuted", f"it was made after another manifest of round {number} than the log has")
+    newest = journal.state.root_round
+    if number > newest:
+        return Standing("open", f"the newest root that the log certifies is of round {newest}, and not yet of {number}")
+    return Standing("open", f"the log has no certified root of round {number}")
+
+
 class Checkpoints:
     """Of one node in one run."""
 
@@ -202,6 +239,8 @@ class Checkpoints:
         found: list[Checkpoint | DataError] = []
         for path in self._directories():
             try:
+                if path.is_symlink() or (path.exists() and not path.is_dir()):
+                    raise DataError(f"{path}: not a directory, and so no checkpoint")
                 found.append(Checkpoint(path, self._stamp(path)))
             except DataError as error:
                 found.append(error)
@@ -220,7 +259,7 @@ class Checkpoints:
         for name, stamp in ((TRAINER_NAME, checkpoint.stamp.trainer), (STATE_NAME, checkpoint.stamp.state)):
             path = checkpoint.path / name
             try:
-                found = digest_of(path)
+                found = digest_of(path, stamp.bytes)
             except DataError as error:
                 return str(error)
             if found != (stamp.bytes, stamp.blake3):
@@ -248,13 +287,9 @@ class Checkpoints:
             finally:
                 forget(partial)
 
-    def keep_last(self, count: int) -> list[Checkpoint]:
-        """Remove all but the last made that are whole; those that went."""
-        whole = [each for each in self.present() if self.verify(each) is None]
-        gone = whole[:-count]
-        for each in gone:
-            forget(each.path)
-        return gone
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """For a person, while the node does not run."""
+        forget(checkpoint.path)
 
     def newest(self, journal: Journal) -> Checkpoint | None:
         """The last made that is whole and of the saved history; it reads all of it. NewerError: that is not for us."""
@@ -294,8 +329,8 @@ class Checkpoints:
 def read_stamp(directory: Path) -> Stamp:
     """What the checkpoint in a directory says of itself, whichever run it is of."""
     path = directory / STAMP_NAME
-    content = read(path)
-    if content is None or len(content) > STAMP_BYTES_MAX:
+    content = read_regular(path, STAMP_BYTES_MAX)
+    if content is None:
         raise DataError(f"{path}: missing, or not a checkpoint's")
     try:
         if _is_newer(content):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct as Layout
 
@@ -38,8 +39,10 @@ from p2ptrain.files import (
     cut,
     entries,
     forget,
+    listed,
     make_directory,
     read,
+    read_regular,
     rename,
     trouble,
     write_all,
@@ -50,6 +53,11 @@ VERSION = 1
 SEGMENT_BYTES = 16 * 2**20  # read in a tenth of a second; and twice the snapshot, or each append would make another
 RECORD_BYTES_MAX = 2**31  # a snapshot of 65,536 rounds of a large swarm is the largest there is
 SECTOR_BYTES = 512  # what a disk writes as a whole, or not at all
+
+READ_TIMES = 5  # by who only looks, while a running node begins a new segment and removes the one that was seen
+READ_BYTES_MAX = 2**29  # by who only looks: twice what 256 rounds of 1,024 contributors can make a segment grow to
+NAMES_MAX = 1_024  # in the directory, by who only looks: a node leaves two
+ALL_ROUNDS = 2**31  # more than a segment has: who only looks wants all of it, and not only what a node would keep
 
 _MAGIC = b"p2ptrain log"
 _HEADER = Layout("<12sI8s")
@@ -185,27 +193,60 @@ class Log:
     def _open(self, found: list[int]) -> None:
         self.number = found[-1]
         data = read(self.path) or b""
-        bodies, end = frames_of(self.path, self.number, data)
-        (at, first), *rest = bodies
-        snapshot = decoded(self.path, at, first)
-        if not isinstance(snapshot, Snapshot):
-            raise damaged(self.path, at, "the segment does not begin with a snapshot")
-        try:
-            self.journal = Journal.restored(snapshot.saved, self.journal.kept, read_own)
-            for at, body in rest:
-                record = decoded(self.path, at, body)
-                if isinstance(record, Snapshot):
-                    raise damaged(self.path, at, "a second snapshot")
-                self.journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
-        except RemoteProtocolError as error:
-            raise damaged(self.path, at, f"holds what this version would not say: {error}") from error
-        self.is_forgetful = snapshot.is_forgetful and not rest
+        segment = _folded(self.path, data, self.journal.kept)
+        self.journal, self.is_forgetful, end = segment.journal, segment.is_forgetful, segment.end
         if end < len(data):
             _log.warning("end of the log cut off", path=str(self.path), offset=end, bytes=len(data) - end)
             cut(self.path, end)
         with trouble(self.path):
-            self._use(self.path, end, _FRAME.size + len(first))
+            self._use(self.path, end, segment.snapshot_bytes)
         self._forget_others()
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """What a segment comes to."""
+
+    journal: Journal
+    is_forgetful: bool
+    end: int  # of what is whole
+    snapshot_bytes: int
+
+
+def _folded(path: Path, data: bytes, kept: int) -> _Segment:
+    bodies, end = frames_of(path, int(path.name[:8]), data)
+    (at, first), *rest = bodies
+    snapshot = decoded(path, at, first)
+    if not isinstance(snapshot, Snapshot):
+        raise damaged(path, at, "the segment does not begin with a snapshot")
+    try:
+        journal = Journal.restored(snapshot.saved, kept, read_own)
+        for at, body in rest:
+            record = decoded(path, at, body)
+            if isinstance(record, Snapshot):
+                raise damaged(path, at, "a second snapshot")
+            journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
+    except RemoteProtocolError as error:
+        raise damaged(path, at, f"holds what this version would not say: {error}") from error
+    return _Segment(journal, snapshot.is_forgetful and not rest, end, _FRAME.size + len(first))
+
+
+def newest_segment(directory: Path) -> tuple[Path, bytes] | None:
+    """For who only looks, also while a node writes: its newest segment as it is now; None if there is no log."""
+    for _ in range(READ_TIMES):
+        segments = [path for path, _ in listed(directory, NAMES_MAX) if re.fullmatch(r"[0-9]{8}\.log", path.name)]
+        if not segments:
+            return None
+        data = read_regular(segments[-1], READ_BYTES_MAX)
+        if data is not None:
+            return segments[-1], data
+    raise DataError(f"{directory}: it changes faster than it can be read. Try again, or stop the node first")
+
+
+def read_journal(directory: Path) -> Journal | None:
+    """For who only looks: what a node's own log comes to; None if there is none. No signature is verified."""
+    found = newest_segment(directory)
+    return None if found is None else _folded(*found, ALL_ROUNDS).journal
 
 
 class _OwnWords:

@@ -137,19 +137,23 @@ class Payloads:
     def is_in_memory(self, name: bytes) -> bool:
         return name in self._memory
 
-    def in_memory(self) -> set[bytes]:
+    def names(self) -> set[bytes]:
+        """Of those that this process has put here or made last."""
         with self._lock:
-            return set(self._memory)
+            return {*self._memory, *self._lasting, *self._spilled}
 
     def prune(self, keep: Collection[bytes], known: Collection[bytes] | None = None) -> None:
-        """Forget all others; in memory, of those that were there when `keep` was made."""
+        """Forget all others, but not what came since `keep` was made: what is here and not among the `known`."""
         with self._lock:
-            for name in [name for name in self._memory if name not in keep and (known is None or name in known)]:
+            here = self.names()
+            kept = here.intersection(keep).union(here.difference(here if known is None else known))
+            for name in [name for name in self._memory if name not in kept]:
                 self._drop(name)
-            self._lasting.intersection_update(keep)
-            self._spilled.intersection_update(keep)
+            self._lasting &= kept
+            self._spilled &= kept
             for path in entries(self.directory):
-                if not (_NAME.fullmatch(path.name) and bytes.fromhex(path.name) in keep):
+                name = bytes.fromhex(path.name) if _NAME.fullmatch(path.name) else b""
+                if name not in kept and name not in keep:
                     forget(path)
 
     def _drop(self, name: bytes) -> None:

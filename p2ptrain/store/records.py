@@ -5,12 +5,15 @@
     peers       what became of each peer's contributions, and what it did wrong
     points      the points against a peer, whenever they have grown
     mine        what this node has done in the run, in one row
+    format      the version of all this, in one row
 
 It is history for people, and nothing that is agreed rests on it. So a commit is not waited for until it is on the
 disk (WAL mode and synchronous = NORMAL: a power cut costs the last rows, and leaves the file whole); a damaged file is
 named, moved aside as records.sqlite.damaged, and begun anew; and a disk that takes nothing costs history and nothing
 else. Rows that peers can have made are bounded in number and in bytes. Each row is one encoded struct under a digest of
-its own, so that a bit that has flipped is not shown as a figure: such a row counts as not written.
+its own, so that a bit that has flipped is not shown as a figure: such a row counts as not written. The version stands
+in sqlite's header, too: only both together say that a newer p2ptrain has written here, and that this one must not. One
+alone is a bit that has flipped, and no reason not to start.
 
 One thread writes at a time; whoever only reads opens the file for that, while others write.
 """
@@ -59,6 +62,11 @@ CREATE TABLE rounds (
 CREATE TABLE peers (peer BLOB PRIMARY KEY, changed_at REAL NOT NULL, record BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE points (id INTEGER PRIMARY KEY, peer BLOB NOT NULL, record BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE mine (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL, digest BLOB NOT NULL);
+"""
+_FORMAT = f"""
+CREATE TABLE IF NOT EXISTS format (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL);
+REPLACE INTO format SELECT 1, {VERSION};
+PRAGMA user_version = {VERSION};
 """
 
 
@@ -121,6 +129,7 @@ class Mine(Struct, frozen=True):
     applied_of_all: int = 0  # contributions of everyone that they took, as far as this node was there
     tokens: int = 0  # trained here, for whatever became of it
     training_seconds: float = 0.0
+    energy_joules: float | None = None  # None: its device has never told
 
     @property
     def share(self) -> float:
@@ -354,14 +363,17 @@ def _opened(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         connection.text_factory = _text
-        version = _version_of(connection, path)
+        versions = _versions_of(connection, path)
         found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise sqlite3.DatabaseError(found)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        if version == 0:
-            connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            connection.executescript(f"BEGIN; {_SCHEMA} {_FORMAT} COMMIT;")
+        elif versions != (VERSION, VERSION):
+            _log.info("the version of the records is put right", path=str(path), found=versions)
+            connection.executescript(f"BEGIN; {_FORMAT} COMMIT;")
     except (sqlite3.Error, DataError):
         connection.close()
         raise
@@ -372,18 +384,22 @@ def _opened_to_read(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=BUSY_SECONDS, uri=True)
     try:
         connection.text_factory = _text
-        _version_of(connection, path)
+        _versions_of(connection, path)
     except (sqlite3.Error, DataError):
         connection.close()
         raise
     return connection
 
 
-def _version_of(connection: sqlite3.Connection, path: Path) -> int:
-    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > VERSION:
-        raise DataError(f"{path}: has format {version}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
-    return version
+def _versions_of(connection: sqlite3.Connection, path: Path) -> tuple[int, int]:
+    """In the header, and in the table; 0: in none. Newer is what both say is newer."""
+    header: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    has_table = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'format'").fetchone()
+    row = connection.execute("SELECT version FROM format").fetchone() if has_table else None
+    table = row[0] if row and isinstance(row[0], int) else 0
+    if min(header, table) > VERSION:
+        raise DataError(f"{path}: has format {table}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
+    return header, table
 
 
 def _text(raw: bytes) -> str:

@@ -7,6 +7,7 @@
     diary.jsonl    what was trained since the checkpoints (diary.py)
     checkpoints/   the trainer's state (checkpoints.py)
     records.sqlite history for people, and addresses that worked (records.py)
+    mismatches     rounds in which the state came out wrong here (mismatches.py)
 
 That an identity has spoken in a run stands beside its key: whoever moves the key to another machine, or loses the
 directory, comes back as one who does not know what it has said, and not as a newcomer.
@@ -30,6 +31,7 @@ from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
 from p2ptrain.store.diary import Diary
 from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import Log
+from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.payloads import Payloads
 from p2ptrain.store.records import RECORDS_NAME, Records
 
@@ -77,6 +79,7 @@ class Store:
             self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id))
             self.checkpoints.tidy()
             self.records = Records(directory / RECORDS_NAME)
+            self.mismatches = Mismatches(directory / "mismatches")
             failed.pop_all()
 
     def _claim(self, name: str, content: bytes, what: str) -> None:
@@ -131,7 +134,7 @@ class Store:
         missing = self.payloads.keep(spoken)
         if missing:
             raise PayloadLostError(missing[0])
-        # Of a round that others decided, a payload may be on its way; it is kept by `prune`.
+        # Of a round that others decided, a payload may be on its way; it is kept when that is applied, or by `prune`.
         steps = [record.step for record in records if isinstance(record, Certified)]
         taken = [taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken]
         self.payloads.keep(self.payloads.fleeting(taken))

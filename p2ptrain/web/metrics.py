@@ -26,11 +26,13 @@ KINDS = {
     "banned": "banned",
     "quarantined": "quarantined",
     "stalled": "stalled",
+    "untrusted": "untrusted",
     "catching up": "catching_up",
     "silent": "silent",
     "not admitted": "not_admitted",
     "no peers": "no_peers",
     "paused": "paused",
+    "over its memory limit": "over_memory",
     "crash-only": "crash_only",
 }
 OTHER = "other"  # a complaint that is not in the table
@@ -54,10 +56,7 @@ def _gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
 
 
 def _gauges(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    family = GaugeMetricFamily(f"p2ptrain_{name}", text, labels=[label])
-    for each, value in values:
-        family.add_metric([each], value)
-    return family
+    return _labelled(GaugeMetricFamily(f"p2ptrain_{name}", text, labels=[label]), values)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:
@@ -65,7 +64,10 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 
 def _counters(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    family = CounterMetricFamily(f"p2ptrain_{name}", text, labels=[label])
+    return _labelled(CounterMetricFamily(f"p2ptrain_{name}", text, labels=[label]), values)
+
+
+def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
     for each, value in values:
         family.add_metric([each], value)
     return family
@@ -106,6 +108,8 @@ def _of_learning(status: Status) -> Iterator[Metric]:
     yield from _gauge("loss_nats", "Mean loss of the last round that was trained here, nats a token.", status.loss)
     yield _counter("tokens", "Tokens trained on here.", status.tokens)
     yield _counter("training_seconds", "Time spent training here.", status.training_seconds)
+    if status.mine.energy_joules is not None:
+        yield _counter("energy_joules", "What the whole device has used, over all starts.", status.mine.energy_joules)
     yield from _gauge("payload_bytes", "Size of one contribution.", status.payload_bytes)
     yield from _gauge("state_bytes", "Size of the weights.", status.state_bytes)
 

@@ -64,6 +64,10 @@ class Mine(Part):
     share: float = Field(ge=0, le=1, description="of its own in all of them")
     tokens: Count = Field(description="trained on here, whatever became of it")
     training_seconds: float = Field(ge=0, description="spent training here")
+    energy_joules: float | None = Field(
+        ge=0,
+        description="an estimate: what the whole device used while this node was not paused; null: it does not tell",
+    )
 
 
 class Status(Answer):
@@ -125,6 +129,11 @@ class Peer(Part):
     addresses: list[str] = Field(description="where it is reached, the best first; empty: not known")
     address_kind: Literal["loopback", "private", "public", "relay", "name", "unknown"] = Field(
         description="of the best address; relay: by way of another node; name: a host name"
+    )
+    latency_seconds: float | None = Field(
+        ge=0,
+        description="until it answers a small question, the median of the last few: the way there and back, and how "
+        "busy both are; null: not known, or not connected",
     )
     is_connected: bool
     is_member: bool = Field(description="it has a vote")

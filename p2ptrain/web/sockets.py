@@ -3,7 +3,8 @@
 aiohttp parses and answers; what it leaves open is here. A connection carries one request and is closed, so that there
 is no idle one to keep. It has some seconds to send that request and some more to read the answer. When all places are
 taken, whoever has waited longest without a request goes: a thousand clients that send nothing (a slow loris) cost
-nobody an answer, because a request that has arrived is never the one to go.
+nobody an answer, because a request that has arrived is never the one to go. When the server ends, no connection is left
+behind: neither one that came at that very moment, nor one whose client does not read.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Places:
         self.most = most
         self.open: dict[Waiting | Connection, None] = {}
         self.turned_away = 0  # connections that had to go for others, or found no place
+        self.lines: dict[Waiting | Connection, asyncio.Transport] = {}  # of those too that have left, until they close
+        self.is_over = False
+        self._are_closed = asyncio.Event()
 
     def take(self, connection: Waiting) -> bool:
         if len(self.open) >= self.most and not self._make_room():
@@ -67,9 +71,26 @@ class Places:
         """From one that has sent its request to what answers it."""
         del self.open[waiting]
         self.open[connection] = None
+        self.lines[connection] = self.lines.pop(waiting)
 
     def leave(self, connection: Waiting | Connection) -> None:
         self.open.pop(connection, None)
+
+    def forget(self, connection: Waiting | Connection) -> None:
+        """It is closed."""
+        self.leave(connection)
+        del self.lines[connection]
+        if not self.lines:
+            self._are_closed.set()
+
+    async def close(self) -> None:
+        """Whatever they still have to send; nobody else gets in."""
+        self.is_over = True
+        for line in self.lines.values():
+            line.abort()
+        if self.lines:
+            self._are_closed.clear()
+            await self._are_closed.wait()
 
 
 class Waiting(asyncio.Protocol):
@@ -84,7 +105,12 @@ class Waiting(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._line = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        line = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._places.lines[self] = line
+        if self._places.is_over:
+            line.abort()
+            return
+        self._line = line
         if not self._places.take(self):
             self.turn_away(NO_PLACE)
             return
@@ -115,7 +141,7 @@ class Waiting(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end()
-        self._places.leave(self)
+        self._places.forget(self)
 
     def is_silent(self) -> bool:
         """Nothing of a request lies there unread."""
@@ -165,7 +191,7 @@ class Connection(web.RequestHandler):
         self._timer = self._loop.call_later(ANSWER_SECONDS, self._abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._places.leave(self)
+        self._places.forget(self)
         self.stays()
         super().connection_lost(exc)
 
@@ -229,9 +255,15 @@ class Server:
         )
 
     async def close(self) -> None:
+        """Answers that are on their way are sent; then no connection is left, and none comes."""
         if self._server is not None:
+            loop = asyncio.get_running_loop()
+            for each in self._server.sockets:
+                loop.remove_reader(each.fileno())
+            await asyncio.sleep(0)  # what asyncio has taken from the kernel it makes no connection of after close()
             self._server.close()
-        for each in [*self.places.open]:
-            if isinstance(each, Waiting):
-                each.turn_away(b"")
+        for waiting in [*self.places.open]:
+            if isinstance(waiting, Waiting):
+                waiting.turn_away(b"")
         await self._runner.cleanup()
+        await self.places.close()

@@ -168,6 +168,7 @@ function rowOf(peer) {
   const points = peer.points < 0.005 ? "clean" : `${peer.points.toFixed(2)} points`;
   row.append(
     head, place, kind,
+    cell("number wide", peer.latency_seconds === null ? words.NONE : words.delay(peer.latency_seconds)),
     cell("number wide", words.count(peer.offered)),
     cell("number wide", words.count(peer.applied)),
     cell("number wide", words.count(peer.late)),

@@ -30,6 +30,12 @@ export function bytes(size) {
 /** Of a round: exact enough to compare. */
 export const seconds = (number) => (number < 10 ? number.toFixed(2) : number.toFixed(1));
 
+/** Of a message there and back. */
+export function delay(number) {
+  if (number >= 1) return `${number.toFixed(1)} s`;
+  return `${number < 0.01 ? (1_000 * number).toFixed(1) : count(1_000 * number)} ms`;
+}
+
 export function duration(number) {
   const total = Math.floor(number);
   if (total < 60) return `${total} s`;
@@ -78,8 +84,9 @@ const COMPLAINTS = [
   ["not admitted", "busy", "Not admitted yet", "Its work counts as soon as the members have let it in. That takes some rounds."],
   ["paused outside its hours", "note", "Resting until its hours begin", "Its owner lets it train at other hours. It goes on voting and applying."],
   ["paused on battery", "note", "Resting: the machine is on battery", "It trains again when it is plugged in. It goes on voting and applying."],
-  ["paused", "note", "Paused by its owner", "It trains no further, and goes on voting and applying. `p2ptrain resume` goes on."],
-  ["over its memory", "busy", "It takes more memory than its owner allows", "It goes on, and this machine may become slow. Raise the limit, or choose a smaller run."],
+  ["paused by its owner", "note", "Paused by its owner", "It trains no further, and goes on voting and applying. `p2ptrain resume` goes on."],
+  ["paused", "note", "Paused", "It trains no further, and goes on voting and applying. Below stands why."],
+  ["over its memory limit", "busy", "It takes more memory than its owner allows", "It goes on, and this machine may become slow. Raise the limit, or choose a smaller run."],
   ["crash-only", "note", "A small run", "With fewer than four members, one that lies could not be outvoted. Among people who trust each other that is fine."],
 ];
 const GRAVITY = ["good", "note", "busy", "bad"];

@@ -1,0 +1,82 @@
+"""The weights in a trainer's file, compared with those of the state beside it.
+
+The file is read a piece at a time and not mapped into memory, as the safetensors library does: one that is cut short
+meanwhile would end the process. Of its header only what is asked for is believed, and only inside the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from p2ptrain.errors import DataError
+from p2ptrain.files import READ_BYTES, open_regular, trouble
+from p2ptrain.learn.root import FLOAT_BYTES, octets
+from p2ptrain.store.checkpoints import STATE_NAME
+
+LENGTH_BYTES = 8  # of the header's length, before it
+HEADER_BYTES_MAX = 2**24  # 1,024 layers with five copies of nine parameters take 6 MB
+
+
+class _Placed(Struct):
+    """Where a tensor lies, counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Metadata(Struct):
+    round: str = ""
+
+
+def differs(path: Path, number: int, weights: Iterable[tuple[str, Tensor, Sequence[int]]]) -> str | None:
+    """Why a trainer's file is not of this round and these weights, given as name, flat values and shape. `DataError`:
+    it cannot be read as such a file."""
+    with trouble(path, "cannot be read"), open_regular(path) as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
+        begin = LENGTH_BYTES + length
+        if length > HEADER_BYTES_MAX or begin > size:
+            raise DataError(f"{path}: its header would have {length:,} bytes")
+        try:
+            header = msgspec.json.decode(os.pread(descriptor, length, LENGTH_BYTES), type=dict[str, msgspec.Raw])
+            for name, values, shape in weights:
+                found = msgspec.json.decode(header.get(f"weights.{name}", b"null"), type=_Placed)
+                first, last = found.data_offsets
+                is_inside = 0 <= first <= last <= size - begin
+                is_like_it = (found.dtype, found.shape) == ("F32", tuple(shape)) and is_inside
+                if not (is_like_it and _are_there(descriptor, begin + first, last - first, values)):
+                    return f"{path.name} has other weights ({name}) than {STATE_NAME}"
+            told = msgspec.json.decode(header.get("__metadata__", b"{}"), type=_Metadata).round
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise DataError(f"{path}: its header is not one of safetensors ({error})") from error
+    return None if told == str(number) else f"{path.name} is of another round"
+
+
+def _are_there(descriptor: int, start: int, size: int, values: Tensor) -> bool:
+    expected = octets(values)
+    if len(expected) != size:
+        return False
+    for at in range(0, size, READ_BYTES):
+        part = expected[at : at + READ_BYTES]
+        if os.pread(descriptor, len(part), start + at) != part:
+            return False
+    return True
+
+
+def read_flat(path: Path, size: int) -> Tensor:
+    """The fp32 values in a file that has so many bytes, to be changed. `DataError`: it has not, or not any more."""
+    values = torch.empty(size // FLOAT_BYTES, dtype=torch.float32)
+    with trouble(path, "cannot be read"), open_regular(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size or file.readinto(octets(values)) != size:
+            raise DataError(f"{path}: {found:,} bytes, where the state has {size:,}")
+    return values

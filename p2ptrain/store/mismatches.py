@@ -1,0 +1,75 @@
+"""How often this machine came to another state than everybody else, over all starts.
+
+A wrong state is mended by taking over the right one. But a machine that comes to one again and again is broken, and
+nobody is helped by its going on for ever: after three within a hundred rounds the node ends, and does not start again
+before its owner has said so. Else whatever starts it again (systemd, a container's restart policy) would have it go on.
+
+What is noted are the rounds, in a small file of its own: its owner removes it, which no row of a database makes easy.
+A file that is damaged or lost counts for nothing, and counting begins anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import structlog
+from msgspec import Meta, Struct
+
+from p2ptrain.digest import digest
+from p2ptrain.errors import DataError, HardwareError
+from p2ptrain.files import read, write_atomically
+
+MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds, and the node ends
+
+_log = structlog.get_logger("p2ptrain.store")
+
+
+class _Noted(Struct, frozen=True, forbid_unknown_fields=True):
+    rounds: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MISMATCHES_MAX)]
+    digest: str
+
+
+class Mismatches:
+    """Of one node in one run. One thread writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rounds = self._read()  # the last, each less than MISMATCH_ROUNDS before the newest
+
+    def note(self, number: int) -> None:
+        """A state came out wrong; `number` is the round that was applied last. HardwareError: one too many."""
+        recent = [each for each in self.rounds if number - each < MISMATCH_ROUNDS]
+        self.rounds = (*recent, number)[-MISMATCHES_MAX:]
+        try:
+            write_atomically(self.path, _encoded(self.rounds))
+        except DataError as error:  # then a restart does not know of it, and this life does
+            _log.error("a wrong state is not noted", why=str(error))
+        self.refuse()
+
+    def refuse(self) -> None:
+        """HardwareError if there were too many: also at a start."""
+        if len(self.rounds) == MISMATCHES_MAX:
+            rounds = ", ".join(map(str, self.rounds))
+            fix = f"test its memory, and do not overclock it. Then remove {self.path}: until then no start goes on"
+            what = f"the state came out wrong here in rounds {rounds}, and right everywhere else"
+            raise HardwareError(f"{what}. Suspect this machine's hardware: {fix}")
+
+    def _read(self) -> tuple[int, ...]:
+        try:
+            content = read(self.path)
+            if content is None:
+                return ()
+            noted = msgspec.json.decode(content, type=_Noted)
+        except (DataError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            _log.warning("wrong states of before are not known", path=str(self.path), why=str(error))
+            return ()
+        if _encoded(noted.rounds) != content:
+            _log.warning("wrong states of before are not known", path=str(self.path), why="damaged")
+            return ()
+        return noted.rounds
+
+
+def _encoded(rounds: tuple[int, ...]) -> bytes:
+    return msgspec.json.encode(_Noted(rounds, digest("mismatches", msgspec.json.encode(rounds)).hex())) + b"\n"
