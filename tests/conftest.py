@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,11 @@ import torch
 # the same examples are tried every time, so that a red run can be repeated; at a desk they differ.
 settings.register_profile("p2ptrain", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("p2ptrain")
+
+
+# A shell ignores Ctrl-C for what it runs in the background; so would each node that a test starts, and not end by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

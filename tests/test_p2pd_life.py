@@ -59,6 +59,31 @@ async def test_a_p2pd_that_dies_is_back_with_all_that_it_did(make: Make, caplog:
     assert caplog.text.count("p2pd ended (status -9) and is started again") == 2
 
 
+async def test_who_left_and_comes_again_hears_gossip_at_once(make: Make, tmp_path: Path) -> None:
+    """Not with the next heartbeat, which is what is left for a minute to who has left a mesh with a farewell."""
+    (stays, leaves), heard = await connected(make, 2), Heard()
+    await stays.subscribe("a", Heard())
+    await leaves.subscribe("a", heard)
+    await heard.until(stays, "a", b"warm")
+    await leaves.close()
+    directory = make.runtime / "again"
+    directory.mkdir(mode=0o700)
+    again = await P2pd.start(tmp_path / "1.key", leaves._network, directory)
+    make.nodes.append(again)
+    assert await again.connect(stays.addresses()[0]) == stays.me
+    heard = Heard()
+    await again.subscribe("a", heard)
+    await heard.until(stays, "a", b"warm again")
+    took = []
+    for number in range(10):
+        began = time.monotonic()
+        await stays.publish("a", bytes([number]))
+        while (await heard.next())[1] != bytes([number]):
+            pass
+        took.append(time.monotonic() - began)
+    assert sorted(took)[5] < 0.2, took
+
+
 async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -256,6 +256,9 @@ class P2pd:
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
         self._session_tasks.spawn(self._keep_dht(self._dht))
+        # First of all, with all subscriptions open: it says goodbye to the mesh of each that ends before it does, and
+        # who said that is not let in again for a minute; meanwhile messages come a second late, with the heartbeats.
+        stack.push_async_callback(process.stop)
         return process
 
     async def _leave(self) -> None:
