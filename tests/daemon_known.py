@@ -40,7 +40,7 @@ sequence_length = 64
 name = "distro"
 k = 8
 sequences_per_pass = 8
-passes_per_step = 32
+passes_per_step = 8
 learning_rate = 0.002
 
 [agreement]

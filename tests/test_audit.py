@@ -336,7 +336,7 @@ def test_a_missing_payload_cannot_be_checked(directory: Path) -> None:
     report = audit(directory)
     assert bad(report) == []
     assert not report.all_holds
-    assert [finding.subject for finding in bad(report, Verdict.OPEN)][0] == f"round {before.round}"
+    assert next(finding.subject for finding in bad(report, Verdict.OPEN)) == f"round {before.round}"
 
 
 def test_a_change_of_the_roster_that_was_left_out_is_found(directory: Path) -> None:
