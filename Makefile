@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-docs test-hf test-gpu clean
+.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-docs test-hf test-deploy test-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,10 @@ test-docs: setup ## every command of README.md and docs/, with real daemons
 test-hf: setup ## what transformers makes of an export; installs the extra [hf]
 	$(PIP) install --quiet -e '.[dev,hf]'
 	$(VENV)/bin/pytest -m hf -rs
+
+test-deploy: setup ## what checks deploy/ and trackers; installs the extras [deploy,wandb,tensorboard], takes promtool
+	$(PIP) install --quiet -e '.[dev,deploy,wandb,tensorboard]'
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -rs --no-skips tests/test_deploy_*.py tests/test_tracking*.py
 
 test-gpu: setup ## the tests that need a CUDA device; they say so where there is none
 	$(VENV)/bin/pytest -m gpu -rs

@@ -160,8 +160,8 @@ def _metrics() -> Iterator[str]:
     ]
     yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/web/metrics.py and app.py") + "\n"
     yield (
-        "For Prometheus, at `/metrics`. Names are stable. Counters begin anew when the daemon starts. Besides these\n"
-        f"there are the usual ones of the process: {', '.join(_code(each) for each in _of_process())}.\n\n"
+        "For Prometheus, at `/metrics`. Names are stable. Counters begin anew when the daemon starts, but for energy.\n"
+        f"Besides these there are the usual ones of the process: {', '.join(map(_code, _of_process()))}.\n\n"
     )
     yield "| name | type | labels | what it is |\n|---|---|---|---|\n"
     for family in families:

@@ -4,8 +4,12 @@ A file is written under a temporary name, synced, renamed, and its directory syn
 there as a whole or as it was before (Pillai et al., "All file systems are not created equal", OSDI 2014). What the
 system refuses becomes a `DiskError`, which names the file and says what to do.
 
+What a node has written itself is read by `read` and `entries`. They follow links: its owner may have moved a file or a
+directory to another disk and left a link.
+
 What somebody else may have put there is read by `open_regular`, `read_regular` and `listed`: a pipe would block for
-ever, a link lead anywhere, a device obey, and a file claim to be larger than any memory.
+ever, a link lead anywhere, a device obey, and a file claim to be larger than any memory. Whoever only looks at a
+directory that may be of somebody else (an audit, an export, a data set) reads with these.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ disk that fails: what is left to find him by are the signatures and the arithmet
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -153,6 +154,18 @@ def rewrite(directory: Path, change: Callable[[Any], Any]) -> None:
     """Every record of the log as `change` returns it, but for None."""
     path, records = log_of(directory)
     write_log(path, [changed for record in records if (changed := change(record)) is not None])
+
+
+def ended(directory: Path, number: int) -> None:
+    """As if the node had been killed when this round was applied and saved."""
+
+    def change(record: Any) -> Any:
+        return None if isinstance(record, ev.Certified) and record.state.round > number else record
+
+    rewrite(directory, change)
+    for path in (directory / "checkpoints").iterdir():
+        if int(path.name.split("-")[-1]) > number:
+            shutil.rmtree(path)
 
 
 def certified_of(directory: Path) -> list[ev.Certified]:

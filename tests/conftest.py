@@ -24,6 +24,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips", action="store_true", help="a test that is skipped fails the run: what it takes is missing"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--no-skips"):
+        config.pluginmanager.register(NoSkips())
+
+
+class NoSkips:
+    """For `make test-deploy`, which is there to see all of its tests run."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.skipped += report.skipped
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.skipped and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a CUDA device say so where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -225,9 +225,12 @@ def test_what_this_machine_has_no_memory_for_is_not_replayed(directory: Path, mo
     report = audit(directory)
     assert (report.replayed, [finding.subject for finding in found(report, Verdict.OPEN)]) == (None, ["checkpoints"])
     monkeypatch.setattr(audited, "memory_bytes", lambda: 2 * size)
-    monkeypatch.setattr(weights, "memory_bytes", lambda: 1)
+    largest = max(path.stat().st_size for path in (directory / "payloads").iterdir())
+    monkeypatch.setattr(weights, "memory_bytes", lambda: largest)
     [finding] = found(audit(directory), Verdict.OPEN)
-    assert "bytes of payloads, and there are 1 of memory" in finding.what
+    assert f"bytes of payloads, and there are {largest:,} of memory" in finding.what
+    monkeypatch.setattr(weights, "memory_bytes", lambda: 1)  # not even for one of them
+    assert "and this machine 1 bytes of free memory" in found(audit(directory), Verdict.OPEN)[0].what
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
 The node of test_crash_points.py, killed in the middle of a run; one of its files is damaged, and it starts again.
 It then ends with the bits of a run that was left alone, or says what is wrong, or waits for peers to give it what it
-lost, which a node that is a swarm by itself has not got. Without its diary, it may have other things to tell:
-then the weights of the rounds that were agreed on are the same. And a state that an earlier life has begun to fetch,
-damaged in the meantime: what is taken over is what was agreed on.
+lost, which a node that is a swarm by itself has not got, and says for what. Without its diary, it may have other things
+to tell: then the weights of the rounds that were agreed on are the same. And a state that an earlier life has begun to
+fetch, damaged in the meantime: what is taken over is what was agreed on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections import Counter
 from contextlib import closing
@@ -17,6 +18,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import structlog
 from bulk_known import Node
 from core_known import KEYS
 from driver_known import STATE_BYTES, bench, doing, root_of
@@ -39,6 +41,8 @@ SEED = bytes(31) + b"\1"  # of the node's key
 HEAD = bytes(range(32))  # that it was told to trust once
 STATE = some_bytes(STATE_BYTES, 8)  # to be taken over
 TRIES = 3  # to fetch it
+FROM_PEERS = {"wal", "payloads", "data"}  # what it lost of these, only peers can give it
+ASKING = ("silent", "untrusted")  # how the health begins of who asks peers what it has said, and which history is ours
 KINDS = {
     "wal",
     "payloads",
@@ -111,8 +115,21 @@ def kind_of(place: Path) -> str:
     return place.parts[2] if place.parts[0] == "runs" else place.parts[0]
 
 
-def corrupted(tmp_path: Path, dataset: TokenDataset, count: int) -> Counter[tuple[str, str, str]]:  # noqa: F811
+def names_why(told: str, touched: set[Path], root: Path) -> bool:
+    """Whether a node that waits says so of a file that only peers can give, or says what it asks them."""
+    lost = {path for path in touched if kind_of(path.relative_to(root)) in FROM_PEERS}
+    is_asking = any(path.suffix == ".log" for path in lost) and any(each in told for each in ASKING)
+    return is_asking or any(path.name in told for path in lost)
+
+
+def corrupted(
+    tmp_path: Path,
+    dataset: TokenDataset,  # noqa: F811
+    count: int,
+    caplog: pytest.LogCaptureFixture,
+) -> Counter[tuple[str, str, str]]:
     """How many of these corruptions ended how, by kind of file and of damage."""
+    caplog.set_level(logging.INFO, "p2ptrain")
     (tmp_path / "whole").mkdir()
     expected = lived(tmp_path / "whole", dataset)
     manifest = manifest_digest(dataset.manifest_bytes())
@@ -124,12 +141,16 @@ def corrupted(tmp_path: Path, dataset: TokenDataset, count: int) -> Counter[tupl
         shutil.copytree(sound, root)
         place = files[number % len(files)]
         kind, touched = damage(root / place, [root / each for each in files if each != place], rng)
+        caplog.clear()
         try:
-            bits = lived_again(root, manifest)
+            with structlog.testing.capture_logs() as said:
+                bits = lived_again(root, manifest)
         except P2ptrainError as error:
             assert str(error)
             outcome = "refused"
-        except TimeoutError:
+        except TimeoutError as health:
+            told = f"{caplog.text}{said}{health}"
+            assert names_why(told, touched, root), f"{kind} of {place}, {number}: {told}"
             outcome = "waits for peers"
         else:
             assert ROUNDS in bits
@@ -147,14 +168,19 @@ def corrupted(tmp_path: Path, dataset: TokenDataset, count: int) -> Counter[tupl
 def test_a_file_that_was_damaged_is_found_out_or_does_no_harm(
     tmp_path: Path,
     dataset: TokenDataset,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    outcomes = corrupted(tmp_path, dataset, 60)
-    assert {outcome for *_, outcome in outcomes} >= {"refused", "the same bits"}
+    outcomes = corrupted(tmp_path, dataset, 60, caplog)
+    assert {outcome for *_, outcome in outcomes} >= {"refused", "the same bits", "waits for peers"}
 
 
 @pytest.mark.slow
-def test_a_thousand_corruptions_are_found_out_or_do_no_harm(tmp_path: Path, dataset: TokenDataset) -> None:  # noqa: F811
-    outcomes = corrupted(tmp_path, dataset, 1_000)
+def test_a_thousand_corruptions_are_found_out_or_do_no_harm(
+    tmp_path: Path,
+    dataset: TokenDataset,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outcomes = corrupted(tmp_path, dataset, 1_000, caplog)
     print(*sorted(outcomes.items()), sep="\n")  # noqa: T201  # what it counts, with -s
     assert outcomes.total() == 1_000
     assert {place for place, *_ in outcomes} >= KINDS

@@ -24,7 +24,7 @@ from p2ptrain.daemon import rounds as module
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.daemon import Daemon, save_last
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds, told
-from p2ptrain.daemon.status import health_of, peers_of, status_of
+from p2ptrain.daemon.status import health_of, peers_of, status_of, unreadiness_of
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.learn.data import manifest_digest
@@ -445,7 +445,9 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         assert all(each.train_seconds > 0 and each.mine_taken == (each.round,) for each in first)
         assert [each.root for each in first] == [daemon.driver.node.work.roots[number] for number in range(1, 6)]
         monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
+        daemon.driver.device.not_finite = 3
         status = status_of(daemon)
+        assert status["counters"]["trainings not finite"] == 3
         assert status["mine"]["applied"] >= 5
         assert (status["mine"]["share"], status["mine"]["tokens"]) == (1.0, 64 * status["applied_round"])
         assert status["swarm_tokens_per_second"] > 0
@@ -460,7 +462,7 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
 
 
 @skipping_time
-async def test_records_that_cannot_be_written_degrade_a_node_and_stop_nothing(
+async def test_records_that_cannot_be_written_are_told_and_stop_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Records, batch: Batch) -> None:
@@ -472,8 +474,10 @@ async def test_records_that_cannot_be_written_degrade_a_node_and_stop_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(Records, "write", refuse)
             await daemon.rounds.save()
-            assert health_of(driver, driver.node.snapshot())[0] == "degraded: records.sqlite: cannot be written"
+            told = "records are not written: records.sqlite: cannot be written"
+            assert told in health_of(driver, driver.node.snapshot())
+            assert not [each for each in unreadiness_of(daemon) if each.startswith(("records", "degraded"))]
             await until(lambda: driver.node.work.applied_round >= 6)
         await daemon.rounds.save()
-        assert not [each for each in health_of(driver, driver.node.snapshot()) if each.startswith("degraded")]
+        assert not [each for each in health_of(driver, driver.node.snapshot()) if each.startswith("records")]
         assert len(daemon.edges.keeping.store.records.past(100).rounds) >= 6

@@ -73,7 +73,9 @@ def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node:
         assert text_of(page, "state-root") == told["state_root"]
         assert text_of(page, "doing") == "Round 8: agreeing, try 2, 2 contributions here."
         assert page.locator("#phases [aria-current]").get_attribute("data-phase") == "agree"
-        assert "after round 6 at least 2 members had bit for bit the same model" in text_of(page, "agreement")
+        assert "at least 2 members signed that after round 6 they had bit for bit the model of this node." in text_of(
+            page, "agreement"
+        )
         assert "A small run" in text_of(page, "health") and told["health"][0] in text_of(page, "health")
         assert page.locator("#traffic tbody tr").first.inner_text().split() == ["gossip", "1", "B", "10", "B"]
         assert "upload at most 1.0 kB/s, download no limit" in text_of(page, "limits")
@@ -144,6 +146,11 @@ def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(browse
             ({"certified_round": 0}, "unknown", "certified no round so far"),
             ({"certified_round": 5}, "unknown", "cannot compare"),
             ({"certified_round": 7}, "same", "after round 7"),
+            (
+                {"quorum": 5, "fault_tolerance": {"liars": 2, "crashes": 2, "mode": "byzantine"}},
+                "same",  # of whom two may lie
+                "at least 3 members signed that after round 7 they had bit for bit the model of this node, and",
+            ),
             ({"health": ["quarantined: own state is not the certified one"]}, "other", "differs from the certified"),
         ):
             node.change(**change)
@@ -218,7 +225,7 @@ def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(brows
 
 
 def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: Browser, node: Node) -> None:
-    app, token = node.site.app, b"a secret of its owner"
+    app, token = node.site.app, b"a-secret-of-its-owner"
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_shown(page)
         app.guard = Guard("127.0.0.1", node.site.port, token=token)

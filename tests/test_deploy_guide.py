@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 
 from p2ptrain import __version__
-from p2ptrain.config import load_node_config
+from p2ptrain.config import RunConfig, load_node_config
+from p2ptrain.store.store import Store
 from tests.deploy_known import DEPLOY, ROOT, read_documents, read_yaml, run, tool
 from tests.sandbox_known import settings
+from tests.store_known import some_records
 
 GUIDE = DEPLOY / "README.md"
 BLOCK = re.compile(r"^```(\w+)( offline)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Programs of the commands that are not run: they take an engine, a cluster, a service manager, root or another machine.
+# Programs of the commands that are not run: they take an engine, a cluster, a service manager, root or another machine,
+# or as a backup a node that has lived, which has a test of its own.
 ELSEWHERE = {
+    "mkdir",
+    "cp",
     "docker",
     "kubectl",
     "sudo",
@@ -29,6 +34,10 @@ ELSEWHERE = {
     "curl",
     "P2PTRAIN_VARIANT=cuda",
 }
+ME = b"m" * 32
+RUN = RunConfig.model_validate({"name": "test"}).sealed(
+    manifest="ab" * 32, initial_root="cd" * 32, founders=["ef" * 32]
+)
 TOOLS = {"promtool": "apt-get install prometheus", "systemd-analyze": "it comes with systemd"}
 
 
@@ -45,6 +54,12 @@ def commands() -> list[str]:
 def guides_config() -> str:
     (text,) = blocks("toml", True)
     return text
+
+
+def lives(directory: Path) -> bool:
+    """A life of a node, as far as its store goes; whether it knows that it has lost what it said."""
+    with Store(directory / "run", RUN, some_records()[0], ME, directory / "identity.key") as store:
+        return store.is_forgetful
 
 
 @pytest.fixture
@@ -72,7 +87,7 @@ def test_what_can_be_run_here_runs(number: int, place: Path) -> None:
 def test_the_bootstraps_config_is_one(place: Path) -> None:
     config = load_node_config(place / "node.toml")
     assert config.network.announce == ("/dns4/bootstrap.example.org/tcp/4001",)
-    assert (config.network.nat, config.network.relay_for_others) == (False, True)
+    assert (config.network.nat, config.network.relay_for_others) == (True, True)
 
 
 def test_every_other_command_is_of_a_program_that_the_guide_may_use() -> None:
@@ -115,12 +130,21 @@ def test_every_command_of_a_node_has_the_options_that_the_guide_gives_it(line: s
         assert re.search(rf"(^|\s){option}\b", said), (option, said)
 
 
-def test_the_drop_in_that_begins_a_run_is_one_for_systemd(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "begins"), [(0, "start "), (1, "join --ticket ${CREDENTIALS_DIRECTORY}/ticket ")])
+def test_the_drop_ins_that_begin_a_run_and_show_a_ticket_are_some_for_systemd(
+    number: int, begins: str, tmp_path: Path
+) -> None:
     analyze = tool("systemd-analyze", TOOLS["systemd-analyze"])
-    (text,) = re.findall(r"((?:^    .*\n)+)", GUIDE.read_text(), re.MULTILINE)
-    text = re.sub(r"^    ", "", text, flags=re.MULTILINE)
+    found = re.findall(r"((?:^    .*\n)+)", GUIDE.read_text(), re.MULTILINE)
+    assert len(found) == 2
+    text = re.sub(r"^    ", "", found[number], flags=re.MULTILINE)
     _, command = settings(text)["ExecStart"]
-    assert command.startswith("/usr/bin/p2ptrain start ") and command.endswith("--data-dir /var/lib/p2ptrain")
+    assert command.startswith(f"/usr/bin/p2ptrain {begins}") and command.endswith("--data-dir /var/lib/p2ptrain")
+    if number == 1:
+        assert settings(text)["LoadCredential"] == ["ticket:/etc/p2ptrain/node.ticket"]
+        assert command.endswith(
+            settings((DEPLOY / "systemd/p2ptrain.service").read_text())["ExecStart"][-1].partition("join ")[2]
+        )
     unit, drop_in = tmp_path / "p2ptrain.service", tmp_path / "p2ptrain.service.d/begin.conf"
     drop_in.parent.mkdir()
     for path, content in ((unit, (DEPLOY / "systemd/p2ptrain.service").read_text()), (drop_in, text)):
@@ -129,15 +153,19 @@ def test_the_drop_in_that_begins_a_run_is_one_for_systemd(tmp_path: Path) -> Non
 
 
 def test_a_copy_of_the_key_is_the_same_node(place: Path) -> None:
-    """The page's way to back it up, and back."""
-    (text,) = (text for text in blocks("sh", True) if "identity new" in text)
+    """The page's way to back it up, and back: the copy knows that it has spoken, and is silent until it has asked."""
+    (make,) = (text for text in blocks("sh", True) if "identity new" in text)
+    (copy,) = (text for text in blocks("sh", False) if "node/identity.key" in text)
     own = {"PATH": f"{place / 'bin'}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(place)}
-    status, said = run("/bin/sh", "-eu", "-c", text, cwd=place, env=own)
+    status, said = run("/bin/sh", "-eu", "-c", make, cwd=place, env=own)
     assert status == 0, said
-    copy = place / "identity.key.backup"
-    assert copy.stat().st_mode & 0o777 == 0o600
-    (place / "again").mkdir()
-    shutil.copy2(copy, place / "again/identity.key")
+    assert not lives(place / "node"), "a new key has said nothing"
+    status, said = run("/bin/sh", "-eu", "-c", copy, cwd=place, env=own)
+    assert status == 0, said
+    assert (place / "backup").stat().st_mode & 0o777 == 0o700
+    assert (place / "backup/identity.key").stat().st_mode & 0o777 == 0o600
+    shutil.copytree(place / "backup", place / "again")
+    assert lives(place / "again"), "it would say things twice"
     shown = [
         run(place / "bin/p2ptrain", "identity", "show", "--data-dir", each, cwd=place, env=own)
         for each in ("node", "again")

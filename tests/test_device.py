@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -11,6 +13,7 @@ from trainer_known import RECIPES, embedded, make
 
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.device import Device
+from p2ptrain.errors import TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.store.diary import Trained
 
@@ -26,8 +29,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
 class Life:
     """A device that is alone in its run; of round 3 it is said that nobody takes its contribution."""
 
-    def __init__(self, dataset: TokenDataset, name: str) -> None:
-        self.device = Device(make(dataset, name))
+    def __init__(self, dataset: TokenDataset, name: str, **changes: Any) -> None:
+        self.device = Device(make(dataset, name, **changes))
         self.diary: list[Trained] = []
         self.payloads: dict[int, bytes] = {}
         self.saved: dict[int, bytes] = {}
@@ -96,6 +99,16 @@ def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, capl
     life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())])
     life.train(1)
     assert "the training of round 1 came out otherwise than before the restart" in caplog.text
+    life.close()
+
+
+def test_a_training_that_diverges_contributes_nothing_and_is_counted(dataset: TokenDataset) -> None:
+    """Steps so long that the weights leave all numbers: the loss of the step after is none."""
+    life = Life(dataset, "local", inner_learning_rate=Fraction(10**15))
+    for number in (1, 2):
+        with pytest.raises(TrainingError, match="is not finite"):
+            life.train(number)
+        assert (life.device.not_finite, life.device.loss, life.diary) == (number, None, [])
     life.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -115,7 +116,7 @@ def test_torch_is_there_and_not_too_old(version: str, expected: tuple[str, bool]
 @pytest.mark.parametrize(
     ("config", "hardware", "attempt", "level", "says"),
     [
-        ({}, Hardware("", ""), fine, "good", "cpu"),
+        ({}, Hardware("", ""), fine, "good", "cpu: there is no NVIDIA driver"),
         ({}, Hardware("13.0", "580.1", (H200,)), fine, "good", "bf16"),
         ({}, Hardware("13.0", "580.1", (OLD,)), fine, "good", "it trains in fp32"),
         ({"autocast": "bf16"}, Hardware("13.0", "580.1", (OLD,)), fine, "warning", "without bf16"),
@@ -135,6 +136,19 @@ def test_the_device_is_there_and_computes(
     found = machine.check_device(DeviceConfig.model_validate(config), hardware, attempt)
     assert (found.level, says in found.result) == (level, True)
     assert "and more" not in found.result
+
+
+def test_the_page_on_gpus_shows_what_the_doctor_says() -> None:
+    page = (Path(__file__).parents[1] / "docs/how-to/on-a-gpu-server.md").read_text()
+    h100 = Hardware("13.0", "580.1", (Gpu("NVIDIA H100 80GB HBM3", 85 * 10**9, is_bf16=True),))
+    (shown,) = re.findall(r"^(good .*), \.\.\.$", page, re.MULTILINE)
+    assert text_of([machine.check_device(DeviceConfig(), h100, fine)]).startswith(f"{shown}, ")
+    for hardware, why in (
+        (Hardware("13.0", ""), "there is no NVIDIA driver"),
+        (Hardware("", "580.1"), "torch was installed without CUDA"),
+    ):
+        found = machine.check_device(DeviceConfig(), hardware, fine).result
+        assert found.startswith("cpu") and why in found and why in page
 
 
 def test_this_machines_own_device_is_found_and_computes() -> None:

@@ -203,13 +203,21 @@ def test_relays_are_the_bootstraps_and_whom_a_node_reached_last_time(tmp_path: P
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(run.canonical())
     with closing(Records(directory / RECORDS_NAME)) as records:
-        records.remember([relayed, *addresses])
-    without = with_relays(config).trusted_relays
+        wrong = (
+            "/ip4/999.999.999.999/tcp/1",
+            "/ip4/203.0.113.7/tcp/99999",
+            "/ip4/203.0.113.7/tcp/0",
+            "/ip6/::::/tcp/1",
+        )
+        told = [f"{route}/p2p/{peer_id_of(KEYS[0])}" for route in wrong]  # p2pd does not start with one of these
+        records.remember([relayed, *told, *addresses])
+    without = with_relays(config, None).trusted_relays
     assert len(without) == RELAYS_MAX
     assert set(without) < set(addresses)
     known = without[1]
     given = NodeConfig(storage=storage, network=NetworkConfig(bootstrap=(addresses[-1], known)))
-    assert with_relays(given).trusted_relays[:2] == (addresses[-1], known)
-    assert sorted(with_relays(given).trusted_relays) == sorted({addresses[-1], *without})
+    assert with_relays(given, run.run_id[:8]).trusted_relays[:2] == (addresses[-1], known)
+    assert sorted(with_relays(given, None).trusted_relays) == sorted({addresses[-1], *without})
     named = NetworkConfig(bootstrap=(addresses[0],), trusted_relays=(addresses[-1],))
-    assert with_relays(NodeConfig(storage=storage, network=named)) == named
+    assert with_relays(NodeConfig(storage=storage, network=named), None) == named
+    assert with_relays(config, "0" * 65).trusted_relays == ()  # of another run's peers, none

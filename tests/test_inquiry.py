@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -134,6 +135,25 @@ async def test_an_answer_that_is_none_is_the_peers_fault(answer: bytes) -> None:
     await asked.serve(PROTOCOL, lie)
     with pytest.raises(RemoteProtocolError):
         await inquiry.ask_runs(asking, B)
+    await asked.close()
+
+
+@skipping_time
+async def test_many_keys_together_get_no_more_than_their_share_of_the_upload() -> None:
+    network, upload, given = Network(), TokenBucket(100_000), 0
+    asked = network.transport(B)
+    await inquiry.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
+    began = asyncio.get_running_loop().time()
+    for number in range(60):
+        stranger = network.transport(key(10 + number))
+        await stranger.connect(asked.addresses()[0])
+        with contextlib.suppress(TransportError):
+            while True:
+                given += len(await inquiry.ask_config(stranger, B, RUN))
+        await stranger.close()
+        await at(asyncio.get_running_loop().time() + 5.0)
+    seconds = asyncio.get_running_loop().time() - began
+    assert 0.5 * seconds * 100_000 / 8 < given < PIECE_BYTES + seconds * 100_000 / 8
     await asked.close()
 
 

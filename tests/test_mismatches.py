@@ -79,6 +79,12 @@ def test_no_start_goes_on_until_the_owner_has_removed_the_note(tmp_path: Path, d
     assert 4 in lived(tmp_path / "node", dataset, 4)
 
 
+def test_a_round_counts_once_however_often_it_comes_out_wrong(path: Path) -> None:
+    for _ in range(5):
+        Mismatches(path).note(7)
+    assert Mismatches(path).rounds == (7,)
+
+
 def test_wrong_states_far_apart_end_nothing_and_only_those_of_the_window_are_kept(path: Path) -> None:
     for number in (10, 60, 110, 161, 211):
         Mismatches(path).note(number)

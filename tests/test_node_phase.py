@@ -93,3 +93,29 @@ def test_what_a_manifest_took_is_settled_when_that_is_applied_and_not_before() -
     assert bench.node.work.unsettled == {1}
     bench.do(ev.Applied(bench.state.branch, 1, root_of(1)))
     assert bench.node.work.unsettled == set()
+
+
+def test_who_missed_a_round_by_little_is_waited_for_in_the_next() -> None:
+    """Its word comes when that has begun, and counts for it: or else it would miss this one by as little."""
+    bench = Bench()
+    *early, late = bench.others
+
+    def others_offer(number: int) -> tuple[Announcement, ...]:
+        bench.wait(TRAINED)
+        offers = tuple(announced(key, number, inline=True, branch=bench.state.branch) for key in early)
+        for offer in offers:
+            bench.hear_offer(offer)
+        bench.train(number)
+        return offers
+
+    offers = bench.collect()
+    bench.node.parts.arrivals.missed(late)
+    bench.agree(offers)
+    offers = (*others_offer(2), announced(bench.me, 2, branch=bench.state.branch))
+    bench.agree(offers)  # at once: nobody waits for it
+    bench.wait(SLACK * TRAINED / 2)
+    bench.hear(announced(late, 2, branch=bench.state.branch))
+    others_offer(3)
+    assert bench.node.here.closed_at is None
+    bench.hear_offer(announced(late, 3, inline=True, branch=bench.state.branch))
+    assert bench.node.here.closed_at == bench.now

@@ -150,6 +150,7 @@ def test_a_log_that_cannot_be_read_certifies_nothing(
     path.write_bytes(path.read_bytes()[:-20] + bytes(20))
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, said.startswith(f"round 24 of x, root {short(node, 24)}, not certified: ")) == (0, True)
+    assert ", not certified: the log of its run here cannot be read: " in said
     assert f"nothing certifies a checkpoint, and the members are not known: {path}: damaged" in caplog.text
 
 

@@ -256,9 +256,9 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
         assert (store.is_forgetful, store.saved(None)) == (False, ev.Saved(base, (), (), 0, base.root))
         held(store, records)
         store.write(records)
-        state = store.journal.history[-2].state
+        state, root = store.journal.history[-2].state, store.journal.history[-1].state.root
         made = store.checkpoints.write(
-            state.round, state.branch, state.head, b"x" * 32, 3, lambda path: path.touch(), b"weights"
+            state.round, state.branch, state.head, root, 3, lambda path: path.touch(), b"weights"
         )
         store.prune()
     with opened(tmp_path) as store:
@@ -266,7 +266,7 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
         assert store.newest_checkpoint() == made
         expected = folded(base, records, run_of().agreement.history_rounds)
         assert store.journal == expected
-        assert store.saved(made) == expected.saved_at(state.round, b"x" * 32)
+        assert store.saved(made) == expected.saved_at(state.round, root)
         assert len(expected.payloads) >= 20
         assert all(store.payloads.get(name) for name in expected.payloads)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
@@ -287,6 +287,38 @@ def test_words_do_not_go_to_the_log_before_their_payloads(tmp_path: Path, monkey
                 store.write([said])
         assert store.journal == folded(base, [], store.journal.kept)
         assert store.log.size == store.log.path.stat().st_size
+
+
+@pytest.mark.usefixtures("_any_payload")
+def test_damaged_files_are_counted_and_a_payload_that_a_start_lacks_is_named(tmp_path: Path) -> None:
+    _, records = some_records()
+    with opened(tmp_path) as store:
+        held(store, records)
+        store.write(records)
+        state, root = store.journal.state, b"x" * 32
+        for _ in range(2):
+            made = store.checkpoints.write(
+                state.round, state.branch, state.head, root, 3, lambda path: path.touch(), b"weights"
+            )
+        store.prune()
+        first, *_, last = sorted(store.journal.payloads)
+        assert store.damaged_files == 0
+    (made.path / "state.bin").write_bytes(b"weighty")
+    (tmp_path / "run" / "diary.jsonl").write_bytes(b"no line")
+    (tmp_path / "run" / "payloads" / first.hex()).write_bytes(b"something that has the digest of something else")
+    (tmp_path / "run" / "payloads" / last.hex()).unlink()
+    with opened(tmp_path) as store, structlog.testing.capture_logs() as said:
+        assert store.damaged_files == 1, "the diary"
+        assert store.newest_checkpoint() is not None
+        assert store.payloads.get(first) is None
+        for _ in range(2):  # nothing is counted twice
+            store.prune()
+        assert store.damaged_files == 3
+        said.clear()
+        store.saved(None)
+        [told] = said
+        assert (told["count"], told["first"]) == (2, str(store.payloads.directory / first.hex()))
+        assert store.journal.payloads_after(state.round) < store.journal.payloads
 
 
 @pytest.mark.usefixtures("_any_payload")

@@ -40,9 +40,12 @@ def opened(directory: Path, run_id: bytes = RUN) -> Checkpoints:
 
 
 def write(
-    checkpoints: Checkpoints, number: int, head: bytes, root: bytes = b"x" * 32, weights: bytes = b"weights"
+    checkpoints: Checkpoints, number: int, head: bytes, root: bytes | None = None, weights: bytes = b"weights"
 ) -> Checkpoint:
+    """Without a root, it has the one that the history certifies for it, if it does already."""
     content = f"all of round {number}".encode()
+    if root is None:
+        root = b"x" * 32 if head == LOST else history()[0].roots.get(number, b"x" * 32)
     return checkpoints.write(number, RUN, head, root, 0, lambda path: void(path.write_bytes(content)), weights)
 
 
@@ -90,6 +93,34 @@ def test_the_newest_is_the_last_made_of_the_saved_history(tmp_path: Path) -> Non
     assert checkpoints.newest(journal) == fetched
     older = write(checkpoints, states[-4].round, states[-4].head)  # gone back, and made later
     assert checkpoints.newest(journal) == older
+
+
+def test_a_start_does_not_go_on_from_a_state_that_the_history_refutes(tmp_path: Path) -> None:
+    """The node had miscalculated the round, saved it, and was killed before it was healed."""
+    journal, states = history()
+    wronged, newest = states[-2], states[-1]
+    assert newest.root_round == wronged.round
+    checkpoints = opened(tmp_path)
+    older = write(checkpoints, states[-3].round, states[-3].head)
+    wrong = write(checkpoints, wronged.round, wronged.head, b"w" * 32)
+    with structlog.testing.capture_logs() as said:
+        assert checkpoints.newest(journal) == older
+    [told] = said
+    assert (told["path"], "was certified with the root" in told["why"]) == (str(wrong.path), True)
+    healed = write(checkpoints, wronged.round, wronged.head, newest.root)
+    assert checkpoints.newest(journal) == healed
+    not_yet = write(checkpoints, newest.round, newest.head, b"w" * 32)
+    assert checkpoints.newest(journal) == not_yet, "what is not certified yet may be right"
+
+
+def test_pruning_keeps_the_newest_that_is_certified(tmp_path: Path) -> None:
+    journal, states = history()
+    checkpoints = opened(tmp_path)
+    write(checkpoints, states[-3].round, states[-3].head)
+    certified = write(checkpoints, states[-2].round, states[-2].head)
+    newest = [write(checkpoints, states[-1].round, states[-1].head) for _ in range(3)]
+    checkpoints.prune(1, journal)
+    assert checkpoints.present() == [certified, newest[-1]]
 
 
 @pytest.mark.parametrize("name", ["trainer.safetensors", "state.bin", "checkpoint.json"])

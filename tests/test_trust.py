@@ -324,6 +324,41 @@ def test_who_answers_slowly_makes_way_for_others_and_has_longer_the_next_time() 
     assert FORGER not in bench.node.context.reputation.records, "it may be a slow line"
 
 
+def until_trusted(bench: Bench, lines: dict[bytes, Line], seconds_of: dict[bytes, list[float]]) -> float:
+    """Each takes so long for its answers (the last of these for all further ones); the seconds until one is trusted."""
+    open_since: dict[bytes, tuple[ev.AskHistory, float]] = {}
+
+    def note(effects: list[ev.Effect]) -> None:
+        for each in effects:
+            if isinstance(each, ev.AskHistory):  # a question that was given up is answered all the same
+                open_since.setdefault(each.peer, (each, bench.now))
+
+    for peer in lines:
+        note(bench.do(ev.PeerSeen(peer)))
+    began = bench.now
+    while bench.node.trust is not None and bench.now < began + 3_600:
+        note(bench.wait(0.5))
+        for peer, (question, at) in list(open_since.items()):
+            if bench.now - at >= seconds_of[peer][0]:
+                del open_since[peer]
+                seconds_of[peer] = seconds_of[peer][1:] or seconds_of[peer]
+                note(bench.do(ev.HistoryArrived(peer, lines[peer].answer(question.branch, question.round))))
+    return bench.now - began
+
+
+@pytest.mark.parametrize("honest_seconds", [[9.0], [15.0, 1.0]], ids=["slow", "late once"])
+def test_liars_who_keep_to_the_limits_keep_no_honest_peer_out(honest_seconds: list[float]) -> None:
+    honest, forged = honest_line(after=4 * ENTRIES_MAX - 12), forged_line(4 * ENTRIES_MAX - 4)
+    bench = newcomer(honest.state.head)
+    liars = [KEYS[10], KEYS[11]]
+    lines = {**dict.fromkeys(liars, forged), HONEST: honest}
+    took = until_trusted(bench, lines, {**{liar: [7.0] for liar in liars}, HONEST: honest_seconds})
+    assert bench.state == honest.state
+    assert took < 600
+    counters = bench.node.context.reputation.records[HONEST].counters if len(honest_seconds) > 1 else {}
+    assert Reason.MALFORMED not in counters, "it was the answer to what it had been asked before"
+
+
 def test_while_nobody_else_can_be_asked_one_may_answer_slowly() -> None:
     forged = forged_line(4 * ENTRIES_MAX - 4)
     bench = newcomer(forged.state.head)

@@ -175,3 +175,25 @@ async def test_states_that_are_overdue_leave_the_average_as_it_is() -> None:
     assert sum(sizes.get(name, 0) for name, _ in line.went) <= 100 * rate + 3 * PIECE  # a burst, and one that is owed
     assert sum(name == "state" for name, _ in line.went) >= 2
     await line.done()
+
+
+@skipping_time
+async def test_what_others_are_charged_for_does_not_keep_states_from_going() -> None:
+    rate = PIECE // 4
+    line = Line(upload=rate)
+
+    async def answers() -> None:
+        while now() < 100.0:
+            line.turns._upload.charge(rate // 4)
+            await at(now() + 0.5)
+
+    async def again(name: str, peer: bytes, is_urgent: bool, size: int) -> None:
+        while now() < 100.0:
+            await line._send(name, peer, is_urgent, 0.0, size)
+
+    wishes = [("payload", key(10 + number), True, rate // 2) for number in range(4)]
+    line.tasks += [asyncio.create_task(again(*wish)) for wish in [*wishes, ("state", B, False, PIECE)]]
+    line.tasks.append(asyncio.create_task(answers()))
+    went = await line.done()
+    assert went.count("state") >= 4
+    assert went.count("payload") >= 50

@@ -171,6 +171,19 @@ async def test_a_browser_gets_a_cookie_for_the_token_and_an_address_without_it()
             assert (status, "Set-Cookie" in headers) == (401, False)
 
 
+async def test_a_token_is_typed_as_it_stands_in_its_file() -> None:
+    """A browser leaves the signs of base64 in an address as they are."""
+    typed = "/?token=Zm9v+mJh/iYX++cXV4Zm9vYmFyYmF6cXV4Zm9vYmE="
+    async with site(token=typed.removeprefix("/?token=").encode()) as here:
+        for target in (
+            typed,
+            typed.replace("+", "%2B").replace("/i", "%2Fi").replace("=", "%3D").replace("%3D", "=", 1),
+        ):
+            assert await here.raw_status(request(f"127.0.0.1:{here.port}", target)) == 303, target
+        for wrong in (typed.replace("+", "-"), typed.replace("+", ""), typed.replace("/i", "+i")):
+            assert await here.raw_status(request(f"127.0.0.1:{here.port}", wrong)) == 401, wrong
+
+
 async def test_a_token_in_the_address_of_another_host_sets_no_cookie() -> None:
     async with site(token=TOKEN) as here:
         answer = await here.raw(request("evil.example", f"/?token={TOKEN.decode()}"))

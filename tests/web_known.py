@@ -90,7 +90,14 @@ STATUS: dict[str, Any] = {
         "device_percent": 100,
         "on_battery": "pause",
     },
-    "counters": {"root mismatches": 2, "contributions taken": 5, "contributions too late": 1, "events dropped": 4},
+    "counters": {
+        "root mismatches": 2,
+        "contributions taken": 5,
+        "contributions too late": 1,
+        "events dropped": 4,
+        "trainings not finite": 6,
+        "damaged files": 3,
+    },
     "observed": {"late": 3},
 }
 PEER: dict[str, Any] = {
@@ -141,7 +148,7 @@ def complaints() -> list[str]:
     """How each begins that can stand in the health, from the code that makes them."""
     of_core = re.findall(r'^ {8}"([^"]+)": ', inspect.getsource(snapshot.health_of), re.MULTILINE)
     of_trust = re.findall(r'"(untrusted[^"{]*)', inspect.getsource(trust))
-    of_disk = re.findall(r'f"([^{]+)\{trouble\}"', inspect.getsource(status.health_of))
+    of_disk = re.findall(r'f"([^{]+): \{trouble\}"', inspect.getsource(status.health_of))
     of_guest = [getattr(guest, name) for name in re.findall(r"^([A-Z_]+) = \"", inspect.getsource(guest), re.MULTILINE)]
     assert all((of_core, of_trust, of_disk, of_guest))
     return [*of_core, *of_trust, *of_disk, *of_guest]

@@ -146,7 +146,8 @@ def _follows(journal: Journal, record: Record) -> bool:
     parent = record.step.parent if isinstance(record.step, Beginning) else record.step.manifest.parent
     if record.trunk is not None and record.trunk.base is not None:
         return record.trunk.base.head == parent
-    return parent in {journal.base.head, *(each.state.head for each in journal.history)}
+    # The last one is the usual parent, and of a prepared log no step should cost a look at all that are kept.
+    return any(parent == each.state.head for each in reversed(journal.history)) or parent == journal.base.head
 
 
 def _short(error: DataError, path: Path) -> str:

@@ -126,6 +126,11 @@ class Payloads:
                 self.bad.add(name)
                 report.note(Verdict.NOTE, path, "larger than this run's payloads are, so that no round has applied it")
                 continue
+            if kind.st_size > (free := memory_bytes()):
+                self.bad.add(name)
+                what = f"it has {kind.st_size:,} bytes, and this machine {free:,} bytes of free memory"
+                report.open(path, what, "Audit it on a larger machine")
+                continue
             try:
                 content = read_regular(path, self.bytes_max)
             except DataError as error:

@@ -78,7 +78,7 @@ def export(
     checkpoints = _checkpoints(node, meant)
     found = newest_whole(checkpoints, number)
     checkpoints.export(found.checkpoint, out, beside(node, meant))
-    typer.echo(f"{_line(found.checkpoint)}  {found.standing}")
+    typer.echo(f"{_line(found.checkpoint)}  {found.judgement}")
 
 
 @app.command()
@@ -102,4 +102,4 @@ def prune(
             checkpoints.remove(each.checkpoint)
             typer.echo(f"removed {_line(each.checkpoint)}")
         for each in reversed(kept):
-            typer.echo(f"kept    {_line(each.checkpoint)}  {each.standing}")
+            typer.echo(f"kept    {_line(each.checkpoint)}  {each.judgement}")

@@ -114,7 +114,7 @@ def _from_checkpoint(node: NodeConfig, run: str | None, number: int | None, dire
 def _which(found: SavedModel) -> str:
     """Which state was taken, and what speaks for it."""
     checkpoint = found.checkpoint
-    return f"round {checkpoint.round} of {found.run.name}, root {checkpoint.root.hex()[:16]}, {found.standing}"
+    return f"round {checkpoint.round} of {found.run.name}, root {checkpoint.root.hex()[:16]}, {found.judgement}"
 
 
 def _show(text: str) -> None:

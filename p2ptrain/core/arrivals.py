@@ -69,6 +69,11 @@ class Arrivals:
         usual = min(middle + max(DEVIATIONS * deviation, SLACK * middle), STRANGERS * middle)
         return usual, STRANGERS * middle
 
+    def is_in_time(self, author: bytes, members: Iterable[bytes]) -> bool:
+        """Whether it is worth waiting for the next contribution of an author that was heard."""
+        usual, _ = self.patience(members)
+        return usual is not None and self.offsets.get(author, SILENT) <= usual
+
     def expected(self, members: Iterable[bytes], others: Iterable[bytes], patience: float) -> set[bytes]:
         """Whom to wait for: who has been in time, and members that we do not know yet."""
         in_time = {key for key in others if self.offsets.get(key, SILENT) <= patience}

@@ -193,6 +193,7 @@ class Inbox:
                 if message.round > arrivals.noted.get(author, 0):  # peers repeat what they have heard
                     self.context.tallies.of(author).late += 1
                     arrivals.note(author, message.round, self.context.now)
+                    node.here.heard_late(author)
             return
         self._offer(sender, received, asked_for, payload_good)
 

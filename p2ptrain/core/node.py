@@ -41,10 +41,11 @@ from p2ptrain.core.messages import (
     Vote,
     decode,
 )
+from p2ptrain.core.parts import Parts
 from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason
-from p2ptrain.core.round import Parts, Round
+from p2ptrain.core.round import Round
 from p2ptrain.core.snapshot import Snapshot, snapshot_of
 from p2ptrain.core.state import AgreedState
 from p2ptrain.core.trust import Trust

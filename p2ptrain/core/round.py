@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2ptrain.core.agreement import Agreement, Decided, Entered, Heard, Judgement, Propose, Say
-from p2ptrain.core.arrivals import SLACK, Arrivals
+from p2ptrain.core.arrivals import SLACK
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest, Missing, manifest_of
@@ -28,11 +28,9 @@ from p2ptrain.core.messages import (
     read,
     signature_of,
 )
-from p2ptrain.core.offers import Offers
-from p2ptrain.core.payloads import Payloads
+from p2ptrain.core.parts import Parts
 from p2ptrain.core.questions import NAMES_MAX, Questions
 from p2ptrain.core.reputation import Reason
-from p2ptrain.core.requests import Requests
 from p2ptrain.core.roster import bitmap, proposers
 from p2ptrain.core.state import AgreedState
 
@@ -49,18 +47,6 @@ class Judged:
     manifest: Manifest | None = None
     is_bad: bool = False
     is_held: bool = False
-
-
-class Parts:
-    """What outlives a round."""
-
-    def __init__(self, context: Context) -> None:
-        self.payloads = Payloads(context)
-        self.offers = Offers(context.run.agreement.staleness_rounds_max, self.payloads)
-        self.requests = Requests(context)
-        self.arrivals = Arrivals()
-        self.applied_root: tuple[int, bytes] = (0, NOTHING)  # what our availabilities carry
-        self.last_began = 0.0
 
 
 class Round:
@@ -119,6 +105,13 @@ class Round:
         unknown = any(key not in arrivals.offsets for key in members if key != me)
         self.collect_at = self.began + (strangers if unknown else usual)
         self.waiting = {key for key in expected if not self.parts.offers.has_from(key, self.state)}
+
+    def heard_late(self, author: bytes) -> None:
+        """Its last contribution missed its round, maybe by little: then this round waits for its next one."""
+        is_open = self.closed_at is None and self.collect_at is not None
+        has_one = self.parts.offers.has_from(author, self.state)
+        if is_open and not has_one and self.parts.arrivals.is_in_time(author, self.roster.members):
+            self.waiting.add(author)
 
     def offer_held(self, author: bytes) -> None:
         """A good contribution that this round may take is here."""

@@ -4,13 +4,16 @@ A record says what is new; what a start needs is the newest certified rounds, wh
 decided yet, the branches that were left, and scores. The journal folds the one into the other. The store writes the
 records down and folds them again when it is opened, and the simulator keeps a journal for a disk, so that what comes
 back after a crash is decided in one place.
+
+It also says what a saved state of the trainer is worth: a checkpoint is written as soon as its round is applied, and
+whether its root is right is certified by a manifest of a later round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self
 
 from p2ptrain.core.events import Certified, Halted, Observed, Record, Said, Saved, Silence, Trunk
 from p2ptrain.core.history import Beginning, Entry
@@ -19,6 +22,31 @@ from p2ptrain.core.state import AgreedState
 
 SILENCES_KEPT = 64  # branches; as many as the core remembers
 REGROUPS_KEPT = 64  # signatures under sets of survivors
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a history says of a saved state, and why it says no more."""
+
+    verdict: Literal["certified", "followed", "open", "refuted"]  # followed: made after a manifest of the history
+    why: str
+
+    @property
+    def is_certified(self) -> bool:
+        return self.verdict == "certified"
+
+    @property
+    def is_refuted(self) -> bool:
+        return self.verdict == "refuted"
+
+    @property
+    def is_on_history(self) -> bool:
+        """A start may go on from it. It may not where its branch has lost, where its root is not the certified one, or
+        where it is older than the history that is kept."""
+        return self.verdict in ("certified", "followed")
+
+    def __str__(self) -> str:
+        return self.why if self.is_certified else f"not certified: {self.why}"
 
 
 @dataclass(slots=True)
@@ -64,14 +92,27 @@ class Journal:
     @property
     def payloads(self) -> set[bytes]:
         """What has to be on the disk with the history and with what was said."""
-        certified = [
-            taken for each in self.history if isinstance(each.step, Entry) for taken in each.step.manifest.taken
-        ]
-        return {taken.payload for taken in certified} | {payload for _, said in self.said for payload in said.payloads}
+        return self.payloads_after(-1)
+
+    def payloads_after(self, number: int) -> set[bytes]:
+        """Of these, what a trainer needs that has applied round `number`."""
+        steps = [each.step for each in self.history if each.state.round > number]
+        taken = {taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken}
+        return taken | {payload for _, said in self.said for payload in said.payloads}
 
     @property
     def state(self) -> AgreedState:
         return self.history[-1].state if self.history else self.base
+
+    @property
+    def states(self) -> list[AgreedState]:
+        """All that are kept, the newest at the end."""
+        return [self.base, *(certified.state for certified in self.history)]
+
+    @property
+    def roots(self) -> dict[int, bytes]:
+        """Those that are certified, by round."""
+        return {state.root_round: state.root for state in self.states}
 
     def write(self, record: Record, message: Message | None) -> None:
         """Persist a record; `message` is what is said in a `Said`."""
@@ -121,10 +162,22 @@ class Journal:
             halted=self.halted,
         )
 
-    def is_on_history(self, head: bytes, root: bytes) -> bool:
-        """Whether a state of the trainer is of a saved round: made after its manifest, or of a certified root.
+    def judge(self, number: int, head: bytes, root: bytes) -> Judgement:
+        """A state of the trainer after round `number`, made after the manifest `head`; empty: that is not known.
 
-        It is not when its branch has lost, or when it is older than the history that is kept.
+        A manifest of a later round certifies its root, so that the newest often has to wait for its proof.
         """
-        states = [self.base, *(certified.state for certified in self.history)]
-        return any(state.head == head or state.root == root for state in states)
+        states, roots = self.states, self.roots
+        if number in roots:
+            certified = roots[number]
+            if certified == root:
+                return Judgement("certified", "certified by this node's log")
+            what = f"round {number} was certified with the root {certified.hex()[:16]}"
+            return Judgement("refuted", f"{what}, and it has {root.hex()[:16]}")
+        heads = [state.head for state in states if state.round == number]
+        if heads and head and head not in heads:
+            return Judgement("refuted", f"it was made after another manifest of round {number} than the log has")
+        why, newest = f"the log has no certified root of round {number}", self.state.root_round
+        if number > newest:
+            why = f"the newest root that the log certifies is of round {newest}, and not yet of {number}"
+        return Judgement("followed" if head in heads else "open", why)

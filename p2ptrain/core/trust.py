@@ -18,8 +18,9 @@ followed on a line of its own, to its end or to the head, whichever comes first;
 node's. Everything before the head is verified as without it. Peers keep `history_rounds` rounds: an older head is found
 with nobody, and a newer one as soon as it is certified.
 
-Nobody may hold a node in this for long. Who has more to tell fills its answers; and who answers slowly makes way for
-others, and has longer the next time, so that a peer that is slow and honest comes to its end.
+Nobody may hold a node in this for long. Who has more to tell fills its answers. Who answers slowly makes way for
+others, and has longer the next time, so that a peer that is slow and honest comes to its end. Who is asked next is
+drawn: by any order of merit, liars who just keep to the limits could stand before an honest peer for ever.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Trust:
         self.asked: bytes | None = None
         self.until = 0.0  # for the answer
         self.turn_until = 0.0  # for all of its answers, if others wait
-        self.turns: dict[bytes, int] = {}  # how often a peer's turn ended before its history did
+        self.turns_lost: dict[bytes, int] = {}  # how often a peer's turn ended before its history did
+        self.late: dict[bytes, None] = {}  # peers that may still answer what they are not asked any more
         self.trial = line  # of the peer that is asked
         self.rounds = 0  # followed on it
         self.rests: dict[bytes, float] = {}  # peers whose histories were not it, and until when they are left alone
@@ -73,20 +75,23 @@ class Trust:
     def tick(self) -> None:
         now, peers = self.context.now, self.context.peers
         if self.asked is not None and (now >= self.until or self.asked not in peers):
+            self.late[self.asked] = None
             self.failed(self.asked)
         self.rests = {peer: at for peer, at in self.rests.items() if peer in peers}
         self.others = {peer: None for peer in self.others if peer in peers}
-        self.turns = {peer: count for peer, count in self.turns.items() if peer in peers}
+        self.turns_lost = {peer: count for peer, count in self.turns_lost.items() if peer in peers}
+        self.late = {peer: None for peer in self.late if peer in peers}
         ready = sorted(peer for peer in peers if self.rests.get(peer, now) <= now and peer != self.asked)
         if self.asked is not None and now >= self.turn_until and ready:
-            self.turns[self.asked] = self.turns.get(self.asked, 0) + 1
+            self.turns_lost[self.asked] = self.turns_lost.get(self.asked, 0) + 1
+            self.late[self.asked] = None
             self.context.counters["slow histories broken off"] += 1
             self.failed(self.asked, None)
         if self.asked is None and ready:
-            self.context.rng.shuffle(ready)
-            ready.sort(key=lambda peer: self.turns.get(peer, 0))
-            peer = self.context.reputation.preferred(ready, now)[0]
-            self.turn_until = now + min(PEER_SECONDS * 2.0 ** min(self.turns.get(peer, 0), 16), PEER_SECONDS_MAX)
+            good = [peer for peer in ready if not self.context.reputation.is_greylisted(peer, now)]
+            peer = self.context.rng.choice(good or ready)
+            longer = 2.0 ** min(self.turns_lost.get(peer, 0), 16)
+            self.turn_until = now + min(PEER_SECONDS * longer, PEER_SECONDS_MAX)
             self.trial, self.rounds = Line(self.mine, self.context.run_id, self.context.run.agreement.history_rounds), 0
             self._ask(peer)
 
@@ -112,7 +117,8 @@ class Trust:
             is_found = self._follow(history)
         except RemoteProtocolError:
             self.context.counters["histories refused"] += 1
-            self.failed(peer, Reason.MALFORMED)
+            is_old = self.late.pop(peer, peer) is None  # it may be the answer to what it was asked before
+            self.failed(peer, None if is_old else Reason.MALFORMED)
             return None
         if is_found:
             self.asked = None
@@ -161,7 +167,7 @@ class Trust:
         return {
             "trial history": (len(self.trial.steps), self.trial.kept),
             "peers not trusted": (len(self.others), peers),
-            "slow peers": (len(self.turns), peers),
+            "slow peers": (len(self.turns_lost | self.late), peers),
         }
 
 

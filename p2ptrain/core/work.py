@@ -20,7 +20,8 @@ from p2ptrain.core.history import Entry
 from p2ptrain.core.line import Line
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
-from p2ptrain.core.round import Parts, Round
+from p2ptrain.core.parts import Parts
+from p2ptrain.core.round import Round
 
 REPLAY_ROUNDS_MAX = 32  # behind by more, fetching the state is cheaper than fetching each round's payloads; a guess
 FETCH_TRIES_MAX = 5  # of a payload that was certified; then the state itself is fetched

@@ -230,11 +230,11 @@ async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
 
 
 async def save_last(daemon: Daemon) -> None:
-    """A checkpoint of the last round that was applied, and what is not on the disk yet of what people want to know."""
+    """The last round's checkpoint, unless its state came out wrong, and what else is not on the disk yet."""
     node, device = daemon.driver.node, daemon.driver.device
     number = device.trainer.round
     entry, root = node.line.entry(number), node.work.roots.get(number)
-    if entry is not None and root:
+    if entry is not None and root and not node.work.is_quarantined:
         await daemon.edges.keeping.checkpoint(device, entry.manifest, root, now=True)
     await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
     await daemon.rounds.save(all_of_it=True)

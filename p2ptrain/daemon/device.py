@@ -52,6 +52,7 @@ class Device:
         self.step = 0  # of the round in training
         self.training_seconds = 0.0
         self.tokens = 0
+        self.not_finite = 0  # trainings that a loss or a gradient has ended which is no number
         self.adopted = 0  # states that were taken over
         self.trained = 0  # the number of the last training that the trainer's state rests on
         self._to_repeat: deque[Trained] = deque()
@@ -141,7 +142,11 @@ class Device:
         self._rest(self._owed - (perf_counter() - self._stepped_at))  # what it idled since the last round counts
         self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
         before = self._stepped_at
-        results = self.trainer.train(number, place, places, self._note_step)
+        try:
+            results = self.trainer.train(number, place, places, self._note_step)
+        except TrainingError:
+            self.not_finite += 1
+            raise
         payload = self.trainer.contribute(number)
         self.loss = sum(result.loss for result in results) / len(results)
         tokens = sum(result.tokens for result in results)

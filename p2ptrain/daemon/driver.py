@@ -407,8 +407,9 @@ class Driver:
         except StoppedError:
             return
         except (TrainingError, DataError, FetchError, TimeoutError) as error:
-            log.warning("no contribution to round %d: %s", effect.round, error or "the data did not come")
-            self.give(ev.TrainingFailed(effect.round, str(error)))
+            why = str(error) or "the data did not come"
+            log.warning("no contribution to round %d: %s", effect.round, why)
+            self.give(ev.TrainingFailed(effect.round, why))
             return
         name = payload_digest(payload)
         self.edges.keeping.put(name, payload)

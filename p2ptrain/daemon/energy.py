@@ -1,11 +1,11 @@
-"""What the device has drawn from the socket, as far as it measures it itself; nothing, where it does not.
+"""What the device has used, as far as it measures it itself; nothing, where it does not.
 
     cuda   NVML's count of the whole card's energy, or where it keeps none, its power at each look
     cpu    Linux' RAPL counters of the whole processors, which most systems let only root read (Lipp et al. 2021,
-           PLATYPUS: they tell secrets of other programs); they have 32 bits or so, and begin anew every hour
+           PLATYPUS: they tell secrets of other programs); they have 32 bits or so, and begin anew within the hour
 
 Both are of all that uses the device, and of nothing else: no fans, no main memory, no losses of the power supply. It is
-counted while the node is not paused. NVML is called by its C interface, which every driver brings: three functions.
+counted while the node is not paused. NVML is called by its C interface, which every driver brings: four functions.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import split
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.connections import tell
 from p2ptrain.net.fetch import Fetcher
@@ -163,17 +164,28 @@ def stored_runs(config: NodeConfig) -> list[RunConfig]:
     return found
 
 
-def with_relays(config: NodeConfig) -> NetworkConfig:
-    """The bootstraps are the relays that a node behind a router can be reached through, and with them the peers that it
-    reached last time: started again without a bootstrap, or after that one has gone for good, it has relays still.
+def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
+    """The bootstraps are the relays that a node behind a router can be reached through, and with them peers that it
+    remembers: started again without a bootstrap, or after that one has gone for good, it has relays still.
     """
-    network = config.network
+    network, runs = config.network, stored_runs(config)
     if network.trusted_relays:
         return network
-    directories = [run_directory(config, bytes.fromhex(run.run_id)) for run in stored_runs(config)]
+    directories = [
+        run_directory(config, bytes.fromhex(run.run_id)) for run in runs if run.run_id.startswith(wanted or "")
+    ]
     remembered = [address for directory in directories for address in remembered_peers(directory)]
-    reached = [address for address in remembered if "/p2p-circuit" not in address][:RELAYS_MAX]
-    return network.model_copy(update={"trusted_relays": tuple(dict.fromkeys([*network.bootstrap, *reached]))})
+    usable = [address for address in remembered if _may_be_a_relay(address)][:RELAYS_MAX]
+    return network.model_copy(update={"trusted_relays": tuple(dict.fromkeys([*network.bootstrap, *usable]))})
+
+
+def _may_be_a_relay(address: str) -> bool:
+    """Peers have told these, and may have told anything."""
+    try:
+        _, route = split(address)
+    except TransportError:
+        return False
+    return not route.endswith("/p2p-circuit")
 
 
 async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:

@@ -107,17 +107,20 @@ class Keeping:
 
     async def let_go(self, manifest: Manifest) -> None:
         """A round was applied. What came after it was decided lasts from now on; now and then, forget what nobody needs
-        any more."""
+        any more, all the more on a disk that is full."""
         try:
             if late := self.store.payloads.fleeting(taken.payload for taken in manifest.taken):
                 await self.on_disk(self.store.payloads.keep, late)
-            if manifest.round % PRUNE_ROUNDS == 0:
-                now = monotonic()
-                self.fresh = {payload: at for payload, at in self.fresh.items() if now - at < FRESH_SECONDS}
-                known = self.store.payloads.names()  # what comes from now on, `needed` cannot name
-                await self.on_disk(self.store.prune, {*self._needed(), *self.fresh}, known)
         except DataError as error:
             log.error("%s", error)
+        if manifest.round % PRUNE_ROUNDS == 0:
+            now = monotonic()
+            self.fresh = {payload: at for payload, at in self.fresh.items() if now - at < FRESH_SECONDS}
+            known = self.store.payloads.names()  # what comes from now on, `needed` cannot name
+            try:
+                await self.on_disk(self.store.prune, {*self._needed(), *self.fresh}, known)
+            except DataError as error:
+                log.error("%s", error)
 
     async def note_mismatch(self, number: int) -> None:
         """A state came out wrong here. HardwareError: once too often."""

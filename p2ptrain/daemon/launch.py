@@ -95,7 +95,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
                 me.cancel()
 
         loop.set_exception_handler(handle)
-        loop.add_signal_handler(signal.SIGTERM, me.cancel)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the former is ignored in what a shell runs in the background
+            loop.add_signal_handler(number, me.cancel)
         try:
             return await work
         except asyncio.CancelledError:
@@ -150,7 +151,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         place = dataset_directory(config, run.data.manifest)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
-        transport = await _open_transport(stack, identity_file(config), with_relays(config), owner.sockets)
+        transport = await _open_with_relays(stack, config, None, owner.sockets)
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), owner, http)
 
 
@@ -163,7 +164,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         identity = _open_identity(stack, config)
         owner = await _answer_owner(stack, config)
         http = await _show(stack, config)
-        transport = await _open_transport(stack, identity_file(config), with_relays(config), owner.sockets)
+        transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
         directory = find_dataset(config, run.data.manifest)
         if (directory / MANIFEST_NAME).exists():
@@ -227,6 +228,18 @@ async def _open_transport(stack: AsyncExitStack, identity: Path, network: Networ
     transport = await P2pd.start(identity, network, sockets)
     stack.push_async_callback(transport.close)
     return transport
+
+
+async def _open_with_relays(stack: AsyncExitStack, config: NodeConfig, wanted: str | None, sockets: Path) -> Transport:
+    """What others have told must not keep a node from starting, whatever p2pd thinks of it."""
+    network = with_relays(config, wanted)
+    try:
+        return await _open_transport(stack, identity_file(config), network, sockets)
+    except TransportError as error:
+        if network == config.network:
+            raise
+        log.warning("without the relays of the last time, because with them %s", error)
+        return await _open_transport(stack, identity_file(config), config.network, sockets)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.core.saving import Journal
+from p2ptrain.core.saving import Journal, Judgement
 from p2ptrain.core.state import AgreedState
 from p2ptrain.daemon.find import choose_run, find_dataset
 from p2ptrain.daemon.places import run_directory
@@ -24,15 +24,7 @@ from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
 from p2ptrain.run_config import CONFIG_BYTES_MAX
-from p2ptrain.store.checkpoints import (
-    STAMP_NAME,
-    STATE_NAME,
-    Checkpoint,
-    Checkpoints,
-    Standing,
-    read_stamp,
-    standing,
-)
+from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.log import read_journal
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
@@ -48,7 +40,7 @@ class Chosen:
     """A checkpoint, and what the node's log says of it."""
 
     checkpoint: Checkpoint
-    standing: Standing
+    judgement: Judgement
     state: AgreedState | None  # what was agreed with it, if the log still tells
 
 
@@ -58,7 +50,7 @@ class SavedModel:
 
     run: RunConfig
     checkpoint: Checkpoint
-    standing: Standing
+    judgement: Judgement
     state: AgreedState | None  # what was agreed with it, if the node's log still tells
     tokenizer: Tokenizer
 
@@ -85,31 +77,30 @@ def find_model(
         checkpoint, run = _open(config, directory)
         if not run.run_id.startswith(wanted or ""):
             raise ConfigError(f"{directory} is of run {run.run_id}", key="--run", fix="Leave it out, or name that one")
-        journal = _journal_of(run_directory(config, bytes.fromhex(run.run_id)))
-        chosen = Chosen(checkpoint, standing(checkpoint, journal), _state_after(journal, checkpoint))
-        if chosen.standing.verdict == "refuted":
-            raise DataError(f"{directory}: {OTHER_HISTORY}: {chosen.standing.why}")
+        chosen = _judged_by(_journal_of(run_directory(config, bytes.fromhex(run.run_id))), checkpoint)
+        if chosen.judgement.is_refuted:
+            raise DataError(f"{directory}: {OTHER_HISTORY}: {chosen.judgement.why}")
     else:
         run = choose_run(config, wanted)
         run_id = bytes.fromhex(run.run_id)
         checkpoints = Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id)
         chosen = newest_whole(checkpoints, number)
     tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
-    return SavedModel(run, chosen.checkpoint, chosen.standing, chosen.state, tokenizer)
+    return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer)
 
 
 def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
     """Of one round or of any, the last made that is whole and that the log certifies; where there is none, the last
     that is whole and that the log does not contradict."""
     judged = _judged(checkpoints, number)
-    for each in sorted(judged, key=lambda each: not each.standing.is_certified):
+    for each in sorted(judged, key=lambda each: not each.judgement.is_certified):
         if not _is_whole(checkpoints, each.checkpoint):
             continue
-        if each.standing.is_certified:
+        if each.judgement.is_certified:
             for other in judged[: judged.index(each)]:
-                if not other.standing.is_certified:
+                if not other.judgement.is_certified:
                     path, number = other.checkpoint.path, other.checkpoint.round
-                    log.warning("passed over: %s: %s; --round %d takes it", path, other.standing, number)
+                    log.warning("passed over: %s: %s; --round %d takes it", path, other.judgement, number)
         return each
     raise DataError(f"{checkpoints.directory}: no whole checkpoint" + ("" if number is None else f" of round {number}"))
 
@@ -120,7 +111,7 @@ def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Ch
     What is damaged or not of the log's history is in neither.
     """
     whole = [each for each in _judged(checkpoints) if _is_whole(checkpoints, each.checkpoint)]
-    certified = [each for each in whole if each.standing.is_certified]
+    certified = [each for each in whole if each.judgement.is_certified]
     kept = [each for each in whole if each in (*whole[:count], *certified[:1])]
     return kept, [each for each in whole if each not in kept]
 
@@ -134,11 +125,11 @@ def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[Chosen]
         if isinstance(each, DataError):
             log.warning("passed over: %s", each)
         elif number in (None, each.round):
-            what = standing(each, journal)
-            if what.verdict == "refuted":
-                log.warning("passed over: %s: %s: %s", each.path, OTHER_HISTORY, what.why)
+            chosen = _judged_by(journal, each)
+            if chosen.judgement.is_refuted:
+                log.warning("passed over: %s: %s: %s", each.path, OTHER_HISTORY, chosen.judgement.why)
             else:
-                judged.append(Chosen(each, what, _state_after(journal, each)))
+                judged.append(chosen)
     return judged
 
 
@@ -149,13 +140,19 @@ def _is_whole(checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
     return why is None
 
 
-def _journal_of(directory: Path) -> Journal | None:
-    """What the log of a run's directory comes to; None if there is none, or if it cannot be read."""
+def _journal_of(directory: Path) -> Journal | str:
+    """What the log of a run's directory comes to, or why there is nothing to judge by."""
     try:
-        return read_journal(directory / LOG_NAME)
+        return read_journal(directory / LOG_NAME) or "there is no log of its run here"
     except DataError as error:
         log.warning("nothing certifies a checkpoint, and the members are not known: %s", error)
-        return None
+        return "the log of its run here cannot be read"
+
+
+def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> Chosen:
+    if isinstance(journal, str):
+        return Chosen(checkpoint, Judgement("open", journal), None)
+    return Chosen(checkpoint, checkpoint.judged_by(journal), _state_after(journal, checkpoint))
 
 
 def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
@@ -217,7 +214,6 @@ def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer
     return tokenizer
 
 
-def _state_after(journal: Journal | None, checkpoint: Checkpoint) -> AgreedState | None:
+def _state_after(journal: Journal, checkpoint: Checkpoint) -> AgreedState | None:
     """The agreed state of a checkpoint's round."""
-    states = [] if journal is None else [journal.base, *(each.state for each in journal.history)]
-    return next((state for state in states if checkpoint.head and state.head == checkpoint.head), None)
+    return next((state for state in journal.states if checkpoint.head and state.head == checkpoint.head), None)

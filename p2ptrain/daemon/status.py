@@ -31,7 +31,8 @@ ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these tak
 CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
 VERSION = 1  # of the answers' description
 PAUSED = f"{OWNER}: it trains no further; `p2ptrain resume` goes on"
-UNREADY = ("crash-only", "paused", OVER_MEMORY)  # complaints with which a node takes part all the same
+# Complaints with which a node takes part all the same.
+UNREADY = ("crash-only", "paused", OVER_MEMORY, "checkpoints are not saved", "records are not written")
 # Kinds of blobs (net/blobs.py), by what a person calls them.
 BULK_PURPOSES = {"payloads": ("payload",), "states": ("state",), "data": ("data", "manifest", "tokenizer")}
 WAYS = ("sent", "received")
@@ -92,7 +93,10 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "bytes": edges.transport.counters(),
         "traffic": traffic_of(edges),
         "limits": limits_of(daemon),
-        "counters": snapshot.counters | dict(driver.counters) | edges.lines.counters(),
+        "counters": snapshot.counters
+        | dict(driver.counters)
+        | edges.lines.counters()
+        | {"trainings not finite": device.not_finite, "damaged files": edges.keeping.store.damaged_files},
         "observed": snapshot.observed,
     }
 
@@ -100,10 +104,11 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
 def health_of(driver: Driver, snapshot: Snapshot) -> list[str]:
     """All that is not as it should be, the worst first."""
     keeping = driver.edges.keeping
-    troubles = driver.disk_trouble, keeping.checkpoint_trouble, keeping.records_trouble
-    disk = [f"degraded: {trouble}" for trouble in troubles if trouble]
+    disk = [f"degraded: {trouble}"] if (trouble := driver.disk_trouble) else []
+    disk += [f"checkpoints are not saved: {trouble}"] if (trouble := keeping.checkpoint_trouble) else []
+    records = [f"records are not written: {trouble}"] if (trouble := keeping.records_trouble) else []
     memory = [driver.memory_trouble] if driver.memory_trouble else []
-    return [*disk, *snapshot.health, *memory, *driver.pauses.values()]
+    return [*disk, *snapshot.health, *records, *memory, *driver.pauses.values()]
 
 
 def unreadiness_of(daemon: Daemon) -> list[str]:

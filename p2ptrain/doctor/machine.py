@@ -108,8 +108,10 @@ def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], 
         try_it(name)
     except DeviceError as error:
         return Finding("device", "failed", str(error))
-    if not found.driver or config.name != "auto":
+    if config.name != "auto":
         return Finding("device", "good", "cpu")
+    if not found.driver:
+        return Finding("device", "good", "cpu: there is no NVIDIA driver")
     if found.cuda_build:
         why, fix = "torch cannot use it", f"Update the driver to one that knows CUDA {found.cuda_build}"
     else:

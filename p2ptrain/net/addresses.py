@@ -25,12 +25,23 @@ def split(address: str) -> tuple[bytes, str]:
     """The peer at the end of an address, and how to get there. TransportError if it is no such address."""
     short = address[:ADDRESS_CHARACTERS_MAX]
     match = ADDRESS.fullmatch(address) if len(address) <= ADDRESS_CHARACTERS_MAX else None
-    if match is None:
+    if match is None or not _is_place(match["route"]):
         raise TransportError(f"{short!r} is not an address with an id at its end, such as {EXAMPLE}")
     try:
         return key_of(match["id"]), match["route"]
     except PeerIdError as error:
         raise TransportError(f"{short}: {error}") from error
+
+
+def _is_place(route: str) -> bool:
+    """Whether its numbers are in range: p2pd does not start with one that is not among its options."""
+    _, kind, host, _, port, *_ = route.split("/")
+    try:
+        if not kind.startswith("dns"):
+            ipaddress.ip_address(host)
+        return 0 < int(port) < 2**16
+    except ValueError:
+        return False
 
 
 def join(route: str, peer: bytes) -> str:

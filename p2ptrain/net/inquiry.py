@@ -32,6 +32,7 @@ NAME_MAX = 64
 QUESTION_BYTES_MAX = 256
 ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
 ANSWERS_BYTES_PER_SECOND = 4_096  # to a peer, after a first megabyte; a node asks for 14 KB a minute at most
+ANSWERS_SHARE = 8  # of the upload limit, one in so many goes for answers to everybody together
 ASKERS_MAX = 1_024  # whose budget is remembered: more than may be connected
 SECONDS = 15.0
 
@@ -107,18 +108,24 @@ async def serve(
     half of the upload from those in the run.
     """
     budgets: OrderedDict[bytes, TokenBucket] = OrderedDict()  # by peer, who asked last comes last
+    of_all = TokenBucket(0)  # keys are free: many of them have a share, too
 
     def has_budget(peer: bytes, size: int) -> bool:
         budget = budgets.setdefault(peer, TokenBucket(ANSWERS_BYTES_PER_SECOND))
         budgets.move_to_end(peer)
         while len(budgets) > ASKERS_MAX:
             budgets.popitem(last=False)
-        return budget.take_now(size)
+        if upload is not None and of_all.rate != (share := upload.rate // ANSWERS_SHARE):
+            of_all.rate = share
+        return budget.take_now(size) and of_all.take_now(size)
 
     async def handle(stream: Stream) -> None:
         try:
             async with asyncio.timeout(SECONDS):
                 question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
+                if not has_budget(stream.peer, 1):  # before any work for it
+                    stream.abort()
+                    return
                 if isinstance(question, AskSeen):
                     frame = wire.encode(await _seen(transport, stream.peer))
                 else:

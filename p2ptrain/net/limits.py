@@ -67,11 +67,6 @@ class TokenBucket:
         self._fill()
         self._debt = min(self._debt + size, DEBT_SECONDS * self._rate)
 
-    def may_charge(self, size: int) -> bool:
-        """Whether so many could go at once and be paid for afterwards: not while others have to be."""
-        self._fill()
-        return not self._rate or (not self._debt and size <= DEBT_SECONDS * self._rate)
-
     @property
     def _burst(self) -> int:
         return max(self._rate, PIECE_BYTES)

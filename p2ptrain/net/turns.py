@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from p2ptrain.errors import P2ptrainError
-from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.limits import DEBT_SECONDS, TokenBucket
 
 PEERS_AT_ONCE = 64  # that a piece is on its way to: 64 MiB, if all of them read slowly
 TURN_SECONDS = 10.0  # that a request waits for its turn, of the 20 that a client waits
@@ -53,6 +53,7 @@ class Turns:
         self._payer: Turn | None = None  # whose bytes the limit does not let go yet
         self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer its last turn's number, the latest last
         self._number = 0
+        self._paid_at = 0.0  # when the last piece that went without waiting for the limit is paid for
 
     @asynccontextmanager
     async def turn(self, peer: bytes, size: int, is_urgent: bool = True) -> AsyncIterator[None]:
@@ -72,6 +73,7 @@ class Turns:
                 await self._upload.take(size)
             elif not self._upload.take_now(size):  # overdue: to wait for the limit here would hold up payloads
                 self._upload.charge(size)
+                self._paid_at = loop.time() + 2 * size / self._upload.rate
             self._number += 1
             self._served[peer] = self._number
             self._served.move_to_end(peer)
@@ -112,7 +114,8 @@ class Turns:
             return ready[0] if ready else None
         turn = ready[0]
         wait = self._background.seconds_until(turn.size)
-        if loop.time() < turn.overdue_at or not self._upload.may_charge(turn.size):
+        may_owe = loop.time() >= self._paid_at and turn.size <= DEBT_SECONDS * self._upload.rate
+        if loop.time() < turn.overdue_at or not may_owe:
             wait = max(wait, self._upload.seconds_until(turn.size))
         if wait > 0:
             loop.call_later(wait, self._advance)

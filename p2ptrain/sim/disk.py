@@ -40,6 +40,6 @@ class Disk(Journal):
 
     def _newest_checkpoint(self) -> Checkpoint:
         for checkpoint in reversed(self.checkpoints):
-            if self.is_on_history(checkpoint.head, checkpoint.root):
+            if self.judge(checkpoint.round, checkpoint.head, checkpoint.root).is_on_history:
                 return checkpoint
         return self.first

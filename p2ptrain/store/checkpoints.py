@@ -7,7 +7,8 @@
 
 A directory gets its name when all in it is on the disk. Its number says which was made later: a branch that has lost
 may have come further than the one that has won. A checkpoint that is damaged, or not of the saved history, is passed
-over for an older one.
+over for an older one; so is one whose root the log refutes: this node had miscalculated, and was killed before it was
+healed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,7 +26,7 @@ import structlog
 from blake3 import blake3
 from msgspec import Meta, Struct
 
-from p2ptrain.core.saving import Journal
+from p2ptrain.core.saving import Journal, Judgement
 from p2ptrain.digest import PIECE_BYTES, digest, piece_count
 from p2ptrain.errors import DataError
 from p2ptrain.files import (
@@ -120,6 +120,9 @@ class Checkpoint(Struct, frozen=True):
     def root(self) -> bytes:
         return bytes.fromhex(self.stamp.root)
 
+    def judged_by(self, journal: Journal) -> Judgement:
+        return journal.judge(self.round, self.head, self.root)
+
     @property
     def trainer_path(self) -> Path:
         return self.path / TRAINER_NAME
@@ -144,47 +147,12 @@ class Checkpoint(Struct, frozen=True):
                 os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a node's log says of a checkpoint, and why it says no more."""
-
-    verdict: Literal["certified", "open", "refuted"]
-    why: str
-
-    @property
-    def is_certified(self) -> bool:
-        return self.verdict == "certified"
-
-    def __str__(self) -> str:
-        return self.why if self.is_certified else f"not certified: {self.why}"
-
-
-def standing(checkpoint: Checkpoint, journal: Journal | None) -> Standing:
-    """Whether the applied history certifies the root of a checkpoint. A manifest of a later round certifies it, so that
-    the newest checkpoint often has to wait for its proof."""
-    if journal is None:
-        return Standing("open", "there is no log of its run here")
-    number, states = checkpoint.round, [journal.base, *(each.state for each in journal.history)]
-    certified = {state.root_round: state.root for state in states}.get(number)
-    if certified == checkpoint.root:
-        return Standing("certified", "certified by this node's log")
-    if certified is not None:
-        what = f"round {number} was certified with the root {certified.hex()[:16]}"
-        return Standing("refuted", f"{what}, and it has {checkpoint.root.hex()[:16]}")
-    heads = [state.head for state in states if state.round == number]
-    if heads and checkpoint.head and checkpoint.head not in heads:
-        return Standing("refuted", f"it was made after another manifest of round {number} than the log has")
-    newest = journal.state.root_round
-    if number > newest:
-        return Standing("open", f"the newest root that the log certifies is of round {newest}, and not yet of {number}")
-    return Standing("open", f"the log has no certified root of round {number}")
-
-
 class Checkpoints:
     """Of one node in one run."""
 
     def __init__(self, directory: Path, run_id: bytes) -> None:
         self.directory, self.run_id = directory, run_id
+        self.damaged: set[Path] = set()  # those that were found so by this process
 
     def tidy(self) -> None:
         """Before the first is written: make the directory, and remove what a crash has interrupted."""
@@ -243,6 +211,8 @@ class Checkpoints:
                     raise DataError(f"{path}: not a directory, and so no checkpoint")
                 found.append(Checkpoint(path, self._stamp(path)))
             except DataError as error:
+                if not isinstance(error, NewerError):
+                    self.damaged.add(path)
                 found.append(error)
         return found
 
@@ -256,6 +226,12 @@ class Checkpoints:
 
     def verify(self, checkpoint: Checkpoint) -> str | None:
         """Why it cannot be used; None if both its files are what was written."""
+        why = self._damage_of(checkpoint)
+        if why is not None:
+            self.damaged.add(checkpoint.path)
+        return why
+
+    def _damage_of(self, checkpoint: Checkpoint) -> str | None:
         for name, stamp in ((TRAINER_NAME, checkpoint.stamp.trainer), (STATE_NAME, checkpoint.stamp.state)):
             path = checkpoint.path / name
             try:
@@ -296,25 +272,27 @@ class Checkpoints:
         for each in self.found():
             if isinstance(each, NewerError):
                 raise each
-        for checkpoint in reversed(self._of_history(journal)):
-            why = self.verify(checkpoint)
+        for checkpoint in reversed(self.present()):
+            judgement = checkpoint.judged_by(journal)
+            why = self.verify(checkpoint) if judgement.is_on_history else judgement.why
             if why is None:
                 return checkpoint
             _log.warning("checkpoint passed over", path=str(checkpoint.path), why=why)
         return None
 
     def prune(self, kept: int, journal: Journal) -> None:
-        """Remove all but the last made, and the last made of the saved history: in case their branch has lost."""
+        """Remove all but the last made; the last made of the saved history, in case their branch has lost; and the last
+        that is certified, in case the later ones come out wrong."""
         paths = self._directories()  # before all else: what another thread finishes meanwhile stays
         found = self.present()
-        keep = {checkpoint.path for checkpoint in (*found[-kept:], *self._of_history(journal)[-kept:])}
+        judged = [(each, each.judged_by(journal)) for each in found]
+        ours = [each for each, judgement in judged if judgement.is_on_history]
+        certified = [each for each, judgement in judged if judgement.is_certified]
+        keep = {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
         keep |= {each.path for each in self.found() if isinstance(each, NewerError)}
         for path in paths:
             if path not in keep:
                 forget(path)
-
-    def _of_history(self, journal: Journal) -> list[Checkpoint]:
-        return [each for each in self.present() if journal.is_on_history(each.head, each.root)]
 
     def _directories(self) -> list[Path]:
         return [path for path in entries(self.directory) if _NAME.fullmatch(path.name)]

@@ -52,13 +52,16 @@ class Diary:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_damaged = False  # when it was opened
         content = b""
         try:
             content = read(path) or b""
         except DataError as error:
+            self.is_damaged = True
             _log.warning("the diary is lost", why=str(error))
         self.entries, whole = read_entries(content)
         if whole != content:
+            self.is_damaged = True
             _log.warning("the diary was cut off at a damaged line", path=str(path), entries=len(self.entries))
             write_atomically(path, whole)
 

@@ -59,6 +59,7 @@ READ_BYTES_MAX = 2**29  # by who only looks: twice what 256 rounds of 1,024 cont
 NAMES_MAX = 1_024  # in the directory, by who only looks: a node leaves two
 ALL_ROUNDS = 2**31  # more than a segment has: who only looks wants all of it, and not only what a node would keep
 
+_SEGMENT = re.compile(r"[0-9]{8}\.log")
 _MAGIC = b"p2ptrain log"
 _HEADER = Layout("<12sI8s")
 _FRAME = Layout("<I8s4s")
@@ -177,7 +178,7 @@ class Log:
 
     def _forget_others(self) -> None:
         for path in entries(self.directory):
-            if re.fullmatch(rf"\d{{8}}\.log({re.escape(PARTIAL_SUFFIX)})?", path.name) and path != self.path:
+            if _SEGMENT.fullmatch(path.name.removesuffix(PARTIAL_SUFFIX)) and path != self.path:
                 forget(path)
 
     # -----------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class Log:
 
     def _segments(self) -> list[int]:
         names = [path.name for path in entries(self.directory)]
-        return [int(name[:8]) for name in names if re.fullmatch(r"\d{8}\.log", name)]
+        return [int(name[:8]) for name in names if _SEGMENT.fullmatch(name)]
 
     def _open(self, found: list[int]) -> None:
         self.number = found[-1]
@@ -234,7 +235,7 @@ def _folded(path: Path, data: bytes, kept: int) -> _Segment:
 def newest_segment(directory: Path) -> tuple[Path, bytes] | None:
     """For who only looks, also while a node writes: its newest segment as it is now; None if there is no log."""
     for _ in range(READ_TIMES):
-        segments = [path for path, _ in listed(directory, NAMES_MAX) if re.fullmatch(r"[0-9]{8}\.log", path.name)]
+        segments = [path for path, _ in listed(directory, NAMES_MAX) if _SEGMENT.fullmatch(path.name)]
         if not segments:
             return None
         data = read_regular(segments[-1], READ_BYTES_MAX)

@@ -39,7 +39,12 @@ class Mismatches:
         self.rounds = self._read()  # the last, each less than MISMATCH_ROUNDS before the newest
 
     def note(self, number: int) -> None:
-        """A state came out wrong; `number` is the round that was applied last. HardwareError: one too many."""
+        """A state came out wrong; `number` is the round that was applied last. HardwareError: one too many.
+
+        One round counts once: whoever is started again before it was mended may come to the same.
+        """
+        if number in self.rounds:
+            return
         recent = [each for each in self.rounds if number - each < MISMATCH_ROUNDS]
         self.rounds = (*recent, number)[-MISMATCHES_MAX:]
         try:

@@ -36,6 +36,7 @@ class Payloads:
         self._bytes = 0  # in memory
         self._lasting: set[bytes] = set()  # by this process
         self._spilled: set[bytes] = set()  # written by this process, and not synced
+        self.damaged = 0  # files that were found so, and removed
         self._lock = threading.RLock()  # of the tables, never for as long as a disk may take
         self._writing = threading.Lock()  # of a file; who has it does not ask for the other
 
@@ -94,6 +95,7 @@ class Payloads:
         if content is not None and payload_digest(content) != name:
             _log.warning("payload damaged and removed", path=str(path))
             with self._lock:
+                self.damaged += 1
                 forget(path)
                 self._lasting.discard(name)
                 self._spilled.discard(name)
@@ -145,15 +147,14 @@ class Payloads:
     def prune(self, keep: Collection[bytes], known: Collection[bytes] | None = None) -> None:
         """Forget all others, but not what came since `keep` was made: what is here and not among the `known`."""
         with self._lock:
-            here = self.names()
-            kept = here.intersection(keep).union(here.difference(here if known is None else known))
-            for name in [name for name in self._memory if name not in kept]:
+            if known is not None:
+                keep = {*keep, *self.names().difference(known)}  # what came since
+            for name in [name for name in self._memory if name not in keep]:
                 self._drop(name)
-            self._lasting &= kept
-            self._spilled &= kept
+            self._lasting.intersection_update(keep)
+            self._spilled.intersection_update(keep)
             for path in entries(self.directory):
-                name = bytes.fromhex(path.name) if _NAME.fullmatch(path.name) else b""
-                if name not in kept and name not in keep:
+                if not _NAME.fullmatch(path.name) or bytes.fromhex(path.name) not in keep:
                     forget(path)
 
     def _drop(self, name: bytes) -> None:

@@ -20,6 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+import structlog
+
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified, Record, Said, Saved
 from p2ptrain.core.history import Entry
@@ -37,6 +39,8 @@ from p2ptrain.store.records import RECORDS_NAME, Records
 
 CHECKPOINTS_NAME = "checkpoints"
 SPOKEN_SUFFIX = ".spoken"  # of the directory beside a key, with a file for each run
+
+_log = structlog.get_logger("p2ptrain.store")
 
 
 class PayloadLostError(DataError):
@@ -92,6 +96,11 @@ class Store:
             fix = f"Use another directory, or move {self.directory} away if nothing in it is needed"
             raise DataError(f"{path}: damaged, or the directory is not {what}. {fix}")
 
+    @property
+    def damaged_files(self) -> int:
+        """That this process has found so, and removed, cut off or passed over."""
+        return self.payloads.damaged + len(self.checkpoints.damaged) + self.diary.is_damaged
+
     def close(self) -> None:
         self.records.close()
         self.log.close()
@@ -121,9 +130,17 @@ class Store:
 
     def saved(self, checkpoint: Checkpoint | None) -> Saved:
         """For `Started`, when the trainer has loaded this checkpoint."""
-        if checkpoint is None:
-            return self.journal.saved_at(self.genesis.round, self.genesis.root)
-        return self.journal.saved_at(checkpoint.round, checkpoint.root)
+        first = self.genesis
+        number, root = (first.round, first.root) if checkpoint is None else (checkpoint.round, checkpoint.root)
+        self._name_lost(number)
+        return self.journal.saved_at(number, root)
+
+    def _name_lost(self, number: int) -> None:
+        """Say which payloads a start from a round lacks: until a peer has given them, it would wait without a word."""
+        lost = sorted(name for name in self.journal.payloads_after(number) if name not in self.payloads)
+        if lost:
+            first = str(self.payloads.directory / lost[0].hex())
+            _log.warning("payloads to go on with are not here; peers may have them", count=len(lost), first=first)
 
     # -----------------------------------------------------------------------------------------------
     # What is written

@@ -1,7 +1,8 @@
 """/metrics: the status once more, as Prometheus counts and names things.
 
 Everything is read when it is asked for. Labels come from lists in the code, never from a peer, so that nobody can make
-as many time series as they like. Counters begin anew with the process, as Prometheus expects.
+as many time series as they like. Counters begin anew with the process, as Prometheus expects, but for
+energy, which is counted over all starts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PHASES = ("train", "collect", "agree", "apply")
 # How a complaint of `health` begins, and what it is called here.
 KINDS = {
     "degraded": "degraded",
+    "checkpoints are not saved": "checkpoints_not_saved",
+    "records are not written": "records_not_written",
     "halted": "halted",
     "split": "split",
     "banned": "banned",
@@ -106,6 +109,8 @@ def _of_swarm(status: Status) -> Iterator[Metric]:
 
 def _of_learning(status: Status) -> Iterator[Metric]:
     yield from _gauge("loss_nats", "Mean loss of the last round that was trained here, nats a token.", status.loss)
+    not_finite = status.counters.get("trainings not finite", 0)
+    yield _counter("trainings_not_finite", "Trainings ended by a loss or gradient that is not finite.", not_finite)
     yield _counter("tokens", "Tokens trained on here.", status.tokens)
     yield _counter("training_seconds", "Time spent training here.", status.training_seconds)
     if status.mine.energy_joules is not None:
@@ -118,7 +123,11 @@ def _of_node(status: Status) -> Iterator[Metric]:
     kinds = {kind_of(complaint) for complaint in status.health}
     named = [(kind, float(kind in kinds)) for kind in (*KINDS.values(), OTHER)]
     yield _gauges("health", "1 for each kind of complaint that the node has.", "kind", named)
-    yield from _gauge("disk_degraded", "1 while the disk takes nothing.", "degraded" in kinds)
+    yield from _gauge(
+        "disk_degraded", "1 while the disk does not take what has to be saved first.", "degraded" in kinds
+    )
+    damaged = status.counters.get("damaged files", 0)
+    yield _counter("damaged_files", "Files of this node that were found damaged, and done without.", damaged)
     yield from _gauge("is_paused", "1 while it is not to train: its owner, its hours or its battery.", status.is_paused)
     yield from _gauge(
         "event_loop_lag_seconds", "How late the event loop was at worst in the last minute.", status.loop_lag_seconds

@@ -71,7 +71,9 @@ export function reasons(counts) {
 
 // How a complaint begins; how grave it is; and what it means for whoever runs the node.
 const COMPLAINTS = [
-  ["degraded", "bad", "The disk takes nothing", "What this node learns is not saved at the moment. Free some space, or look at the disk: it tries again by itself."],
+  ["degraded", "bad", "The disk takes nothing", "The node says and applies nothing until it can save it. Free some space, or look at the disk: it tries again by itself."],
+  ["checkpoints are not saved", "bad", "Its state is not saved", "It takes part, but after a restart it begins at an older state, and repeats what came since. Look at the disk and the memory: it tries again by itself."],
+  ["records are not written", "bad", "Its history is not written", "No round is lost, only what is told of them later. Look at the disk: it tries again by itself."],
   ["halted", "bad", "The run has stopped, to be safe", "Two outcomes were certified for one round. That takes more liars than the roster can bear, and people have to decide how to go on."],
   ["split", "bad", "The run has split in two", "Another part went its own way too long ago to be joined again. Whoever operates the run has to choose which one goes on."],
   ["banned", "bad", "This node is banned", "Others have proof that it broke the rules, such as a key that is in use twice. It can come back only with a new identity."],
@@ -121,8 +123,10 @@ export function agreement(status) {
   if (!(number in status.roots)) {
     return ["unknown", `The roster has certified round ${count(number)}, which this node cannot compare: it was not here.`];
   }
-  const members = few(status.quorum, "member", "members");
-  return ["same", `Yes: after round ${count(number)} at least ${members} had bit for bit the same model as this node.`];
+  const { liars } = status.fault_tolerance; // a certificate has as many as the liars of a quorum leave (core/roster.py)
+  const members = few(status.quorum - liars, "member", "members");
+  const but = liars > 0 ? `, and at most ${count(liars)} of them may lie` : "";
+  return ["same", `Yes: at least ${members} signed that after round ${count(number)} they had bit for bit the model of this node${but}.`];
 }
 
 /** What the node does at this moment. */
