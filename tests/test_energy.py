@@ -150,7 +150,9 @@ class Meters:
         return [(10.0 * self.count, 0.0)]
 
 
-@pytest.mark.parametrize("then", [OSError("gone"), ValueError("no number"), AttributeError("no function")])
+@pytest.mark.parametrize(
+    "then", [OSError("gone"), ValueError("no number"), AttributeError("no function"), RuntimeError("CUDA error")]
+)
 async def test_it_is_counted_while_the_node_is_not_paused_until_the_meter_tells_no_more(
     then: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ class Energy:
         while True:
             try:
                 used = await asyncio.to_thread(self.look)
-            except (OSError, ValueError, AttributeError):  # no such file, no number in it, no such function
+            except (OSError, ValueError, AttributeError, RuntimeError):  # no file, number or function; or CUDA has none
                 return
             if used is not None and self._is_counted():
                 self._note(used)
