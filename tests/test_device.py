@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from trainer_known import RECIPES, embedded, make
 
@@ -99,6 +100,23 @@ def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, capl
     life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())])
     life.train(1)
     assert "the training of round 1 came out otherwise than before the restart" in caplog.text
+    life.close()
+
+
+def test_trainings_take_as_many_threads_as_they_are_told_and_are_repeated_with_as_many(dataset: TokenDataset) -> None:
+    life, before = Life(dataset, "distro"), torch.get_num_threads()
+    try:
+        life.device.threads = before + 1  # as `p2ptrain limit --threads` has it
+        life.train(1)
+        assert [each.threads for each in life.diary] == [before + 1]
+        again = Life(dataset, "distro")
+        torch.set_num_threads(before)
+        again.device.repeat(life.diary)
+        again.device._repeat()
+        assert torch.get_num_threads() == before + 1
+        again.close()
+    finally:
+        torch.set_num_threads(before)
     life.close()
 
 

@@ -330,7 +330,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
     orders = []
     held = {
         "upload_bytes_per_second": 0, "download_bytes_per_second": 5_000, "memory_bytes": 10**9,
-        "hours": "22:00-07:00", "device_percent": 25, "on_battery": "pause",
+        "hours": "22:00-07:00", "device_percent": 25, "threads": 3, "on_battery": "pause",
     }  # fmt: skip
 
     def ask(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
@@ -347,6 +347,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
         "download  5,000 bytes/s",
         "hours     22:00-07:00",
         "device    25% of the time",
+        "threads   3",
         "memory    1,000,000,000 bytes",
         "battery   it pauses",
     ]
@@ -355,6 +356,12 @@ def test_the_command_orders_limits_and_tells_what_holds(
     }  # fmt: skip
     assert p2ptrain(capsys, "limit", "--data-dir", tmp_path, "--off")[0] == 0
     assert orders[-1] == {"do": "limit", **commands.NO_LIMITS}
-    for wrong in (["--off", "--hours", ""], ["--percent", "0"], ["--battery", "x"], ["--memory", "-1"]):
+    for wrong in (
+        ["--off", "--hours", ""],
+        ["--percent", "0"],
+        ["--battery", "x"],
+        ["--memory", "-1"],
+        ["--threads", "0"],
+    ):
         assert p2ptrain(capsys, "limit", "--data-dir", tmp_path, *wrong)[0] == 2
     assert p2ptrain(capsys, "resume", "--data-dir", tmp_path)[1] == "paused on battery: because\n"

@@ -79,7 +79,8 @@ async def test_limits_change_at_once_and_what_is_not_named_stays(tmp_path: Path)
         daemon = made.nodes[0].daemon
         edges = daemon.edges
         rates = {"upload_bytes_per_second": 10**9, "download_bytes_per_second": 2 * 10**9}
-        rest = {"memory_bytes": 0, "hours": "", "device_percent": 100, "on_battery": "pause"}
+        rest: dict[str, Any] = {"memory_bytes": 0, "hours": "", "device_percent": 100, "on_battery": "pause"}
+        rest["threads"] = threads = daemon.driver.device.threads
         first = rates | rest
         assert await daemon.answer({"do": "limit"}) == first == made.nodes[0].status["limits"]
         changed = await daemon.answer({"do": "limit", "upload": 7, "download": None})
@@ -88,6 +89,11 @@ async def test_limits_change_at_once_and_what_is_not_named_stays(tmp_path: Path)
         assert edges.server is not None
         assert edges.server._upload.rate == 7
         assert await daemon.answer({"do": "limit", "upload": 0, "download": 0}) == dict.fromkeys(rates, 0) | rest
+        assert (await daemon.answer({"do": "limit", "threads": threads + 1}))["threads"] == threads + 1
+        for wrong in (0, 1_025, True, "2"):
+            with pytest.raises(ConfigError, match=r"^--threads: .* is not possible\. Give a number"):
+                await daemon.answer({"do": "limit", "threads": wrong, "percent": 50})
+        assert made.nodes[0].status["limits"] == dict.fromkeys(rates, 0) | rest | {"threads": threads + 1}
 
 
 @skipping_time

@@ -23,7 +23,9 @@ PATHS = (*JSON_PATHS, "/metrics", "/")
 FIELDS = {
     "FaultTolerance": "liars crashes mode",
     "Traffic": "sent received",
-    "Limits": ("upload_bytes_per_second download_bytes_per_second memory_bytes hours device_percent on_battery"),
+    "Limits": (
+        "upload_bytes_per_second download_bytes_per_second memory_bytes hours device_percent threads on_battery"
+    ),
     "Mine": "applied applied_of_all share tokens training_seconds energy_joules",
     "Status": (
         "version release run_id run_name peer_id addresses branch head round phase view applied_round "

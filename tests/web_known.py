@@ -88,6 +88,7 @@ STATUS: dict[str, Any] = {
         "memory_bytes": 0,
         "hours": "",
         "device_percent": 100,
+        "threads": 3,
         "on_battery": "pause",
     },
     "counters": {

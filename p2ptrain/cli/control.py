@@ -38,6 +38,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     percent: Annotated[
         int | None, typer.Option(metavar="PERCENT", min=1, max=100, help="Of the time, that the device may work.")
     ] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, max=1_024, help="Of torch, for training.")] = None,
     memory: Annotated[
         int | None, typer.Option(metavar="BYTES", min=0, help="Main memory, beyond which it complains; 0: no limit.")
     ] = None,
@@ -52,7 +53,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     from p2ptrain.daemon.control import ask
 
     order: dict[str, object] = {"upload": upload, "download": download, "hours": hours}
-    order |= {"percent": percent, "memory": memory, "battery": battery}
+    order |= {"percent": percent, "threads": threads, "memory": memory, "battery": battery}
     if off and any(each is not None for each in order.values()):
         raise ConfigError("no limits, and a limit", key="--off", fix="Give one or the other")
     order = NO_LIMITS if off else order
@@ -62,6 +63,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
         "download": _rate(limits["download_bytes_per_second"]),
         "hours": limits["hours"] or "always",
         "device": f"{limits['device_percent']}% of the time",
+        "threads": str(limits["threads"] or "as torch has them"),
         "memory": f"{limits['memory_bytes']:,} bytes" if limits["memory_bytes"] else "no limit",
         "battery": "it pauses" if limits["on_battery"] == "pause" else "it trains",
     }

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter, sleep
 from typing import TypeVar
 
+import torch
+
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.fetching import PIECES_TOLD
@@ -37,6 +39,11 @@ log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
 RATES_KEPT = 16  # rounds over which tokens a second are told
 NAP_SECONDS = 0.2  # the longest of rests between steps, until it is looked whether the node ends
+
+
+def _use_threads(count: int) -> None:
+    if count and count != torch.get_num_threads():
+        torch.set_num_threads(count)
 
 
 class StoppedError(P2ptrainError):
@@ -59,6 +66,7 @@ class Device:
         self._repeated: dict[int, tuple[Trained, bytes]] = {}  # by round, as long as its contribution is kept
         self._wrong: tuple[int, list[bytes]] | None = None  # the round of a state that was wrong, and its leaves
         self.is_stopping = False  # training ends after the step that it is at
+        self.threads = 0  # of torch, for the next training; 0: as they are
         self.percent = 100  # of the time that the device may train; the rest of it, it rests between steps
         self._stepped_at, self._owed, self._rested = (
             0.0,
@@ -77,6 +85,7 @@ class Device:
         device = cls(trainer)
         device._trainer_thread.shutdown()
         device._trainer_thread = first  # torch counts its threads for each that calls it
+        device.threads = await device.run(torch.get_num_threads)
         return device
 
     def close(self) -> None:
@@ -112,10 +121,11 @@ class Device:
             before, payload = self._repeated[number]
             if (before.base_round, before.place, before.places) == (self.trainer.round, place, places):
                 return payload, None
+        _use_threads(self.threads)
         payload = self._train_now(number, place, places, outstanding)
         self.trained += 1
-        base, still = self.trainer.round, tuple(sorted(outstanding))
-        return payload, Trained(self.trained, number, base, place, places, still, payload_digest(payload).hex())
+        base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload).hex()
+        return payload, Trained(self.trained, number, base, place, places, still, name, torch.get_num_threads())
 
     def repeat(self, trainings: Iterable[Trained]) -> None:
         """Do these again, when the state is there from which each was made."""
@@ -124,6 +134,7 @@ class Device:
     def _repeat(self) -> None:
         while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
             each = self._to_repeat.popleft()
+            _use_threads(each.threads)
             try:
                 payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
             except (DataError, TrainingError) as error:

@@ -57,7 +57,13 @@ def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= RATE_MAX:
             fix = f"Give bytes a second, from 0 (no limit) to {RATE_MAX:,}"
             raise ConfigError(f"{rate!r} is not possible", key=f"--{name}", fix=fix)
+    threads = order.get("threads")
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1_024):
+        raise ConfigError(f"{threads!r} is not possible", key="--threads", fix="Give a number from 1 to 1,024")
     daemon.guest.change(order)
+    if threads is not None:
+        daemon.driver.device.threads = threads
+        log.info("threads of the next training: %d", threads)
     for name, rate in rates.items():
         bucket = daemon.edges.upload if name == "upload" else daemon.edges.download
         bucket.rate = rate

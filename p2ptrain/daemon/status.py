@@ -129,6 +129,7 @@ def limits_of(daemon: Daemon) -> dict[str, Any]:
         "memory_bytes": limits.memory_bytes,
         "hours": limits.hours,
         "device_percent": limits.device_percent,
+        "threads": daemon.driver.device.threads,
         "on_battery": limits.on_battery,
     }
 

@@ -40,6 +40,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True):
     places: Count
     outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # earlier rounds, still to be taken
     payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    threads: Annotated[int, Meta(ge=0)] = 0  # of torch, which sums in another order with another number; 0: not told
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

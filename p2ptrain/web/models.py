@@ -53,6 +53,7 @@ class Limits(Part):
         description="in which it trains, in the machine's local time, such as 22:00-07:00; empty: always"
     )
     device_percent: int = Field(ge=1, le=100, description="of the time, that the device may work")
+    threads: Count = Field(description="of torch, for training; 0: not known")
     on_battery: Literal["pause", "train"] = Field(description="what it does on the machine's battery")
 
 
