@@ -14,12 +14,20 @@ from driver_known import STATE, a_dataset, root_of
 from net_known import at, skipping_time
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.find import FIND_SECONDS_MAX, RELAYS_MAX, fetch_dataset, find_dataset, find_run, with_relays
+from p2ptrain.daemon.find import (
+    FIND_SECONDS_MAX,
+    RELAYS_MAX,
+    fetch_dataset,
+    find_dataset,
+    find_run,
+    open_dataset,
+    with_relays,
+)
 from p2ptrain.daemon.places import run_directory
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import peer_id_of
-from p2ptrain.learn.data import TokenDataset, manifest_digest
+from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
 from p2ptrain.net import inquiry
 from p2ptrain.net.blobs import BlobName, MemoryBlob
 from p2ptrain.net.bulk import Server, bulk_protocol
@@ -181,6 +189,22 @@ async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
         await inquiry.serve(each.network.nodes[LIAR], answer)
         assert (await find_run(each.me, each.config, None))[0] == each.run
         assert f"{LIAR.hex()[:16]} sent a config that is not the run's" in caplog.text
+
+
+@skipping_time
+async def test_a_damaged_list_of_the_data_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with swarm(tmp_path) as each:
+        run, tellers = await find_run(each.me, each.config, None)
+        directory = tmp_path / "got"
+        assert open_dataset(directory, run.data.manifest) is None
+        directory.mkdir()
+        (directory / MANIFEST_NAME).write_bytes(each.data.manifest_bytes()[:-1] + b" ")
+        assert open_dataset(directory, run.data.manifest) is None
+        assert "fetching it again" in caplog.text
+        await fetch_dataset(each.me, each.config, run, directory, tellers)
+        found = open_dataset(directory, run.data.manifest)
+        assert found is not None
+        assert found.manifest_bytes() == each.data.manifest_bytes()
 
 
 def test_data_that_a_run_begun_here_has_made_is_found_under_its_other_name(tmp_path: Path) -> None:

@@ -47,10 +47,16 @@ def test_an_error_in_a_group_comes_out_as_what_it_is() -> None:
         launch._run(life())
 
 
-def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does(number: signal.Signals) -> None:
     async def life() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.Event().wait()
+        os.kill(os.getpid(), number)
+        async with asyncio.timeout(20.0):
+            await asyncio.Event().wait()
 
-    with pytest.raises(KeyboardInterrupt):
-        launch._run(life())
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for what it runs in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch._run(life())
+    finally:
+        signal.signal(signal.SIGINT, before)

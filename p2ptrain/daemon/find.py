@@ -17,7 +17,7 @@ from p2ptrain.daemon.fetching import fetch_manifest, fetch_tokenizer
 from p2ptrain.daemon.places import data_directory, dataset_directory, run_directory
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
+from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.net import inquiry
 from p2ptrain.net.addresses import split
 from p2ptrain.net.bulk import FetchError
@@ -224,6 +224,17 @@ def find_dataset(config: NodeConfig, manifest: str) -> Path:
             if manifest_digest(read_manifest(path)) == manifest:
                 return path
     return usual
+
+
+def open_dataset(directory: Path, manifest: str) -> TokenDataset | None:
+    """None: it has to be fetched, because it is not here, or what is here is damaged."""
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    try:
+        return TokenDataset.open(directory, manifest)
+    except DataError as error:
+        log.warning("%s: fetching it again", error)
+        return None
 
 
 async def fetch_dataset(

@@ -20,7 +20,7 @@ from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.daemon import Daemon, live, save_last
-from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run, with_relays
+from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run, open_dataset, with_relays
 from p2ptrain.daemon.guest import be_nice
 from p2ptrain.daemon.http import STARTING, Http
 from p2ptrain.daemon.logs import set_up
@@ -30,7 +30,7 @@ from p2ptrain.daemon.progress import Progress
 from p2ptrain.daemon.status import status_of
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset
+from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.addresses import split
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
@@ -167,9 +167,8 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
         directory = find_dataset(config, run.data.manifest)
-        if (directory / MANIFEST_NAME).exists():
-            data = TokenDataset.open(directory, run.data.manifest)
-        else:
+        data = open_dataset(directory, run.data.manifest)
+        if data is None:
             data = await fetch_dataset(transport, config, run, directory, sources)
         await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket, trust=trust), owner, http)
 
