@@ -32,7 +32,7 @@ def flood(node: Seen) -> None:
     """What one peer may tell: made up, and nobody answers there."""
     node.is_silent = lambda address: address.startswith("/ip4/10.")
     for number in range(MANY):
-        for port in range(ADDRESSES_MAX):
+        for port in range(1, ADDRESSES_MAX + 1):
             node.connections.add(address(key(1_000 + number), f"10.{number}.0.1", port))
 
 
