@@ -69,7 +69,7 @@ class NetworkConfig(Section):
     trusted_relays: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
         (),
         max_length=ADDRESSES_MAX,
-        description="relays to be reached through; empty: the bootstraps, and peers reached last time",
+        description="relays to be reached through; empty: the bootstraps, and peers that are remembered",
     )
     relay_for_others: bool = Field(
         True, description="carry connections of nodes that have no other way; limits of bytes do not count these"

@@ -73,12 +73,6 @@ def test_two_at_home_reach_each_other_through_a_public_node_and_wait_for_it_when
         # libp2p holds a relay that it has used before for one that failed, and tries it again after an hour: until then
         # the homes may hear each other through the public node alone. Nothing that a round needs takes more.
 
-        again = home.at_home[0]
-        again.kill()
-        again.arguments = ["join"]  # without a bootstrap: whom it reached last time is its relay
-        again.start()
-        swarm.note(f"{again.name} has a relay again", again.until(lambda: relays_of(again), RELAYED_SECONDS))
-
 
 def test_two_at_home_make_a_hole_and_need_no_public_node_for_what_they_say_to_each_other(tmp_path: Path) -> None:
     with made(lambda: Internet(OBSERVERS, HOMES)) as net, swarm_in(tmp_path) as swarm:
