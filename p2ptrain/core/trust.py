@@ -117,8 +117,9 @@ class Trust:
             is_found = self._follow(history)
         except RemoteProtocolError:
             self.context.counters["histories refused"] += 1
-            is_old = self.late.pop(peer, peer) is None  # it may be the answer to what it was asked before
-            self.failed(peer, None if is_old else Reason.MALFORMED)
+            may_be_old = peer in self.late  # the answer to what it was asked before
+            self.late.pop(peer, None)
+            self.failed(peer, None if may_be_old else Reason.MALFORMED)
             return None
         if is_found:
             self.asked = None
