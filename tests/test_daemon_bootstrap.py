@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from time import monotonic
 
 import pytest
 
+import p2ptrain as p2ptrain_package
 from p2ptrain.identity import Identity
 from p2ptrain.net.p2pd import P2pd
 from p2ptrain.node_config import NetworkConfig
@@ -63,6 +66,23 @@ async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_versio
             assert other.text.count("answers, but") == 2
         finally:
             await alien.close()
+
+
+def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: Swarm) -> None:
+    package = Path(p2ptrain_package.__file__).parent
+    newer = shutil.copytree(package, swarm.directory / "newer release" / package.name)
+    for place in (newer / "run_config.py", newer / "core" / "messages.py"):
+        text, count = re.subn(r"^(PROTOCOL_VERSION.* =) 1$", r"\1 2", place.read_text(), flags=re.MULTILINE)
+        assert count == 1
+        text = re.sub(r"^(    protocol: .*Literal)\[1\]", r"\1[2]", text, flags=re.MULTILINE)
+        place.write_text(text)
+    first = swarm.first("newer", PYTHONPATH=str(newer.parent), PYTHONSAFEPATH="1").start().until_up()
+    first.until_applied(1)
+    lost = swarm.joiner("lost", first.address).start()
+    assert lost.until_ended() == 2
+    assert "is of protocol 2, and this release speaks 1. Install a release that speaks it" in lost.text
+    first.until_applied(first.applied + 2)
+    assert first.peers == 0
 
 
 def test_a_run_must_be_named_where_there_are_two(swarm: Swarm) -> None:
