@@ -1,23 +1,28 @@
 """What the HTTP side of a node takes and gives: waits for /status and /metrics, under attack too, and what it costs.
 
-    python benchmarks/http_side.py [status] [slow] [metrics] [idle] [--requests N] [--seconds S] [--json FILE] [--quick]
+    python benchmarks/http_side.py [status] [slow] [metrics] [idle] [--requests N] [--seconds S] [--turns N]
+        [--json FILE] [--quick]
 
 One real daemon, alone in its run, trains a model of 1M parameters on all cores. Each request is a connection of its
 own, from its first SYN to the last byte of the answer, from this process. `status`: while the node trains. `slow`: the
 same while 1,000 connections send a byte a second (and come again when they are closed) and another sends 10 MB of
-headers, over and over; and how many rounds the node does meanwhile, with what the attackers themselves take of the
-cores told beside it. `metrics`: while it trains, and while it is paused, with the daemon's processor time for each.
-`idle`: processor time of the daemon while it is paused, without a watcher and with one on /events. --quick: see that it
-runs. The machine's load is told first: what others do on it is in all waits.
+headers, over and over; and how many rounds the node does meanwhile and without them, in turns, with what the attackers
+themselves take of the cores told beside it. `metrics`: while it trains, and while it is paused, with the daemon's
+processor time for each. `idle`: processor time of the daemon while it is paused, without a watcher, with one on
+/events, and with the dashboard in Chromium where there is one. --quick: see that it runs. The machine's load is told
+first: what others do on it is in all waits.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import selectors
+import shutil
 import socket
 import statistics
 import subprocess
@@ -195,20 +200,36 @@ def cpu_seconds(*processes: psutil.Process) -> float:
 # Figures
 
 
-def measure_slow(node: Node, requests: int, seconds: float, count: int) -> dict[str, Any]:
+def measure_slow(node: Node, requests: int, seconds: float, turns: int, count: int) -> dict[str, Any]:
+    """Rounds without the attack and beside it, in turns; the waits at the end of the last."""
+
     def rounds_a_minute() -> float:
         first, began = node.status()["applied_round"], monotonic()
         sleep(seconds)
         return float(node.status()["applied_round"] - first) * 60 / (monotonic() - began)
 
-    before = rounds_a_minute()
-    with attack(node, count) as attackers:
-        sleep(3.0)
-        began, used = monotonic(), cpu_seconds(*attackers)
-        during = rounds_a_minute()
-        share = (cpu_seconds(*attackers) - used) / (monotonic() - began)
-        waits = node.ask_often("/status", requests)
-    return waits | {"rounds_a_minute_before": before, "rounds_a_minute": during, "cores_of_attackers": share}
+    found: list[tuple[float, float]] = []
+    shares: list[float] = []
+    waits: dict[str, float] = {}
+    for turn in range(turns):
+        without = rounds_a_minute()
+        with attack(node, count) as attackers:
+            sleep(3.0)
+            began, used = monotonic(), cpu_seconds(*attackers)
+            found.append((without, rounds_a_minute()))
+            shares.append((cpu_seconds(*attackers) - used) / (monotonic() - began))
+            if turn == turns - 1:
+                waits = node.ask_often("/status", requests)
+    ratios = [beside / max(without, 1e-9) for without, beside in found]
+    return waits | {
+        "turns": turns,
+        "rounds_a_minute_without": statistics.median(without for without, _ in found),
+        "rounds_a_minute": statistics.median(beside for _, beside in found),
+        "ratio_of_a_turn": statistics.median(ratios),
+        "least_ratio": min(ratios),
+        "most_ratio": max(ratios),
+        "cores_of_attackers": statistics.median(shares),
+    }
 
 
 def measure_idle(node: Node, seconds: float) -> dict[str, float]:
@@ -228,7 +249,27 @@ def measure_idle(node: Node, seconds: float) -> dict[str, float]:
         with suppress(BlockingIOError):
             while part := watcher.recv(2**20):
                 received += len(part)
-    return {"percent_of_a_core": unwatched, "percent_watched": watched, "bytes_a_second": received / seconds}
+    found = {"percent_of_a_core": unwatched, "percent_watched": watched, "bytes_a_second": received / seconds}
+    if (chromium := shutil.which("chromium")) and importlib.util.find_spec("playwright"):
+        with dashboard(node, chromium):
+            found["percent_with_a_dashboard"] = share()
+    return found
+
+
+@contextmanager
+def dashboard(node: Node, chromium: str) -> Iterator[None]:
+    """A page that is looked at, once it has opened."""
+    api = importlib.import_module("playwright.sync_api")  # a tool of the tests
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        try:
+            page = browser.new_page()
+            page.goto(f"http://{node.host}:{node.port}/")
+            page.wait_for_function("document.getElementById('main').dataset.round !== undefined")
+            sleep(5.0)
+            yield
+        finally:
+            browser.close()
 
 
 def main() -> None:
@@ -236,12 +277,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--requests", type=int, default=1_000)
     parser.add_argument("--seconds", type=float, default=IDLE_SECONDS)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    requests, seconds, count = arguments.requests, arguments.seconds, SLOW
+    requests, seconds, turns, count = arguments.requests, arguments.seconds, arguments.turns, SLOW
     if arguments.quick:
-        requests, seconds, count = 5, 1.0, 50
+        requests, seconds, turns, count = 5, 1.0, 2, 50
     parts = arguments.parts or PARTS
     found: dict[str, Any] = {"machine": {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}}
     with tempfile.TemporaryDirectory(prefix="p2ptrain-http-") as directory:
@@ -250,7 +292,8 @@ def main() -> None:
             if "status" in parts:
                 found["/status while it trains"] = node.ask_often("/status", requests)
             if "slow" in parts:
-                found[f"/status among {count} slow connections"] = measure_slow(node, requests, seconds, count)
+                slow = measure_slow(node, requests, seconds, turns, count)
+                found[f"/status among {count} slow connections"] = slow
             if "metrics" in parts:
                 found["/metrics while it trains"] = node.ask_often("/metrics", requests)
             node.settle(paused=True)

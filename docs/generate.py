@@ -160,7 +160,8 @@ def _metrics() -> Iterator[str]:
     ]
     yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/web/metrics.py and app.py") + "\n"
     yield (
-        "For Prometheus, at `/metrics`. Names are stable. Counters begin anew when the daemon starts, but for energy.\n"
+        "For Prometheus, at `/metrics`. Names are stable. Counters begin anew when the daemon starts, but for energy,\n"
+        "and never fall while it lives; what goes up and down is a gauge.\n"
         f"Besides these there are the usual ones of the process: {', '.join(map(_code, _of_process()))}.\n\n"
     )
     yield "| name | type | labels | what it is |\n|---|---|---|---|\n"

@@ -2,14 +2,17 @@
 
 It comes from a TOML file. Environment variables named P2PTRAIN_SECTION__KEY go before the file, for
 containers: text as it stands, lists with commas between their entries, an empty variable counts as unset.
+
+A path may begin with `~`, as in a shell: it is written out here, once, and nobody else has to think of it.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -39,7 +42,24 @@ HostName = Annotated[
     Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(:[0-9]{1,5})?$"),
     Words('a host name such as "node.example.org" or "localhost:9000"'),
 ]
-FilePath = Annotated[str, Field(max_length=4_096), Words("a path")]  # the longest that Linux opens
+
+
+def _written_out(path: str) -> str:
+    """With the home directory that a `~` stands for."""
+    if not path.startswith("~"):
+        return path
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError as error:
+        raise ValueError("expected a path that begins with ~ for a home directory that is known") from error
+
+
+FilePath = Annotated[
+    str,
+    Field(max_length=4_096),  # the longest that Linux opens
+    AfterValidator(_written_out),
+    Words("a path"),
+]
 
 
 class IdentityConfig(Section):
@@ -69,10 +89,13 @@ class NetworkConfig(Section):
     trusted_relays: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
         (),
         max_length=ADDRESSES_MAX,
-        description="relays to be reached through; empty: the bootstraps, and peers that are remembered",
+        description="relays to be reached through, the first four that answer at a start; "
+        "empty: the bootstraps, and peers that are remembered",
     )
     relay_for_others: bool = Field(
-        True, description="carry connections of nodes that have no other way; limits of bytes do not count these"
+        True,
+        description="carry connections of nodes that have no other way; limits of bytes do not count these; "
+        "false: at most 128 KiB and two minutes each, and none with relay = false",
     )
 
 

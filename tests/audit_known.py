@@ -33,7 +33,8 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.memory import Network
 from p2ptrain.node_config import NetworkConfig, StorageConfig
-from p2ptrain.store.log import Snapshot, decoded, frame, frames_of, header, read_own
+from p2ptrain.store.log import read_own
+from p2ptrain.store.segment import Snapshot, decoded, frame, frames_of, header
 
 FOUNDERS = 4
 ROUNDS = 11  # of the founders, before one comes; with a checkpoint in every third
@@ -84,7 +85,7 @@ async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Cal
             device = await PacedDevice.open(run, config.device, dataset)
             stack.callback(device.close)
             daemon, started = await assemble(stack, Launch(run, config, me, transport, dataset, state=first), device)
-            await transport.subscribe(topic_of(daemon.edges.run_id), daemon.driver.hear)
+            await transport.subscribe(topic_of(daemon.edges.run_id), daemon.driver.intake.hear)
             tasks.append(asyncio.create_task(daemon.edges.connections.run()))
             tasks.append(asyncio.create_task(daemon.driver.run(started)))
             daemons.append(daemon)

@@ -28,25 +28,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-skips", action="store_true", help="a test that is skipped fails the run: what it takes is missing"
     )
+    parser.addoption("--no-skips-of", metavar="MARKER", help="the same, for tests with this marker")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--no-skips"):
-        config.pluginmanager.register(NoSkips())
+    if config.getoption("--no-skips") or config.getoption("--no-skips-of"):
+        config.pluginmanager.register(
+            NoSkips("" if config.getoption("--no-skips") else config.getoption("--no-skips-of"))
+        )
 
 
 class NoSkips:
-    """For `make test-deploy`, which is there to see all of its tests run."""
+    """For `make test-deploy`, which is there to see all of its tests run, and for CI, which has a browser."""
 
-    def __init__(self) -> None:
-        self.skipped = 0
+    def __init__(self, marker: str) -> None:
+        """Of tests with this marker; "": of all."""
+        self.marker, self.skipped = marker, 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.skipped += report.skipped
+        self.skipped += report.skipped and (not self.marker or self.marker in report.keywords)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.skipped and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.skipped:
+            terminalreporter.write_line(f"{self.skipped} skipped that should have run", red=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, sync_playwright
 
+from p2ptrain.web.app import ASSETS
 from p2ptrain.web.models import Answer, LogLine, Round, Status
 from tests.web_known import ME, OTHER, PEER, Site, a_round, site
 
@@ -295,6 +297,20 @@ def a_page(
         assert complaints == []
     finally:
         context.close()
+
+
+def hurried(page: Page, **milliseconds: int) -> None:
+    """The page anew, with other times of its line to the node."""
+
+    def change(route: Route) -> None:
+        script = (ASSETS / "feed.js").read_text()
+        for name, least in milliseconds.items():
+            script, count = re.subn(rf"(?<=const {name}_MILLISECONDS = )[0-9_]+", str(least), script)
+            assert count == 1
+        route.fulfill(body=script, content_type="text/javascript")
+
+    page.route("**/assets/feed.js", change)
+    page.reload()
 
 
 def until_shown(page: Page) -> Page:

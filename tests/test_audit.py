@@ -40,7 +40,7 @@ from p2ptrain.core.messages import payload_digest
 from p2ptrain.errors import ConfigError
 from p2ptrain.files import digest_of
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
-from p2ptrain.store.log import frame
+from p2ptrain.store.segment import frame
 
 
 @pytest.fixture(scope="module")

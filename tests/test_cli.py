@@ -193,6 +193,24 @@ def test_ctrl_c_ends_a_command_with_status_130_and_without_a_traceback(tmp_path:
     assert (child.returncode, out, err.strip()) == (130, "", "")
 
 
+def test_a_ctrl_c_while_it_is_being_loaded_ends_it_so_as_well() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
+        "p2ptrain": "p2ptrain.__main__:main"
+    }
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from p2ptrain.__main__ import main\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_reader_that_goes_away_is_no_bug() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -25,7 +25,9 @@ from p2ptrain.config import (
     load_config,
     load_node_config,
     load_run_config,
+    with_options,
 )
+from p2ptrain.config_fields import Words
 from p2ptrain.config_text import allowed, fields, sections, to_toml
 from p2ptrain.errors import ConfigError
 
@@ -248,6 +250,8 @@ IN_A_NODE = {
     "[http]\nhost = 'example.org'": 'FILE: http: host = "example.org" would show the node to everyone on the network. '
     'Name a token_file, or set host = "127.0.0.1"',
     "[recipe]": "FILE: recipe: unknown key. It belongs in another file, that of a run",
+    "[storage]\ndirectory = '~nobody at all/x'": "FILE: storage.directory: expected a path that begins with ~ for a "
+    'home directory that is known, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
     "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, http, "
     "tracking, logging",
@@ -350,6 +354,27 @@ def test_the_environment_goes_before_the_file_and_the_file_before_the_defaults(
 def test_lists_in_the_environment_have_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("P2PTRAIN_NETWORK__BOOTSTRAP", f"{PEER}, {PEER}")
     assert load_node_config(None).network.bootstrap == (PEER, PEER)
+
+
+def test_a_path_may_begin_with_the_home_directory_wherever_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/at/mine")
+    paths = {
+        (section, key)
+        for section, key, field in fields(NodeConfig)
+        if any(isinstance(each, Words) and each.text == "a path" for each in field.metadata)
+    }
+    assert paths >= {("storage", "directory"), ("identity", "file"), ("http", "token_file"), ("tracking", "wandb")}
+    for section, key in paths:
+        node = load_node_config(said(tmp_path / "node.toml", f'[{section}]\n{key} = "~/a b"'))
+        assert getattr(getattr(node, section), key) == "/at/mine/a b"
+        node = load_node_config(said(tmp_path / "node.toml", f'[{section}]\n{key} = "a/~/b"'))
+        assert getattr(getattr(node, section), key) == "a/~/b"  # only at the beginning, as a shell does
+        node = with_options(NodeConfig(), {(section, key): "~"})
+        assert getattr(getattr(node, section), key) == "/at/mine"
+        monkeypatch.setenv(f"P2PTRAIN_{section}__{key}".upper(), "~/from/outside")
+        assert getattr(getattr(load_node_config(None), section), key) == "/at/mine/from/outside"
 
 
 def test_an_empty_variable_counts_as_unset_and_names_without_two_underscores_are_not_ours(

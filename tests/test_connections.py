@@ -13,19 +13,17 @@ from net_known import at, skipping_time, until
 
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, split
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
 from p2ptrain.net.connections import (
-    ADDRESSES_MAX,
     DIAL_SECONDS_MAX,
     KNOWN_MAX,
     LINKS_MAX,
     STEADY_SECONDS,
     TELL_SECONDS,
     Connections,
-    Origin,
-    address_range,
     topic_of,
 )
+from p2ptrain.net.known import ADDRESSES_MAX, Origin
 from p2ptrain.net.memory import Network
 from p2ptrain.net.records import VALUE_BYTES_MAX
 from p2ptrain.net.transport import TransportError

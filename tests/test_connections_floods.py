@@ -12,7 +12,6 @@ from net_known import at, skipping_time, until
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
 from p2ptrain.net.connections import (
-    ADDRESSES_MAX,
     DIAL_SECONDS_LIMIT,
     DIALS_AT_ONCE,
     KNOWN_MAX,
@@ -20,8 +19,8 @@ from p2ptrain.net.connections import (
     MEETINGS_AT_ONCE,
     STEADY_SECONDS,
     Connections,
-    Origin,
 )
+from p2ptrain.net.known import ADDRESSES_MAX, Origin
 from p2ptrain.net.memory import Network
 from p2ptrain.net.transport import Stream
 

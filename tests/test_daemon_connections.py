@@ -12,7 +12,8 @@ import pytest
 
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net import inquiry
-from p2ptrain.net.connections import ADDRESSES_MAX, Connections, Origin
+from p2ptrain.net.connections import Connections
+from p2ptrain.net.known import ADDRESSES_MAX, Origin
 from p2ptrain.net.memory import MemoryTransport, Network
 
 RUN, OTHER_RUN = bytes(32), bytes(range(32))

@@ -9,6 +9,7 @@ from time import monotonic
 
 import pytest
 
+from p2ptrain.identity import Identity
 from tests.daemon_known import TEST_SECONDS, Daemon, Swarm, as_json, p2pds, p2ptrain, swarm_in
 
 ROUNDS = 3  # that the others go on before something else happens
@@ -92,6 +93,33 @@ def _replay(swarm: Swarm, *ended: Daemon) -> None:
     for log in logs[1:3]:
         status, out, _ = p2ptrain("replay", log)
         assert (status, out.rpartition(": ")[2]) == (0, "the same effects\n"), out
+
+
+def test_in_a_run_by_invitation_a_stop_keeps_the_place_and_leaving_gives_it_up(swarm: Swarm, tmp_path: Path) -> None:
+    first = swarm.first(run="closed")
+    first.directory.mkdir()
+    key = Identity.make(first.directory / "identity.key").key.hex()
+    run, ticket = tmp_path / "closed.toml", tmp_path / "second.ticket"
+    invites = run.read_text().replace("[admission]", f'[admission]\npolicy = "invite"\nkeys = ["{key}"]')
+    run.write_text(invites.replace("stall_seconds = 10", "stall_seconds = 600"))  # each waits for the other
+    first.start().until_up()
+    assert p2ptrain("invite", "--data-dir", first.directory, "--last-round", "100000", "--out", ticket)[0] == 0
+    second = swarm.add("second", "join", "--bootstrap", first.address, "--ticket", ticket).start()
+    second.until_member()
+
+    for node in (second, first):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            node.signal(number)
+            assert node.until_ended() == 0
+            assert node.text.splitlines()[-1].endswith("away: ended")
+            node.arguments = ["join"]
+            node.start()
+            swarm.note(f"{node.name} from start to where the other is", until_back(node, first, second))
+            goes_on(first, second)
+    second.leave()
+    second.start()
+    second.until(lambda: any("not admitted" in each for each in second.status().get("health", ())))
+    assert not second.status()["is_admitted"]
 
 
 def test_whoever_is_killed_is_missed_by_nobody_and_comes_back(swarm: Swarm) -> None:

@@ -7,14 +7,16 @@ import errno
 import os
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 
 import pytest
 
-from p2ptrain.core.messages import PROTOCOL_VERSION, Hello, encode, signed_bytes
+from p2ptrain.config import PROTOCOL_VERSION
+from p2ptrain.core.messages import Hello, encode, signed_bytes
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.line import Deliver, frames_of
@@ -25,7 +27,7 @@ from tests.daemon_known import LISTEN, SECONDS, TEST_SECONDS, Daemon, Swarm, swa
 
 ROUNDS = 3  # that the others go on before something else happens
 FLOOD = 4_096  # messages, in gossip and again to one peer: sixteen times that peer's share of the queue of events
-SETTLED_SECONDS = 3.0
+SILENT_LOOKS = 20  # at a node that says nothing
 ASLEEP_SECONDS = 600.0
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -42,6 +44,17 @@ def goes_on(*nodes: Daemon) -> None:
     """All of them apply some more rounds."""
     for node, number in [(node, node.applied + ROUNDS) for node in nodes]:
         node.until_applied(number)
+
+
+def is_silent(node: Daemon) -> Callable[[], bool]:
+    """Whether it has published nothing for a while."""
+    seen: deque[int] = deque(maxlen=SILENT_LOOKS)
+
+    def look() -> bool:
+        seen.append(node.status()["bytes"]["gossip sent"])
+        return seen.count(seen[-1]) == SILENT_LOOKS
+
+    return look
 
 
 def dropped(node: Daemon) -> int:
@@ -218,7 +231,7 @@ def test_a_directory_that_becomes_read_only_degrades_one_node_and_stops_no_other
     read_only.close(victim)
     victim.until(lambda: is_degraded(victim))
     victim.until_says(f"({read_only.reason}). Let this user write there, or name another place; nothing is said or")
-    victim.pause(SETTLED_SECONDS)  # what was saved before may be on its way
+    victim.until(is_silent(victim))  # what was saved before may be on its way
     before = victim.status()
     goes_on(first, second)
     after = victim.status()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import Browser, Page, Route
+from playwright.sync_api import Browser, Page
 
 from p2ptrain.web import events
-from p2ptrain.web.app import ASSETS
 from p2ptrain.web.guard import Guard
 from tests.dashboard_known import (
     CHARTS,
@@ -22,6 +20,7 @@ from tests.dashboard_known import (
     a_browser,
     a_node,
     a_page,
+    hurried,
     in_a_browser,
     is_as_wide_as_the_screen,
     lively_peers,
@@ -33,7 +32,7 @@ from tests.dashboard_known import (
     until_shown,
     until_text,
 )
-from tests.web_known import PEER, a_round, complaints
+from tests.web_known import ME, PEER, a_round, complaints
 
 pytestmark = in_a_browser
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -151,6 +150,7 @@ def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(browse
                 "same",  # of whom two may lie
                 "at least 3 members signed that after round 7 they had bit for bit the model of this node, and",
             ),
+            ({"roster": [ME]}, "same", "Yes: this node alone has a vote, and signed its own model after round 7."),
             ({"health": ["quarantined: own state is not the certified one"]}, "other", "differs from the certified"),
         ):
             node.change(**change)
@@ -178,8 +178,9 @@ def test_a_page_without_a_place_at_the_events_asks(
 ) -> None:
     monkeypatch.setattr(events, "WATCHERS_MAX", 0)
     with a_page(browser, node.url, expected=REFUSED) as page:
-        until_text(page, "banner", "Too many pages watch")
+        until_text(page, "banner", "perhaps because too many watch it already")
         until_text(page, "shown", "7 rounds")
+        until_text(page, "peers", "42 ms")
         node.told.now["loss"] = 1.125
         until_number(page, "loss", 1.125)
         monkeypatch.undo()
@@ -202,16 +203,8 @@ def test_what_is_told_twice_shows_once(browser: Browser, node: Node) -> None:
 
 
 def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(browser: Browser, node: Node) -> None:
-    def hurried(route: Route) -> None:
-        script = (ASSETS / "feed.js").read_text()
-        for name, least in (("SILENT", 300), ("LOOK", 100), ("ANSWER", 1_000)):
-            script, count = re.subn(rf"(?<=const {name}_MILLISECONDS = )[0-9_]+", str(least), script)
-            assert count == 1
-        route.fulfill(body=script, content_type="text/javascript")
-
     with a_page(browser, node.url, expected=GONE) as page:
-        page.route("**/assets/feed.js", hurried)
-        page.reload()
+        hurried(page, SILENT=300, LOOK=100, ANSWER=1_000)
         until_shown(page)
         page.evaluate("() => { window.mine = 'still here' }")
         with node.frozen():

@@ -108,7 +108,8 @@ def test_every_file_and_name_in_the_commands_exists() -> None:
         assert name in services
     objects = read_documents(DEPLOY / "kubernetes/p2ptrain.yaml")
     assert {name for line in commands() for name in re.findall(r"-n (\S+)", line)} == {
-        objects["Namespace"]["metadata"]["name"]
+        objects["Namespace"]["metadata"]["name"],
+        "monitoring",  # which is Prometheus', as the page says
     }
     assert (
         f"secret generic {objects['StatefulSet']['spec']['template']['spec']['volumes'][1]['secret']['secretName']}"

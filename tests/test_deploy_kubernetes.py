@@ -1,4 +1,7 @@
-"""Kubernetes' objects: of the schemas of several releases, restricted, and in agreement with one another."""
+"""Kubernetes' objects: of the schemas of several releases, restricted, and in agreement with one another.
+
+And Prometheus' job for them: it is led to the pods, gets through their policy, and a node with their config answers.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ import pytest
 
 from p2ptrain.config import load_node_config
 from p2ptrain.web.guard import OPEN
-from tests.deploy_known import DEPLOY, read_documents
+from tests.deploy_known import DEPLOY, read_documents, read_yaml
+from tests.web_known import site
 
 OBJECTS = DEPLOY / "kubernetes/p2ptrain.yaml"
+TOKEN = b"of-this-test-0123456789"
 RELEASES = ("1.31.0", "1.34.0", "1.37.0")
 LABELS = {"app.kubernetes.io/name": "p2ptrain"}
 KINDS = {"Namespace", "ConfigMap", "Service", "StatefulSet", "PodDisruptionBudget", "NetworkPolicy"}
@@ -111,3 +116,44 @@ def test_a_quorum_is_left_and_nothing_reaches_the_clouds_secrets(objects: dict[s
     assert everyone == [[{"protocol": "TCP", "port": "p2p"}]]
     blocks = [to["ipBlock"] for rule in policy["egress"] for to in rule["to"] if "ipBlock" in to]
     assert blocks[0] == {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Prometheus
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    (found,) = read_yaml(DEPLOY / "prometheus/kubernetes.yml")["scrape_configs"]
+    assert found["job_name"] == "p2ptrain", "which the alerts and the dashboard ask for"
+    return dict(found)
+
+
+def test_prometheus_is_led_to_the_pods_and_gets_through_to_them(job: dict[str, Any], objects: dict[str, Any]) -> None:
+    service = objects["Service"]
+    (port,) = (each["port"] for each in service["spec"]["ports"] if each["name"] == "http")
+    name = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
+    assert job["dns_sd_configs"] == [{"names": [name], "type": "A", "port": port}]
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True), (
+        "the name leads to the pods themselves, and to those with complaints too"
+    )
+    (prometheus,) = (rule for rule in objects["NetworkPolicy"]["spec"]["ingress"] if "from" in rule)
+    assert prometheus["ports"] == [{"protocol": "TCP", "port": "http"}]
+    assert prometheus["from"] == [
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
+    ]
+
+
+async def test_a_node_with_the_pods_config_answers_prometheus_and_nobody_without_the_token(
+    job: dict[str, Any], objects: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(objects["ConfigMap"]["data"]["node.toml"])
+    http = load_node_config(file).http
+    assert job["authorization"] == {"type": "Bearer", "credentials_file": "/etc/p2ptrain/token"}
+    bearer = {"Authorization": f"Bearer {TOKEN.decode()}"}
+    async with site(host=http.host, allowed=http.allowed_hosts, token=TOKEN, address="127.0.0.2") as here:
+        assert (await here.get("/metrics", headers=bearer))[0] == 200, "by its address"
+        assert (await here.get("/metrics"))[0] == 401
+        name = f"p2ptrain-0.p2ptrain.p2ptrain.svc:{here.port}"
+        assert (await here.get("/metrics", headers={**bearer, "Host": name}))[0] == 421

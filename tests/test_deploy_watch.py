@@ -26,7 +26,7 @@ SHOWN = re.compile(r"\$labels\.(\w+)|\{\{\s*(?!\$)(\w+)\s*\}\}")
 # What an operator has to hear of, whatever else there is.
 WANTED = {
     "P2ptrainNoRound", "P2ptrainRootMismatch", "P2ptrainLossNotFinite", "P2ptrainDiskDegraded", "P2ptrainEventLoopLag",
-    "P2ptrainNodeDown", "P2ptrainHalted", "P2ptrainSplit",
+    "P2ptrainNodeDown", "P2ptrainHalted", "P2ptrainSplit", "P2ptrainDiskFillsUp",
 }  # fmt: skip
 
 Series = dict[str, dict[str, set[str]]]  # values of each label, by metric
@@ -114,13 +114,14 @@ async def test_a_metric_or_label_that_no_node_has_is_found(series: Series, query
 # Prometheus
 
 
-def test_promtool_takes_the_rules_and_the_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
+def test_promtool_takes_the_rules_and_the_config(name: str, tmp_path: Path) -> None:
     assert run(promtool(), "check", "rules", "alerts.yml", cwd=PROMETHEUS)[0] == 0
     (tmp_path / "alerts.yml").write_bytes((PROMETHEUS / "alerts.yml").read_bytes())
     (tmp_path / "token").write_text("of this test")
-    config = (PROMETHEUS / "prometheus.yml").read_text().replace("/etc/p2ptrain/token.reader", "token")
-    (tmp_path / "prometheus.yml").write_text(config)
-    status, said = run(promtool(), "check", "config", "prometheus.yml", cwd=tmp_path)
+    config = re.sub(r"/etc/p2ptrain/token[.a-z]*", "token", (PROMETHEUS / name).read_text())
+    (tmp_path / name).write_text(config)
+    status, said = run(promtool(), "check", "config", name, cwd=tmp_path)
     assert (status, f"{len(rules())} rules found" in said) == (0, True), said
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from test_cli import p2ptrain
 
-from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.config import DeviceConfig, NodeConfig, RunConfig, TrackingConfig
 from p2ptrain.doctor import disk, examine, machine
-from p2ptrain.doctor.findings import Check, Finding, can_work, json_of, text_of, within
+from p2ptrain.doctor.findings import Check, Finding, can_work, json_of, text_of, verdict_of, within
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
@@ -73,14 +74,15 @@ def test_a_check_that_hangs_is_given_up_at_its_deadline() -> None:
 
 def test_what_is_found_is_told_line_by_line_with_what_to_do() -> None:
     found = [Finding("python", "good", "3.11.7"), Finding("clock", "warning", "2 s\x1b[2J behind", "Set it")]
-    lines = text_of(found).splitlines()
+    lines = "\n".join(map(text_of, found)).splitlines()
     assert lines[0].split() == ["good", "python", "3.11.7"]
     assert lines[1].split(maxsplit=2) == ["warning", "clock", "2 s?[2J behind"]
     assert lines[2].strip() == "Set it"
-    assert lines[3] == "a node can work here: 0 failed, 1 warnings"
+    assert len(lines) == 3
+    assert verdict_of(found) == "a node can work here: 0 failed, 1 warnings"
     assert can_work(found)
     found.append(Finding("disk", "failed", "full", "Make room"))
-    assert text_of(found).splitlines()[-1] == "a node cannot work so: 1 failed, 1 warnings"
+    assert verdict_of(found) == "a node cannot work so: 1 failed, 1 warnings"
     told = json_of(found)
     assert (told["version"], told["can_work"]) == (1, False)
     assert told["checks"][1] == {"what": "clock", "level": "warning", "result": "2 s\x1b[2J behind", "fix": "Set it"}
@@ -142,7 +144,7 @@ def test_the_page_on_gpus_shows_what_the_doctor_says() -> None:
     page = (Path(__file__).parents[1] / "docs/how-to/on-a-gpu-server.md").read_text()
     h100 = Hardware("13.0", "580.1", (Gpu("NVIDIA H100 80GB HBM3", 85 * 10**9, is_bf16=True),))
     (shown,) = re.findall(r"^(good .*), \.\.\.$", page, re.MULTILINE)
-    assert text_of([machine.check_device(DeviceConfig(), h100, fine)]).startswith(f"{shown}, ")
+    assert text_of(machine.check_device(DeviceConfig(), h100, fine)).startswith(f"{shown}, ")
     for hardware, why in (
         (Hardware("13.0", ""), "there is no NVIDIA driver"),
         (Hardware("", "580.1"), "torch was installed without CUDA"),
@@ -209,6 +211,17 @@ def test_p2pd_is_the_one_that_is_known_and_its_weakness_is_told_where_it_matters
 # The disk
 
 
+def test_a_package_that_the_config_asks_for_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: dict[str, object] = {}
+    monkeypatch.setattr("importlib.util.find_spec", there.get)
+    assert machine.check_tracking(TrackingConfig()) == []
+    (found,) = machine.check_tracking(TrackingConfig(wandb="figures"))
+    assert (level_of(found), found.result) == (FAILED, "tracking.wandb: needs wandb")  # as the start does
+    there["wandb"] = object()
+    (found,) = machine.check_tracking(TrackingConfig(wandb="figures"))
+    assert level_of(found) == GOOD
+
+
 def test_the_data_directory_is_writable_and_its_owners_alone(tmp_path: Path) -> None:
     assert level_of(disk.check_writable(tmp_path / "not" / "yet")) == GOOD
     assert not (tmp_path / "not").exists()
@@ -247,19 +260,22 @@ def test_the_key_is_its_owners_alone_and_a_key(tmp_path: Path) -> None:
 
 
 def test_who_holds_a_lock_is_found_without_taking_it(tmp_path: Path) -> None:
-    note = tmp_path / "daemon.json"
-    assert disk.check_locks(tmp_path, note, answers=False).result == "free"
+    note, key = tmp_path / "daemon.json", tmp_path / "elsewhere.key"
+    assert disk.check_locks(tmp_path, key, note, answers=False).result == "free"
     lock = Lock.of_directory(tmp_path)
     assert disk.holder_of(tmp_path / LOCK_NAME) == os.getpid()
-    found = disk.check_locks(tmp_path, note, answers=True)
+    found = disk.check_locks(tmp_path, key, note, answers=True)
     assert (level_of(found), str(os.getpid()) in found.result) == (GOOD, True)
-    found = disk.check_locks(tmp_path, note, answers=False)
-    assert (level_of(found), "does not answer" in found.result) == (WARNING, True)
+    found = disk.check_locks(tmp_path, key, note, answers=False)
+    assert (level_of(found), "does not answer" in found.result) == (FAILED, True)  # another cannot start here
     lock.release()
+    with Lock.of_identity(key):
+        found = disk.check_locks(tmp_path, key, note, answers=False)
+        assert (level_of(found), f"process {os.getpid()} speaks as" in found.result) == (FAILED, True)
     note.touch()
-    found = disk.check_locks(tmp_path, note, answers=False)
+    found = disk.check_locks(tmp_path, key, note, answers=False)
     assert (level_of(found), "did not end properly" in found.result) == (GOOD, True)
-    assert disk.check_locks(tmp_path, note, answers=False, locks=tmp_path / "none").level == "warning"
+    assert disk.check_locks(tmp_path, key, note, answers=False, locks=tmp_path / "none").level == "warning"
     waiting = tmp_path / "locks"
     status = (tmp_path / LOCK_NAME).stat()
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
@@ -327,13 +343,47 @@ def test_it_says_that_a_node_can_work_here_and_makes_nothing(
 
 
 @pytest.mark.usefixtures("quick")
-def test_it_fails_where_a_node_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_fails_where_a_node_cannot_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = tmp_path / "identity.key"
     key.write_bytes(b"nonsense")
-    status, out, err = p2ptrain(capsys, "doctor", "--data-dir", tmp_path)
+    monkeypatch.setenv("P2PTRAIN_HTTP__TOKEN_FILE", str(tmp_path / "no token"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        status, out, err = p2ptrain(capsys, "doctor", "--data-dir", tmp_path, "--listen", address)
     assert (status, err) == (1, "")
     assert "failed   key" in out
+    assert "failed   http" in out
+    assert f"failed   ports            {address} is in use" in out
     assert out.splitlines()[-1].startswith("a node cannot work so: ")
+
+
+def test_each_thing_is_looked_at_when_what_was_found_before_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    for name in ("for_daemon", "at_programs", "at_device", "at_directory", "at_ports", "outside", "at_run", "at_speed"):
+
+        def look(_: object, name: str = name) -> list[Finding]:
+            looked.append(name)
+            return [Finding(name, "good", "")]
+
+        monkeypatch.setattr(examine, f"look_{name}", look)
+    for number, found in enumerate(examine.examine(NodeConfig(), None, is_asked_outside=False)):
+        assert len(looked) == number
+        assert found.what == (looked[-1] if looked else "config")
+    assert len(looked) == 8
+
+
+def test_what_was_found_before_a_ctrl_c_has_been_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> Iterator[Finding]:
+        yield Finding("disk", "good", "large")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("p2ptrain.doctor.examine.examine", interrupted)
+    assert p2ptrain(capsys, "doctor", "--data-dir", tmp_path) == (130, "good     disk             large\n", "")
+    assert p2ptrain(capsys, "doctor", "--data-dir", tmp_path, "--json") == (130, "", "")  # half of it is no JSON
 
 
 @pytest.mark.parametrize("missing", ["torch", "msgspec", "psutil"])
@@ -365,7 +415,7 @@ def test_a_config_or_an_address_that_is_none_is_the_users_error(
 
 
 def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from p2ptrain.config import NodeConfig, StorageConfig
+    from p2ptrain.config import StorageConfig
     from p2ptrain.errors import NoDaemonError, P2ptrainError
 
     config = NodeConfig(storage=StorageConfig(directory=str(tmp_path)))

@@ -64,6 +64,25 @@ def test_a_port_is_free_or_in_use_by_another_or_by_the_node_itself() -> None:
     assert network.check_http(config, None).level == "good"
 
 
+def test_the_page_is_shown_as_the_start_would_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = tmp_path / "token"
+    config = HttpConfig(host="0.0.0.0", port=0, token_file=str(token))
+
+    def told() -> tuple[str, bool, bool]:
+        found = network.check_http(config, None)
+        return found.level, str(token) in found.result + found.fix, bool(found.fix)
+
+    assert told() == ("failed", True, True)
+    token.write_text("a" * 32)
+    token.chmod(0o644)
+    assert told() == ("failed", True, True)
+    token.chmod(0o600)
+    assert told() == ("good", False, False)
+    monkeypatch.setattr("p2ptrain.daemon.http.is_loopback", lambda host: False)  # a name may lead anywhere
+    found = network.check_http(HttpConfig(port=0), None)
+    assert (found.level, "which others reach" in found.result, bool(found.fix)) == ("failed", True, True)
+
+
 def test_listening_nowhere_or_on_loopback_alone_or_elsewhere_is_told() -> None:
     assert [each.level for each in network.check_listen((), is_running=False)] == ["warning"]
     found = network.check_listen(("/ip4/127.0.0.1/tcp/0",), is_running=False)
@@ -216,7 +235,7 @@ def test_the_kind_of_nat_follows_from_where_peers_see_us(sights: list[Sight], le
         (["/ip4/192.168.1.5/tcp/4001/p2p/x"], [at(MINE)], "warning"),  # the daemon knows better
         ([], [], "warning"),
         (None, [], "warning"),
-        (None, [at(MINE)], "good"),
+        (None, [at(MINE)], "warning"),  # nobody has tried yet
         (None, [at(ROUTER)], "warning"),
     ],
 )

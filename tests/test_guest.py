@@ -16,7 +16,6 @@ from net_known import skipping_time, until
 from test_cli import p2ptrain
 from test_memory_swarm import swarm
 
-from p2ptrain.cli import control as commands
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import device as device_module
 from p2ptrain.daemon import guest as guest_module
@@ -355,13 +354,19 @@ def test_the_command_orders_limits_and_tells_what_holds(
         "do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "pause"
     }  # fmt: skip
     assert p2ptrain(capsys, "limit", "--data-dir", tmp_path, "--off")[0] == 0
-    assert orders[-1] == {"do": "limit", **commands.NO_LIMITS}
+    assert orders[-1] == {"do": "limit", "upload": 0, "download": 0, "hours": "", "percent": 100, "memory": 0}
+    count = len(orders)
     for wrong in (
         ["--off", "--hours", ""],
+        ["--hours", "25:00-07:00"],
+        ["--hours", "07:00-07:00"],
+        ["--memory", str(2**50 + 1)],
+        ["--upload", str(10**12 + 1)],
         ["--percent", "0"],
         ["--battery", "x"],
         ["--memory", "-1"],
         ["--threads", "0"],
     ):
         assert p2ptrain(capsys, "limit", "--data-dir", tmp_path, *wrong)[0] == 2
+    assert len(orders) == count  # the daemon need not hear of it
     assert p2ptrain(capsys, "resume", "--data-dir", tmp_path)[1] == "paused on battery: because\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from driver_known import STATE, Bench, a_manifest, bench, root_of
 from net_known import some_bytes
+
+from p2ptrain.daemon import keeping
 
 NEWER = some_bytes(len(STATE), 5)
 GATE_SECONDS = 20.0  # a test that fails should not hang
@@ -171,3 +174,35 @@ async def test_a_payload_that_came_after_its_round_was_decided_lasts_once_that_i
         assert each.store.payloads.fleeting([name]) == [name]
         await each.keeping.let_go(manifest)
         assert (each.store.payloads.directory / name.hex()).read_bytes() == payload
+
+
+async def test_the_room_on_the_disk_is_what_the_disk_says_and_unknown_where_it_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each:
+        assert each.keeping.free_bytes is None, "nobody has looked"
+        await each.keeping.look_for_room()
+        disk = os.statvfs(each.store.directory)
+        assert each.keeping.free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, abs=2**30)
+        monkeypatch.setattr(each.store, "directory", each.store.directory / "gone")
+        await each.keeping.look_for_room()
+        assert each.keeping.free_bytes is None
+
+
+async def test_a_disk_that_does_not_tell_its_room_holds_up_nothing_that_is_said(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of the network that is away."""
+
+    def slow(path: Path) -> SimpleNamespace:
+        assert gate.wait(GATE_SECONDS)
+        return SimpleNamespace(free=7)
+
+    monkeypatch.setattr(keeping, "disk_usage", slow)
+    async with bench(tmp_path) as each:
+        looking = asyncio.create_task(each.keeping.look_for_room())
+        await each.keeping.on_disk(int)
+        assert not looking.done()
+        gate.set()
+        await looking
+        assert each.keeping.free_bytes == 7

@@ -87,7 +87,7 @@ class Member:
             self.daemon, started = await assemble(stack, launch, self.device)
             stack.callback(self.daemon.edges.keeping.close)
             driver = self.daemon.driver
-            await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.hear)
+            await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.intake.hear)
             async with asyncio.TaskGroup() as group:
                 connections = group.create_task(self.daemon.edges.connections.run())
                 running = group.create_task(driver.run(started))

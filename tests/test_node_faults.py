@@ -262,6 +262,15 @@ def test_who_is_alone_leaves_at_once() -> None:
     assert bench.do(ev.StopRequested()) == [ev.Stop("left")]
 
 
+def test_who_goes_away_for_a_while_ends_at_once_and_says_nothing_of_leaving() -> None:
+    bench = Bench(4, me=1)
+    bench.decide(apply=False)
+    assert bench.do(ev.StopRequested(keeps_place=True)) == [ev.Stop("away")]
+    assert bench.do(ev.StopRequested(keeps_place=True)) == []
+    assert bench.do(ev.StopRequested()) == []
+    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == []
+
+
 def test_a_leaver_trains_no_more() -> None:
     bench = Bench(4, me=1)
     bench.decide(apply=False)

@@ -427,10 +427,10 @@ class Anyone(RuleBasedStateMachine):
         for _ in range(times):
             self.do(ev.MalformedReceived(self.author(peer), "not a message"))
 
-    @rule(chance=st.integers(0, 9))
-    def the_user_wants_to_stop(self, chance: int) -> None:
+    @rule(chance=st.integers(0, 9), keeps_place=st.booleans())
+    def the_user_wants_to_stop(self, chance: int, keeps_place: bool) -> None:
         if chance == 0:
-            self.do(ev.StopRequested())
+            self.do(ev.StopRequested(keeps_place))
 
     @precondition(lambda self: self.persisted)
     @rule(well=st.booleans())

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
 from p2ptrain.net import frames, p2pd, supervisor
 from p2ptrain.net.p2pd import P2pd
@@ -211,6 +212,50 @@ async def _fails(stream: Stream) -> None:
     with pytest.raises(TransportError):
         while True:
             await stream.receive(10)
+
+
+def told_relays(node: P2pd) -> list[str]:
+    """What the p2pd that runs now was told on its command line."""
+    command = psutil.Process(node._supervisor.process.pid).cmdline()
+    assert "-relayDiscovery=false" in command
+    told = [part.removeprefix("-trustedRelays=") for part in command if part.startswith("-trustedRelays=")]
+    assert ("-autoRelay=true" in command) == bool(told)
+    return told[0].split(",") if told else []
+
+
+async def test_p2pd_is_told_of_the_relays_that_answer_at_each_of_its_starts(make: Make) -> None:
+    one, other = [await make() for _ in range(2)]
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        gone = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{Identity(bytes(32)).peer_id}"
+        relays = (gone, *one.addresses(), *other.addresses())
+        node = await make(nat=True, trusted_relays=relays)
+        assert told_relays(node) == [*one.addresses(), *other.addresses()]
+        await one.close()
+        os.kill(node._supervisor.process.pid, signal.SIGKILL)
+        await until(lambda: node.counters()["p2pd restarts"] == 1)
+        assert told_relays(node) == other.addresses()
+        assert told_relays(await make(nat=False, trusted_relays=relays)) == []
+
+
+async def test_a_port_that_is_taken_while_relays_are_tried_is_not_shared(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await make()
+    with socket.socket() as taken:
+        port = 0
+
+        async def slow(_: object) -> list[str]:
+            taken.bind(("127.0.0.1", port))
+            taken.listen()
+            return []
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        monkeypatch.setattr(p2pd, "relays_to_use", slow)
+        with pytest.raises(ConfigError, match=f"/ip4/127.0.0.1/tcp/{port} is in use"):
+            await make((f"/ip4/127.0.0.1/tcp/{port}",), nat=True, trusted_relays=tuple(first.addresses()))
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(make: Make) -> None:

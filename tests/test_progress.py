@@ -79,6 +79,8 @@ def test_a_node_in_some_lines() -> None:
     assert [line[12:] for line in lines if not line[:11].strip()] == [STATUS["addresses"][1], "no peers"]
     empty = lines_of(STATUS | {"addresses": [], "health": [], "loss": None, "state_root": ""})
     assert "addresses   none yet\n" in empty
+    alone = lines_of(STATUS | {"roster": ["12D3KooWx"], "quorum": 1})
+    assert "roster      1 member, of which 1 decides; " in alone
     assert "health      good\n" in empty
     assert "state root  none yet\n" in empty
 

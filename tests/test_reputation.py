@@ -397,7 +397,9 @@ def test_scores_and_counters_survive_a_restart_under_another_clock() -> None:
     before, after = greylisted(at=5_000.0), Reputation()
     before.note(OTHER, Reason.LATE, 5_100.0)
     after.restore(before.saved(5_200.0), -7.0)
-    assert after.counters() == before.counters() == {"malformed": 20, "late": 1}
+    for each in (after, before):
+        counted = {peer: record.counters for peer, record in each.records.items()}
+        assert counted == {AUTHOR: {Reason.MALFORMED: 20}, OTHER: {Reason.LATE: 1}}
     for elapsed in (0.0, 300.0, 4_000.0):
         for peer in (AUTHOR, OTHER, KEYS[2]):
             assert after.score(peer, elapsed - 7.0) == pytest.approx(before.score(peer, 5_200.0 + elapsed))
@@ -467,7 +469,7 @@ DAMAGED = {
 def test_the_record_that_is_damaged_below_is_whole() -> None:
     reputation = Reputation()
     reputation.restore(saved_record(), 0.0)
-    assert (reputation.score(AUTHOR, 0.0), reputation.counters()) == (1.0, {REASONS[3].value: 1})
+    assert (reputation.score(AUTHOR, 0.0), reputation.records[AUTHOR].counters) == (1.0, {REASONS[3]: 1})
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

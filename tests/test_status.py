@@ -15,9 +15,10 @@ from net_known import at, skipping_time, until
 
 from p2ptrain.daemon import status
 from p2ptrain.daemon.http import LINES_KEPT, LINES_WAITING_MAX, Lines
-from p2ptrain.daemon.status import kind_of_address, latency_of, rounds_of, traffic_of
+from p2ptrain.daemon.status import latency_of, rounds_of, traffic_of
 from p2ptrain.net import inquiry
-from p2ptrain.net.connections import Origin
+from p2ptrain.net.addresses import kind_of_address
+from p2ptrain.net.known import Origin
 from p2ptrain.net.memory import Network
 from p2ptrain.net.transport import Stream
 from p2ptrain.store.records import RoundRecord

@@ -19,7 +19,9 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError
 from p2ptrain.files import DiskError
 from p2ptrain.store import log as wal
-from p2ptrain.store.log import Log, frame, frames_of, header
+from p2ptrain.store import segment
+from p2ptrain.store.log import Log
+from p2ptrain.store.segment import frame, frames_of, header
 
 
 def begun(directory: Path, records: list[ev.Record], base: AgreedState, kept: int = KEPT) -> Log:
@@ -49,8 +51,8 @@ def test_every_kind_of_record_comes_back_as_it_was(kind: type) -> None:
     _, records = some_records()
     chosen = [record for record in records if type(record) is kind]
     assert len(chosen) >= 1
-    encoded = [wal._ENCODER.encode(record) for record in chosen]
-    assert [wal._DECODER.decode(each) for each in encoded] == chosen
+    encoded = [segment.encoded(record) for record in chosen]
+    assert [segment._DECODER.decode(each) for each in encoded] == chosen
 
 
 def test_steps_of_both_kinds_come_back_and_their_states_have_the_same_digest() -> None:
@@ -209,6 +211,17 @@ def test_a_flipped_bit_anywhere_in_the_log_is_refused(tmp_path: Path) -> None:
         assert log.path.read_bytes() == flipped
 
 
+def test_a_damaged_record_that_ends_in_a_few_zeros_is_not_taken_for_one_that_was_never_written() -> None:
+    content = header(1) + frame(1, len(header(1)), b"snapshot")
+    at = len(content)
+    content += frame(1, at, b"x" * 2 * segment.SECTOR_BYTES + bytes(9))
+    flipped = bytearray(content)
+    flipped[at + 100] ^= 1
+    assert len(frames_of(Path("00000001.log"), 1, content)[0]) == 2
+    with pytest.raises(DataError, match=f"damaged at byte {at}:"):
+        frames_of(Path("00000001.log"), 1, bytes(flipped))
+
+
 def test_a_record_in_another_place_is_refused(tmp_path: Path) -> None:
     base, records = some_records()
     log = begun(tmp_path, records[:6], base)
@@ -256,7 +269,7 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
 )
 def test_what_stands_under_its_digest_and_is_no_record_is_refused(tmp_path: Path, bodies: list[Any], why: str) -> None:
     base, _ = some_records()
-    snapshot = wal._ENCODER.encode(wal.Snapshot(Journal(base, KEPT).saved_at(0, b""), False))
+    snapshot = segment.encoded(segment.Snapshot(Journal(base, KEPT).saved_at(0, b""), False))
     content = header(1)
     for body in bodies:
         content += frame(1, len(content), snapshot if body is None else msgspec.msgpack.encode(body))

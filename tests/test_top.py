@@ -1,4 +1,4 @@
-"""The dashboard in the terminal: what its frames say, how it takes a daemon that comes and goes, and its keys."""
+"""The dashboard in the terminal: how it takes a daemon that comes and goes, and its keys."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import fcntl
 import io
 import os
 import pty
+import select
+import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import termios
-from copy import deepcopy
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,135 +24,15 @@ from net_known import skipping_time
 from rich.console import Console
 from test_cli import p2ptrain
 from test_memory_swarm import swarm
-from web_known import OTHER, PEER, STATUS, a_round
+from top_known import LINE, Answering, shown
 
 from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.rounds import ROUNDS_KEPT
-from p2ptrain.daemon.top import Keys, Look, Screen, frame, look, sparkline
+from p2ptrain.daemon.top import Keys, Screen, look
 from p2ptrain.errors import NoDaemonError, P2ptrainError
 from p2ptrain.web.models import LogLine
 
-LINE = {"at": "2026-03-29T12:34:56.789+00:00", "level": "warning", "message": "a line\nand more"}
-ANSWERS: dict[str, dict[str, Any]] = {
-    "status": STATUS,
-    "peers": {"peers": [PEER]},
-    "rounds": {"rounds": [a_round(number) | {"loss": 5.0 - number / 2} for number in range(1, 8)]},
-    "log": {"lines": [LINE]},
-}
-
-
-class Answering:
-    """A daemon that says what a test wants."""
-
-    def __init__(self) -> None:
-        self.answers = deepcopy(ANSWERS)
-        self.error: P2ptrainError | None = None
-
-    def __call__(self, order: dict[str, Any]) -> dict[str, Any]:
-        if self.error is not None:
-            raise self.error
-        if order["do"] not in self.answers:
-            raise P2ptrainError("unknown request")
-        return self.answers[order["do"]]
-
-
-def shown(now: Look | None, before: Look | None = None, trouble: str = "", width: int = 100, height: int = 40) -> str:
-    console = Console(width=width, height=height, file=io.StringIO(), color_system=None)
-    console.print(frame(now, before, trouble, width, height))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(len(line) <= width for line in text.splitlines()), text
-    return str(text)
-
-
-# ---------------------------------------------------------------------------------------------------
-# Frames
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "line"),
-    [
-        ([], 10, ""),
-        ([1.0], 0, ""),
-        ([3.0, 3.0], 10, "▁▁"),
-        ([0.0, 7.0], 10, "▁█"),
-        ([float(n) for n in range(8)], 8, "▁▂▃▄▅▆▇█"),
-        ([float(n // 2) for n in range(16)], 8, "▁▂▃▄▅▆▇█"),
-        ([7.0, 0.0, 3.0], 2, "█▁"),
-    ],
-)
-def test_a_sparkline_goes_from_the_least_to_the_largest(values: list[float], width: int, line: str) -> None:
-    assert sparkline(values, width) == line
-
-
-def test_a_frame_says_what_the_daemon_says() -> None:
-    text = shown(look(Answering(), 1.0))
-    for part in (
-        "test", "round 8", "agree", "try 2", "2.5000 nats", "123 tokens/s", "457", "5 contributions, 25.0%", "9,000",
-        "2 members", "cdcdcdcdcdcdcdcd", "after round 7", "4.500", "1.500", "train 1.0", "collect 0.2", OTHER[-16:],
-        "member", "bad payload 1", "private", "12:34:56 a line", "all is as it should be", "cpu, 100% of the time",
-    ):  # fmt: skip
-        assert part in text, part
-    assert "and more" not in text  # of a line of the log its first
-
-
-def test_complaints_and_pauses_are_told_each_on_a_line() -> None:
-    daemon = Answering()
-    daemon.answers["status"]["health"] = ["degraded: the disk is full", "paused by its owner", "crash-only: small"]
-    text = shown(look(daemon, 1.0))
-    assert "degraded: the disk is full\n" in text.replace(" \n", "\n")
-    assert "paused by its owner" in text
-    assert "crash-only" not in text
-    assert "all is as it should be" not in text
-
-
-def test_bandwidth_is_what_went_between_two_looks() -> None:
-    daemon = Answering()
-    before = look(daemon, 10.0)
-    daemon.answers = deepcopy(daemon.answers)
-    daemon.answers["status"]["bytes"] = {"bytes sent": 10_010, "bytes received": 20}
-    assert "sends 5.0 KB/s (10.0 KB), receives 0 B/s (20 B)" in shown(look(daemon, 12.0), before)
-    daemon.answers = deepcopy(daemon.answers)
-    daemon.answers["status"]["bytes"] = {"bytes sent": 5, "bytes received": 5}  # it has begun anew
-    assert "sends 5 B, receives 5 B" in shown(look(daemon, 14.0), look(Answering(), 12.0))
-
-
-@pytest.mark.parametrize("width", [20, 40, 69, 80, 140, 300])
-@pytest.mark.parametrize("peers", [0, 1, 200])
-def test_any_width_holds_a_frame_and_many_peers_fit_the_height(width: int, peers: int) -> None:
-    daemon = Answering()
-    daemon.answers["peers"]["peers"] = [PEER | {"peer_id": f"12D3KooW{number:044}"} for number in range(peers)]
-    text = shown(look(daemon, 1.0), width=width, height=30)
-    if width >= 40:
-        assert len(text.splitlines()) <= 32
-    assert ("more" in text) == (peers == 200)
-    assert "round 8" in text or width < 40
-
-
-def test_a_young_node_has_a_frame() -> None:
-    daemon = Answering()
-    daemon.answers["status"] |= {"loss": None, "swarm_tokens_per_second": None, "state_root": "", "is_member": False}
-    daemon.answers["rounds"]["rounds"] = []
-    assert "- nats a token" in shown(look(daemon, 1.0))
-    daemon.answers["rounds"]["rounds"] = [a_round(1) | {"loss": None}]
-    shown(look(daemon, 1.0))
-
-
-def test_what_a_terminal_would_obey_does_not_reach_it() -> None:
-    daemon = Answering()
-    daemon.answers["status"]["health"] = ["split: \x1b[2Jgone"]
-    daemon.answers["peers"]["peers"][0] |= {"refused": {"\x1b]0;x\x07": 1}}
-    daemon.answers["log"]["lines"] = [LINE | {"message": "[bold]\x1b[31m"}]
-    text = shown(look(daemon, 1.0))
-    assert "\x1b" not in text
-    assert "\x07" not in text
-    assert "[bold]?[31m" in text  # and rich's marks are text
-
-
-def test_an_older_daemon_that_knows_its_status_alone_has_a_frame() -> None:
-    daemon = Answering()
-    for name in ("peers", "rounds", "log"):
-        del daemon.answers[name]
-    assert "round 8" in shown(look(daemon, 1.0))
+SECONDS = 60  # within which a process draws or ends, also on a busy machine
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -272,6 +156,54 @@ async def test_on_a_terminal_it_draws_and_q_ends_it_and_gives_the_terminal_back(
             await control.close()
             os.close(ours)
             os.close(theirs)
+
+
+@contextmanager
+def on_a_terminal(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """top, where no daemon runs, once it has drawn that; our end of its terminal, and its own."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "p2ptrain", "top", "--data-dir", str(directory), "--interval", "60"]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            until_shown(ours, b"no daemon")
+            yield process, ours, theirs
+        finally:
+            process.kill()
+            for each in (ours, theirs):
+                with suppress(OSError):
+                    os.close(each)
+
+
+def until_shown(terminal: int, text: bytes) -> bytes:
+    seen = b""
+    while text not in seen:
+        ready, _, _ = select.select([terminal], [], [], SECONDS)
+        assert ready, seen
+        seen += os.read(terminal, 65_536)
+    return seen
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)])
+def test_who_is_told_to_end_gives_the_terminal_back(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    with on_a_terminal(tmp_path) as (process, ours, theirs):
+        assert not termios.tcgetattr(theirs)[3] & termios.ECHO
+        process.send_signal(number)
+        assert process.wait(SECONDS) == status
+        assert termios.tcgetattr(theirs)[3] & termios.ECHO
+        assert until_shown(ours, b"\x1b[?25h\x1b[?1049l").endswith(b"\x1b[?25h\x1b[?1049l")
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_a_terminal_that_is_closed_ends_it_without_a_complaint(tmp_path: Path) -> None:
+    with on_a_terminal(tmp_path) as (process, ours, theirs):
+        os.close(theirs)
+        os.close(ours)
+        assert process.wait(SECONDS) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""Figures for TensorBoard: the format by known values and by TensorBoard's own reader, and that nothing waits."""
+"""Figures of rounds: as JSON lines, for TensorBoard (by known values and its own reader), and that nothing waits."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
+import os
 import re
 import struct
 import threading
@@ -17,8 +19,9 @@ from net_known import skipping_time
 from test_memory_swarm import swarm as memory_swarm
 from test_report import RUN, a_round
 
-from p2ptrain.daemon import tracking
-from p2ptrain.daemon.tracking import WAITING_MAX, TensorBoard, Tracking, crc32c, event_of, figures_of, framed
+from p2ptrain.daemon import tensorboard, tracking
+from p2ptrain.daemon.tensorboard import TensorBoard, crc32c, event_of, framed
+from p2ptrain.daemon.tracking import FIGURES_NAME, OLD_FIGURES_NAME, WAITING_MAX, JsonLines, Tracking, figures_of
 
 
 def events_in(path: Path) -> list[bytes]:
@@ -78,6 +81,84 @@ def test_rounds_are_appended_to_one_file_of_the_run(tmp_path: Path) -> None:
     assert first.endswith(b"brain.Event:2")
     assert len(rest) == 5
     assert made.lost == 0
+
+
+def lines_in(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / FIGURES_NAME).read_text().splitlines()]
+
+
+def test_each_round_is_a_line_of_json_also_over_starts(tmp_path: Path) -> None:
+    rounds = [a_round(number) for number in range(1, 6)]
+    for part in (rounds[:3], rounds[3:]):
+        made = Tracking(JsonLines(tmp_path))
+        for each in part:
+            made.note(each)
+        made.close()
+        assert made.lost == 0
+    assert lines_in(tmp_path) == [
+        {
+            "round": each.round,
+            "branch": each.branch.hex(),
+            "root": each.root.hex(),
+            "applied_at": each.applied_at,
+            **figures_of(each),
+        }
+        for each in rounds
+    ]
+
+
+def test_a_figure_that_is_none_is_null_in_json(tmp_path: Path) -> None:
+    JsonLines(tmp_path).write(a_round(1, loss=float("nan")))
+    (line,) = lines_in(tmp_path)
+    assert line["mine/loss"] is None
+    assert "NaN" not in (tmp_path / FIGURES_NAME).read_text()
+
+
+def test_a_line_that_was_cut_short_goes_and_takes_no_other_with_it(tmp_path: Path) -> None:
+    writer = JsonLines(tmp_path)
+    writer.write(a_round(1))
+    (tmp_path / FIGURES_NAME).write_bytes((tmp_path / FIGURES_NAME).read_bytes()[:-40])
+    writer.write(a_round(2))
+    writer.write(a_round(3))
+    assert [each["round"] for each in lines_in(tmp_path)] == [2, 3]
+    (tmp_path / FIGURES_NAME).write_bytes((tmp_path / FIGURES_NAME).read_bytes()[:-1])
+    writer.write(a_round(4))
+    assert [each["round"] for each in lines_in(tmp_path)] == [2, 4]
+
+
+def test_the_lines_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = JsonLines(tmp_path)
+    writer.write(a_round(1))
+    monkeypatch.setattr(tracking, "FIGURES_BYTES_MAX", 3 * (tmp_path / FIGURES_NAME).stat().st_size)
+    for number in range(2, 11):
+        writer.write(a_round(number))
+    old = [json.loads(line)["round"] for line in (tmp_path / OLD_FIGURES_NAME).read_text().splitlines()]
+    assert [*old, *(each["round"] for each in lines_in(tmp_path))] == [*range(7, 11)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([FIGURES_NAME, OLD_FIGURES_NAME])
+
+
+def test_what_is_no_file_is_not_written_to_and_holds_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / FIGURES_NAME)
+    made = Tracking(JsonLines(tmp_path))
+    with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+        made.note(a_round(1))
+        made.close()
+    assert made.lost == 1
+    assert "figures.jsonl is no file; this is said once" in caplog.text
+
+
+def test_where_the_older_lines_cannot_be_put_aside_no_more_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / OLD_FIGURES_NAME).mkdir()
+    made = Tracking(JsonLines(tmp_path))
+    monkeypatch.setattr(tracking, "FIGURES_BYTES_MAX", 1_000)
+    for number in range(1, 9):
+        made.note(a_round(number))
+    made.close()
+    assert made.lost == 8 - len(lines_in(tmp_path)) > 0
 
 
 def test_a_slow_disk_costs_figures_and_no_time(
@@ -150,6 +231,9 @@ def test_a_real_daemon_is_tracked_watched_and_reported(tmp_path: Path) -> None:
         assert "NOT as agreed" not in page.read_text()
         assert "as agreed" in page.read_text()
         assert len(events_in(the_file(tmp_path / "figures"))) == recorded + 1
+        lines = lines_in(next((node.directory / "runs").iterdir()))  # which nobody has asked for
+        assert len(lines) == recorded
+        assert all(re.fullmatch("[0-9a-f]{64}", each["root"]) and each["mine/loss"] > 0 for each in lines[1:])
 
 
 @pytest.mark.tensorboard
@@ -171,7 +255,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert set(read.Tags()["scalars"]) == set(figures_of(rounds[0]))
     found = [(each.step, each.wall_time, each.value) for each in read.Scalars("mine/loss")]
     assert found == [(each.round, each.applied_at, each.loss) for each in rounds] + [(6_000, 1.8e9, 3.5)]
-    assert tracking.VERSION == b"brain.Event:2"
+    assert tensorboard.VERSION == b"brain.Event:2"
 
 
 def the_file_directory(directory: Path) -> Path:

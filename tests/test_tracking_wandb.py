@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -56,6 +56,16 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(wandb_run, "PROGRAM", tmp_path / "program.py")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     return tmp_path / "program.py"
+
+
+def service_of(child: psutil.Process) -> psutil.Process:
+    """Before it, wandb starts others that end at once."""
+    while True:
+        for each in child.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if each.name() == "wandb-core":
+                    return each
+        psutil.wait_procs([child], 0.05)
 
 
 def rounds_in(directory: Path) -> list[dict[str, float]]:
@@ -121,10 +131,9 @@ class TestWithWandb:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
             assert node.stdout is not None
             child = psutil.Process(int(node.stdout.readline()))
-            while not (services := child.children(recursive=True)):
-                psutil.wait_procs([child], 0.05)
+            service = service_of(child)
             node.send_signal(signal.SIGKILL)
-            _, alive = psutil.wait_procs([child, *services], SECONDS)
+            _, alive = psutil.wait_procs([child, service], SECONDS)
             assert alive == []
 
     def test_a_service_that_died_costs_figures_and_a_warning(
@@ -137,10 +146,7 @@ class TestWithWandb:
             made._thread.submit(lambda: None).result()
             assert writer._child is not None
             child = psutil.Process(writer._child.pid)
-            while not (services := child.children(recursive=True)):
-                psutil.wait_procs([child], 0.05)
-            for each in services:
-                each.kill()
+            service_of(child).kill()
             made.close()
         assert not child.is_running()
         assert "may be lost" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ FIELDS = {
         "since_applied_seconds state_root certified_round loss step tokens tokens_per_second training_seconds "
         "swarm_tokens_per_second contribution_tokens mine device is_paused peers roster quorum fault_tolerance "
         "admitted is_member is_admitted held waiting_for health http loop_lag_seconds uptime_seconds roots "
-        "payload_bytes state_bytes bytes traffic limits counters observed"
+        "payload_bytes state_bytes bytes traffic limits queued_frames disk_free_bytes counters observed"
     ),
     "Peer": (
         "peer_id addresses address_kind latency_seconds is_connected is_member is_admitted offered applied late "
@@ -67,6 +68,27 @@ async def test_the_last_rounds_are_told_the_oldest_first(query: str, numbers: li
     async with site() as here:
         found = await here.json(f"/rounds{query}")
         assert found == {"version": 1, "rounds": [{"version": 1, **a_round(number)} for number in numbers]}
+
+
+async def test_a_large_answer_comes_compressed_to_whoever_takes_that() -> None:
+    async with site() as here:
+        here.told.lived = [a_round(number) for number in range(1, 1_001)]
+        here.told.known = [PEER] * 100
+        plain = await here.json("/rounds?last=1000")
+        for path, taken, coding in (
+            ("/rounds?last=1000", "gzip, deflate, br", "gzip"),
+            ("/peers", "gzip, deflate, br", "gzip"),
+            ("/rounds?last=1000", "identity", None),
+            ("/rounds?last=1", "gzip", None),
+        ):
+            status, headers, body = await here.get(path, headers={"Accept-Encoding": taken}, auto_decompress=False)
+            assert (status, headers.get("Content-Encoding")) == (200, coding), path
+            assert headers["Vary"] == "Accept-Encoding"
+            assert int(headers["Content-Length"]) == len(body)
+            if path == "/rounds?last=1000":
+                assert json.loads(gzip.decompress(body) if coding else body) == plain
+            elif coding:
+                assert len(json.loads(gzip.decompress(body))["peers"]) == 100
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 MOVING = {
     "round", "phase", "view", "applied_round", "since_applied_seconds", "state_root", "certified_round", "loss", "step",
     "tokens", "tokens_per_second", "training_seconds", "swarm_tokens_per_second", "mine", "held", "waiting_for",
-    "loop_lag_seconds", "uptime_seconds", "roots", "bytes", "traffic", "counters", "observed",
+    "loop_lag_seconds", "uptime_seconds", "roots", "bytes", "traffic", "queued_frames",
+    "disk_free_bytes", "counters", "observed",
 }  # fmt: skip
 
 
@@ -78,12 +79,27 @@ def test_a_node_shows_what_it_says_and_what_changes(swarm: Swarm) -> None:
     assert (status, b"<!doctype html>" in page) == (200, True)
     metrics = {each.name: each for each in text_string_to_metric_families(get(f"{url}metrics")[1].decode())}
     assert metrics["p2ptrain_roster_members"].samples[0].value == 2
+    counted = _counted(url)
     _look_at_events(url)
     _look_at_rounds(url, url_in(second))
+    first.until(lambda: first.status().get("disk_free_bytes"))  # which is looked at now and then
+    again = _counted(url)
+    assert again["p2ptrain_tokens_total", ()] > counted["p2ptrain_tokens_total", ()] > 0
+    assert {key: value for key, value in counted.items() if again.get(key, 0) < value} == {}, "a counter never falls"
     _look_at_orders(first, url)
     first.leave()
     with pytest.raises(urllib.error.URLError):
         get(f"{url}healthz")
+
+
+def _counted(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(get(f"{url}metrics")[1].decode())
+    return {
+        (each.name, tuple(each.labels.items())): each.value
+        for family in families
+        if family.type == "counter"
+        for each in family.samples
+    }
 
 
 def _look_at_events(url: str) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from web_known import STATUS, complaints, site
 
-from p2ptrain.core.reputation import Reason
+from p2ptrain.core.reputation import PEERS_MAX, Reason, Reputation
 from p2ptrain.web.metrics import KINDS, OTHER, kind_of
 from p2ptrain.web.models import Purpose
 
@@ -46,7 +46,8 @@ async def test_the_metrics_are_the_status() -> None:
         "connected_peers": 1, "is_member": 1, "is_admitted": 1, "loss_nats": 2.5, "tokens": 4_000,
         "trainings_not_finite": 6, "damaged_files": 3,
         "training_seconds": 32.5, "payload_bytes": 1_000, "state_bytes": 40_000, "disk_degraded": 0, "is_paused": 0,
-        "event_loop_lag_seconds": 0.0123, "uptime_seconds": 99.5, "http_watchers": 0, "http_connections": 1,
+        "event_loop_lag_seconds": 0.0123, "queued_frames": 12, "disk_free_bytes": 5e9,
+        "uptime_seconds": 99.5, "http_watchers": 0, "http_connections": 1,
     }.items():  # fmt: skip
         assert value(name) == expected, name
     phases = values(found["p2ptrain_phase"], "phase")
@@ -79,10 +80,11 @@ async def test_bytes_have_a_purpose_and_a_direction() -> None:
 async def test_what_has_no_value_yet_is_not_there() -> None:
     found = await families(mine=STATUS["mine"] | {"energy_joules": 4.5e6})
     assert values(found["p2ptrain_energy_joules"]) == {"": 4.5e6}
-    found = await families(loss=None, since_applied_seconds=None)
+    found = await families(loss=None, since_applied_seconds=None, disk_free_bytes=None)
     assert "p2ptrain_energy_joules" not in found
     assert "p2ptrain_loss_nats" not in found
     assert "p2ptrain_since_applied_seconds" not in found
+    assert "p2ptrain_disk_free_bytes" not in found
 
 
 def test_every_complaint_has_its_kind() -> None:
@@ -121,6 +123,25 @@ async def test_names_and_units_keep_the_conventions() -> None:
     helps, types = re.findall(r"^# HELP (\S+) ", text, re.MULTILINE), re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert helps == types
     assert len(set(types)) == len(types)
+
+
+def test_faults_that_were_counted_stay_so_when_their_peers_are_forgotten_and_begin_anew_with_the_node() -> None:
+    """To Prometheus a counter that falls has begun anew, and all that it still counts has just happened."""
+    reputation, after = Reputation(), Reputation()
+    for number in range(1, PEERS_MAX + 2):
+        reputation.note(number.to_bytes(32, "big"), Reason.LATE, 0.0)
+        assert reputation.counters() == {"late": number}
+    assert len(reputation.records) < PEERS_MAX, "some are forgotten"
+    after.restore(reputation.saved(1.0), 1.0)
+    assert after.counters() == {}
+    after.note(bytes(32), Reason.LATE, 2.0)
+    assert after.counters() == {"late": 1}
+
+
+async def test_what_waits_now_is_no_count_of_what_has_happened() -> None:
+    found = await families()
+    assert found["p2ptrain_queued_frames"].type == found["p2ptrain_disk_free_bytes"].type == "gauge"
+    assert not {"queued", "queued_frames"} & values(found["p2ptrain_occurrences"], "what").keys()
 
 
 async def test_no_peer_and_no_name_of_a_peer_makes_a_series() -> None:

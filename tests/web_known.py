@@ -91,6 +91,8 @@ STATUS: dict[str, Any] = {
         "threads": 3,
         "on_battery": "pause",
     },
+    "queued_frames": 12,
+    "disk_free_bytes": 5_000_000_000,
     "counters": {
         "root mismatches": 2,
         "contributions taken": 5,
@@ -185,9 +187,9 @@ class Told:
 class Site:
     """The server of a test."""
 
-    def __init__(self, told: Told, app: App, server: Server, port: int) -> None:
+    def __init__(self, told: Told, app: App, server: Server, port: int, address: str = "127.0.0.1") -> None:
         self.told, self.app, self.server, self.port = told, app, server, port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{address}:{port}"
         self._writers: list[asyncio.StreamWriter] = []
 
     async def get(self, path: str, method: str = "GET", **more: Any) -> tuple[int, Any, bytes]:
@@ -249,18 +251,23 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 
 @asynccontextmanager
 async def site(
-    host: str = "127.0.0.1", allowed: tuple[str, ...] = (), token: bytes = b"", assets: Path = ASSETS
+    host: str = "127.0.0.1",
+    allowed: tuple[str, ...] = (),
+    token: bytes = b"",
+    assets: Path = ASSETS,
+    address: str = "127.0.0.1",
 ) -> AsyncIterator[Site]:
+    """`host` is what its config says, `address` where it is."""
     listener = socket.socket()
     listener.setblocking(False)
-    listener.bind(("127.0.0.1", 0))
+    listener.bind((address, 0))
     port = listener.getsockname()[1]
     told = Told()
     app = App(told, Guard(host, port, allowed, token), "1.2.3", assets)
     server = Server(app.application)
     app.places = server.places
     await server.start(listener)
-    here = Site(told, app, server, port)
+    here = Site(told, app, server, port, address)
     try:
         yield here
     finally:

@@ -31,7 +31,8 @@ from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.identity import verify
-from p2ptrain.store.log import ALL_ROUNDS, Snapshot, decoded, frames_of, newest_segment
+from p2ptrain.store.log import ALL_ROUNDS, newest_segment
+from p2ptrain.store.segment import Snapshot, decoded, frames_of
 
 SIGNED_FIX = "Do not go on from this directory: move it away and join again, and tell the others"
 RESTORE_FIX = "Restore the directory from a copy, or move it away and join again"

@@ -9,8 +9,9 @@ import typer
 from p2ptrain.cli.node import DataDir, NodeFile, data_dir_of
 from p2ptrain.errors import ConfigError
 
-Rate = Annotated[int | None, typer.Option(metavar="BYTES", min=0, help="Bytes a second; 0: no limit.")]
-NO_LIMITS = {"upload": 0, "download": 0, "hours": "", "percent": 100, "memory": 0, "battery": "train"}
+RATE_MAX = 10**12  # bytes a second, as in the config
+Rate = Annotated[int | None, typer.Option(metavar="BYTES", min=0, max=RATE_MAX, help="Bytes a second; 0: no limit.")]
+NO_LIMITS = {"upload": 0, "download": 0, "hours": "", "percent": 100, "memory": 0}
 
 
 def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
@@ -45,7 +46,9 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     battery: Annotated[
         Literal["pause", "train"] | None, typer.Option(help="What it does while the machine runs on its battery.")
     ] = None,
-    off: Annotated[bool, typer.Option("--off", help="No limits.")] = False,
+    off: Annotated[
+        bool, typer.Option("--off", help="No limits of traffic, hours, percent and memory; threads and battery stay.")
+    ] = False,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -56,7 +59,11 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     order |= {"percent": percent, "threads": threads, "memory": memory, "battery": battery}
     if off and any(each is not None for each in order.values()):
         raise ConfigError("no limits, and a limit", key="--off", fix="Give one or the other")
-    order = NO_LIMITS if off else order
+    order = {**NO_LIMITS} if off else order
+    from p2ptrain.config import LimitsConfig
+    from p2ptrain.daemon.guest import changed
+
+    changed(LimitsConfig(), order)  # a mistake is the user's, whether or not a daemon runs
     limits = ask(data_dir_of(data_dir, config), {"do": "limit", **order})
     rows = {
         "upload": _rate(limits["upload_bytes_per_second"]),

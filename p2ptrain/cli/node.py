@@ -123,7 +123,10 @@ def join(  # noqa: PLR0913, PLR0917  # a command has its options
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """Ask the local daemon to leave its run properly, and to end."""
+    """Ask the local daemon to leave its run properly, and to end.
+
+    In a run by invitation this gives up the admission, which Ctrl-C keeps.
+    """
     from p2ptrain.daemon.control import ask
 
     ask(data_dir_of(data_dir, config), {"do": "leave"})

@@ -18,7 +18,7 @@ def top(
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Watch the local daemon: rounds, loss, peers and what was refused, traffic, health; q ends it."""
+    """Watch the local daemon: rounds, loss, whether all have the same model, peers, traffic, health; q ends it."""
     directory = data_dir_of(data_dir, config)
     from p2ptrain.daemon.top import show, show_once
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core import wire
 from p2ptrain.core.manifest import NO_SERIAL, Join, Request
 from p2ptrain.core.messages import (
-    PROTOCOL_VERSION,
     TICKET_BYTES_MAX,
     Evidence,
     JoinRequest,

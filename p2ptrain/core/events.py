@@ -210,7 +210,9 @@ class HistoryFailed(Struct, frozen=True, tag=True):
 
 
 class StopRequested(Struct, frozen=True, tag=True):
-    """The user wants the node to leave the run properly."""
+    """The user wants the node to leave the run properly, or only to be away for a while."""
+
+    keeps_place: bool = False
 
 
 class Tick(Struct, frozen=True, tag=True):

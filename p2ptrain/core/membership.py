@@ -34,6 +34,13 @@ class Membership:
             self.leave_until = self.context.now + self.context.run.admission.leave_seconds
             self.next_at = 0.0
 
+    def go_away(self) -> None:
+        """The user wants to end the node, which is to keep its place: to the others it is as if it had crashed."""
+        if not self.has_stopped:
+            self.has_stopped = True
+            self.leave_until = self.context.now
+            self.context.emit(Stop("away"))
+
     def tick(self, state: AgreedState, is_current: bool) -> None:
         context = self.context
         is_inside = context.me in state.place

@@ -25,12 +25,12 @@ from typing import Annotated, Protocol, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core import wire
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import DIGEST_BYTES, digest, leaf_digests, merkle_root
 from p2ptrain.errors import RemoteProtocolError
 
-PROTOCOL_VERSION = 1
 ENVELOPE_BYTES_MAX = 1_000_000  # gossipsub drops what passes 1,048,446 bytes without a word to anyone
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64

@@ -305,7 +305,10 @@ class Node:
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
         self.work.is_stopping = True
-        self.membership.leave()
+        if event.keeps_place:
+            self.membership.go_away()
+        else:
+            self.membership.leave()
 
     def _tick(self, event: ev.Tick) -> None:
         """Everything whose time has come is done by `_go_on`."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.context import Context
-from p2ptrain.core.messages import PROTOCOL_VERSION, Ballot, Hello, Proposal, Received, read
+from p2ptrain.core.messages import Ballot, Hello, Proposal, Received, read
 from p2ptrain.core.roster import bitmap, seats_in
 from p2ptrain.core.round import Round
 

@@ -145,6 +145,7 @@ class Reputation:
 
     def __init__(self) -> None:
         self.records: dict[bytes, Record] = {}
+        self._noted: Counter[str] = Counter()  # which peers that are forgotten do not lower, nor a restart raises
 
     def note(self, peer: bytes, reason: Reason, now: float) -> None:
         """A peer did something wrong."""
@@ -152,6 +153,7 @@ class Reputation:
         was_greylisted = self._is_greylisted(record, now)
         record.score, record.at = min(self._decayed(record, now) + POINTS[reason], SCORE_MAX), now
         record.counters[reason] = record.counters.get(reason, 0) + 1
+        self._noted[reason.value] += 1
         record.is_greylisted = was_greylisted or record.score >= GREYLISTED_FROM
 
     def score(self, peer: bytes, now: float) -> float:
@@ -183,11 +185,8 @@ class Reputation:
         return sorted(peers, key=lambda peer: (self.is_greylisted(peer, now), round(self.score(peer, now), 3)))
 
     def counters(self) -> Counter[str]:
-        """How often each reason was noted, over all peers that are remembered."""
-        total: Counter[str] = Counter()
-        for record in self.records.values():
-            total.update({reason.value: count for reason, count in record.counters.items()})
-        return total
+        """How often each reason was noted, in this life."""
+        return Counter(self._noted)
 
     def _is_greylisted(self, record: Record, now: float) -> bool:
         return record.is_greylisted and self._decayed(record, now) >= PARDONED_BELOW

@@ -36,7 +36,7 @@ class Snapshot(Struct, frozen=True):
     waiting_for: int  # contributions that collecting still waits for
     health: tuple[str, ...]  # what is not as it should be; empty: nothing
     counters: dict[str, int]
-    observed: dict[str, int]  # how often each reason (reputation.py) was noted, over all peers
+    observed: dict[str, int]  # how often each reason (reputation.py) was noted, in this life
     scores: tuple[tuple[bytes, float], ...]  # points against connected peers, the worst first
 
 

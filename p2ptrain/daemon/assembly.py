@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random, SystemRandom
 
 from p2ptrain.config import NodeConfig, RunConfig
@@ -28,16 +27,15 @@ from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
-from p2ptrain.daemon.tracking import TensorBoard, Tracking
-from p2ptrain.daemon.wandb_run import WandbRun
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net import inquiry
 from p2ptrain.net.bulk import Server
-from p2ptrain.net.connections import Connections, Origin
+from p2ptrain.net.connections import Connections
 from p2ptrain.net.fetch import Fetcher
+from p2ptrain.net.known import Origin
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.line import Lines
 from p2ptrain.net.transport import Transport, TransportError
@@ -88,19 +86,20 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     upload, download = (
         TokenBucket(rate) for rate in (limits.upload_bytes_per_second, limits.download_bytes_per_second)
     )
+    intake = driver.intake
     lines = Lines(
         transport,
         run_id,
-        driver.hear_line,
-        malformed=driver.blame,
-        history=driver.history_came,
-        no_history=driver.history_failed,
+        intake.hear_line,
+        malformed=intake.blame,
+        history=intake.history_came,
+        no_history=intake.history_failed,
         upload=upload,
         download=download,
     )
-    fetcher = Fetcher(transport, run_id, download=download, blame=driver.blame)
+    fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
     library = Library(run, store, launch.data, fetcher)
-    server = Server(transport, run_id, library, upload=upload, blame=driver.blame)
+    server = Server(transport, run_id, library, upload=upload, blame=intake.blame)
     connections = Connections(
         transport,
         run_id,
@@ -116,7 +115,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
     place = store.directory / "fetching"
-    fetching = Fetching(run, transport, connections, fetcher, launch.data, library, place, driver.blame)
+    fetching = Fetching(run, transport, connections, fetcher, launch.data, library, place, intake.blame)
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, library, every, needed=lambda: node.parts.payloads.held)
     keeping.history_rounds = run.agreement.history_rounds
@@ -131,7 +130,6 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     stack.callback(events.close)
     past = await keeping.on_disk(store.records.past, ROUNDS_KEPT)
     rounds = Rounds(run, node, device, keeping, transport.counters, server.protocol, past)
-    _track(stack, launch, rounds)
 
     def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
         events.note(now, event, effects)
@@ -185,16 +183,6 @@ def trusted_head(store: Store, given: bytes) -> bytes:
     if wanted != noted:
         write_atomically(path, wanted.hex().encode() + b"\n")
     return wanted if is_new else b""
-
-
-def _track(stack: AsyncExitStack, launch: Launch, rounds: Rounds) -> None:
-    """Tell other tools of each round, where the config names any."""
-    config = launch.config.tracking
-    for directory, writer in ((config.tensorboard, TensorBoard), (config.wandb, WandbRun)):
-        if directory:
-            tracking = Tracking(writer(Path(directory).expanduser(), launch.run))
-            stack.push_async_callback(asyncio.to_thread, tracking.close)
-            rounds.on_round.append(tracking.note)
 
 
 def _add(connections: Connections, address: str, origin: Origin) -> None:

@@ -82,7 +82,7 @@ class Daemon:
         self.energy = Energy(lambda: meter_of(device), rounds.note_energy, lambda: not driver.is_paused)
         self.http: str | None = None  # where this is shown
         self.lines: Callable[[], list[LogLine]] = list  # what it has said lately
-        self.is_leaving = False
+        self.is_leaving = self.keeps_place = False
         self._began = monotonic()
 
     @property
@@ -101,6 +101,8 @@ class Daemon:
         match request:
             case {"do": "status" | "peers" | "rounds" | "log"}:
                 return self._tell(request)
+            case {"do": "leave"} if self.keeps_place:
+                return {"error": "it is ending already, and keeps its place. Start it again to leave"}
             case {"do": "leave"}:
                 self.leave()
                 return {"leaving": True}
@@ -140,12 +142,27 @@ class Daemon:
         return await device.run(device.trainer.sample, wish, go_on)
 
     def leave(self) -> None:
+        """For good: to come again is to be admitted again."""
+        self._stop("leaving the run", keeps_place=False)
+
+    def stop(self) -> None:
+        """What a signal asks for. Who leaves a run by invitation needs another to come again, which a restart of the
+        machine should not cost: there the node is away, and keeps its place.
+        """
+        if self.run.admission.policy != "invite":
+            self.leave()
+        elif self.driver.has_begun.is_set() and self.driver.node.snapshot().is_admitted:
+            self._stop("going away; the node stays admitted (`p2ptrain leave` gives that up)", keeps_place=True)
+        else:
+            self._stop("going away; the node is not admitted yet: start it with its ticket again", keeps_place=True)
+
+    def _stop(self, what: str, *, keeps_place: bool) -> None:
         if self.is_leaving:
             return
-        self.is_leaving = True
-        log.info("leaving the run; once more to end at once")
-        notify(STOPPING="1", STATUS="leaving the run")
-        self.driver.give(ev.StopRequested())
+        self.is_leaving, self.keeps_place = True, keeps_place
+        log.info("%s; once more to end at once", what)
+        notify(STOPPING="1", STATUS=what)
+        self.driver.give(ev.StopRequested(keeps_place))
 
     def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
         """What any peer may ask."""
@@ -175,12 +192,12 @@ async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
     def signalled() -> None:
         if daemon.is_leaving:
             me.cancel()
-        daemon.leave()
+        daemon.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled)
     daemon.guest.look()  # before anything is trained
-    await edges.transport.subscribe(topic_of(edges.run_id), daemon.driver.hear)
+    await edges.transport.subscribe(topic_of(edges.run_id), daemon.driver.intake.hear)
     async with asyncio.TaskGroup() as group:
         rest = [
             group.create_task(edges.connections.run(), name="connections"),
@@ -203,7 +220,7 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
         await asyncio.sleep(TELL_SECONDS)
         snapshot = driver.node.snapshot()
         dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
-        lost = drops.look(dropped, driver.dropped_last, monotonic())
+        lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
         for level, text in [*news.look(snapshot, health_of(driver, snapshot)), *lost]:
             log.log(level, "%s", text)
         progress.tell()
@@ -218,6 +235,7 @@ async def _remember(daemon: Daemon) -> None:
         if monotonic() - rounds_at >= ROUNDS_SECONDS:
             rounds_at = monotonic()
             await daemon.rounds.save()
+            await daemon.edges.keeping.look_for_room()
         addresses = daemon.edges.connections.remembered()
         if addresses != saved or monotonic() - saved_at >= REACHED_SECONDS:
             await _save_addresses(daemon.edges, addresses)

@@ -106,6 +106,11 @@ class Device:
     def state_bytes(self) -> int:
         return self.trainer.state_size
 
+    @property
+    def payload_bytes(self) -> int:
+        """All contributions of a run have the same number of bytes; a liar may claim four gigabytes."""
+        return self.trainer.form.payload_bytes
+
     # -----------------------------------------------------------------------------------------------
     # Jobs
 

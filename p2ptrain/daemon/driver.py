@@ -1,12 +1,10 @@
-"""The driver: events from the edges into the core, and its effects out to them.
+"""The driver: events from the intake into the core, and its effects out to the edges.
 
 Effects are carried out in order, and what follows a `Persist` waits for the disk; all that waits to be persisted when
 the disk becomes free goes in one write. What takes long (training, applying, fetching) is a task of its own and comes
 back as an event. Nothing here decides about rounds.
 
-What peers say may be dropped when the queue of events is full, or one of them has more than its share of it (and is
-counted): the core asks for what it misses, and so do they. What our own edges report is never dropped; of that there is
-only as much as the core has asked for.
+What comes in from peers, and the queue of events, are in intake.py.
 """
 
 from __future__ import annotations
@@ -19,24 +17,22 @@ from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.context import Signer
-from p2ptrain.core.history import HISTORY_BYTES_MAX, decode_history, encode_history
-from p2ptrain.core.messages import Announcement, Received, decode, payload_digest
+from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
+from p2ptrain.core.messages import payload_digest
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
 from p2ptrain.daemon.device import Device, StoppedError
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import ignore
+from p2ptrain.daemon.intake import Intake
 from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
 from p2ptrain.net.bulk import FetchError
-from p2ptrain.net.line import Ask, AskHistory, Deliver, LineMessage, TellHistory
+from p2ptrain.net.line import Ask, Deliver, TellHistory
 from p2ptrain.net.transport import TransportError
 from p2ptrain.store.store import PayloadLostError
 
-EVENTS_MAX = 4_096  # beyond it, gossip is dropped: at 100 nodes a round has 600 messages a node
-SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # events of one peer; a member may hand over what many have said
 EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
 OUTBOX_MAX = 1_024  # messages that wait to be published; beyond it the oldest goes, and is said again in time
-TIMER_SECONDS = 0.001  # the shortest that a timer is set to
 EVENTS_IN_A_ROW = 32  # until others on the loop get their turn
 DISK_SECONDS = 5.0  # between tries to write to a disk in trouble
 SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
@@ -52,9 +48,13 @@ class Driver:
     edges: Edges
 
     def __init__(self, node: Node, signer: Signer, device: Device) -> None:
-        self.node, self.signer, self.device = node, signer, device
+        self.node, self.device = node, device
         self.counters: Counter[str] = Counter()
-        self.events: deque[tuple[ev.Event, bytes]] = deque()  # and the peer that brought it about, if one did
+
+        def keep(name: bytes, payload: bytes) -> None:
+            self.edges.keeping.put(name, payload)
+
+        self.intake = Intake(signer, device, self.counters, self._is_admitted, keep)
         self.effects: deque[ev.Effect] = deque()
         self.outbox: deque[bytes] = deque()
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
@@ -66,15 +66,11 @@ class Driver:
         self._may_train = asyncio.Event()
         self._may_train.set()
         self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
-        self._has_events, self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event()
         self._written = 0  # of the effects that wait, how many records are on the disk
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checking = 0  # attachments that wait for the device, or are at it
-        self._shares: Counter[bytes] = Counter()  # of `events` and `_checking`, by peer
-        self.dropped_last = b""  # the peer that last brought an event for which there was no room
-        self._is_running = False
         self._mismatches = 0  # that are noted
         self._group: asyncio.TaskGroup
         self._actions: dict[type, Callable[[Any], object]] = {
@@ -93,74 +89,10 @@ class Driver:
         }
 
     # -----------------------------------------------------------------------------------------------
-    # Events in
+    # What our own edges report
 
-    def give(self, event: ev.Event, of: bytes = b"") -> None:
-        self.events.append((event, of))
-        self._shares[of] += 1
-        self._has_events.set()
-
-    def _give_of_peer(self, peer: bytes, event: ev.Event) -> None:
-        """What a peer brings about by itself, and might as often as it likes."""
-        if self._has_room(peer):
-            self.give(event, peer)
-
-    def _has_room(self, peer: bytes) -> bool:
-        share = SHARE_OF_MEMBER_MAX if self._is_admitted(peer) else SHARE_MAX
-        if len(self.events) + self._checking < EVENTS_MAX and self._shares[peer] < share:
-            return True
-        self.counters["events dropped"] += 1
-        self.dropped_last = peer
-        return False
-
-    def _is_admitted(self, peer: bytes) -> bool:
-        return self.has_begun.is_set() and peer in self.node.line.state.place
-
-    def _taken(self, peer: bytes) -> None:
-        self._shares[peer] -= 1
-        if self._shares[peer] <= 0:
-            del self._shares[peer]
-
-    def hear(self, sender: bytes, data: bytes) -> None:
-        """A gossiped message."""
-        try:
-            self._take_in(sender, data)
-        except RemoteProtocolError as error:
-            self.blame(sender, error.why)
-
-    def hear_line(self, peer: bytes, message: LineMessage) -> None:
-        """What a peer says to us alone; RemoteProtocolError if it is nothing that an honest one says."""
-        match message:
-            case Deliver(envelopes):
-                for envelope in envelopes:
-                    self._take_in(peer, envelope)
-            case Ask(names):
-                self._give_of_peer(peer, ev.Asked(peer, names))
-            case AskHistory(branch, number):
-                self._give_of_peer(peer, ev.HistoryAsked(peer, branch, number))
-
-    def _take_in(self, sender: bytes, data: bytes) -> None:
-        if not self._has_room(sender):
-            return
-        received = decode(data, self.signer)
-        if not received.attachment:
-            self.give(ev.MessageReceived(sender, received), sender)
-        elif self._is_running:  # peers can be heard a little earlier and later, and it will be said again
-            announcement = received.message
-            assert isinstance(announcement, Announcement), "nothing else has an attachment"
-            if not self._is_admitted(announcement.author) or not self._is_right_size(announcement):
-                self.give(ev.MessageReceived(sender, received), sender)  # nothing that is worth the device's time
-                return
-            self._checking += 1
-            self._shares[sender] += 1
-            self._spawn(self._check_attachment(sender, received), "check")
-
-    def _is_right_size(self, what: Announcement | ev.Fetch) -> bool:
-        """All contributions of a run have the same number of bytes; a liar may claim four gigabytes."""
-        return what.payload_bytes == self.device.trainer.form.payload_bytes
-
-    def blame(self, peer: bytes, why: str) -> None:
-        self._give_of_peer(peer, ev.MalformedReceived(peer, why))
+    def give(self, event: ev.Event) -> None:
+        self.intake.give(event)
 
     def peer_seen(self, peer: bytes) -> None:
         self.give(ev.PeerSeen(peer))
@@ -169,30 +101,8 @@ class Driver:
         self.edges.lines.forget(peer)
         self.give(ev.PeerLost(peer))
 
-    def history_failed(self, peer: bytes, why: str) -> None:
-        self.give(ev.HistoryFailed(peer, why))
-
-    def history_came(self, peer: bytes, encoded: bytes) -> None:
-        if self._is_running:  # nobody is asked before
-            self._spawn(self._read_history(peer, encoded), "history")
-
-    async def _read_history(self, peer: bytes, encoded: bytes) -> None:
-        """In a thread: it may have 64 MiB."""
-        try:
-            self.give(ev.HistoryArrived(peer, await asyncio.to_thread(decode_history, encoded)))
-        except RemoteProtocolError as error:
-            self.history_failed(peer, error.why)
-
-    async def _check_attachment(self, sender: bytes, received: Received) -> None:
-        assert isinstance(received.message, Announcement), "nothing else has an attachment"
-        try:
-            why = await self.device.check(received.attachment)
-        finally:
-            self._checking -= 1
-            self._taken(sender)
-        if why is None:
-            self.edges.keeping.put(received.message.payload, received.attachment)
-        self.give(ev.MessageReceived(sender, received, why is None), sender)
+    def _is_admitted(self, peer: bytes) -> bool:
+        return self.has_begun.is_set() and peer in self.node.line.state.place
 
     # -----------------------------------------------------------------------------------------------
     # The loops
@@ -200,17 +110,15 @@ class Driver:
     async def run(self, started: ev.Started) -> str:
         """Until the node has nothing more to do; why."""
         async with asyncio.TaskGroup() as group:
-            self._group, self._is_running = group, True
-            self.events.appendleft((started, b""))  # peers may have said something already
-            self._shares[b""] += 1
-            self._has_events.set()
+            self._group = group
+            self.intake.begin(started, self._spawn)
             tasks = [
                 group.create_task(self._handle_for_ever(), name="events"),
                 group.create_task(self._carry_out_for_ever(), name="effects"),
                 group.create_task(self._publish_for_ever(), name="outbox"),
             ]
             why = await self.stopped
-            self._is_running = False
+            self.intake.end()
             self.device.is_stopping = True
             await self._drain()
             for task in (*tasks, *self._tasks):
@@ -234,12 +142,11 @@ class Driver:
         loop = asyncio.get_running_loop()
         count = 0
         while True:
-            if not self.events:
-                await self._wait(loop)
+            if not self.intake.events:
+                await self.intake.wait(self.node.deadline)
             while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing tells: the disk is in trouble
                 await asyncio.sleep(DISK_SECONDS / 10)
-            event, peer = self.events.popleft() if self.events else (ev.Tick(), b"")
-            self._taken(peer)
+            event = self.intake.take() or ev.Tick()
             now = loop.time()
             effects: Sequence[ev.Effect] | None = None
             try:
@@ -257,19 +164,6 @@ class Driver:
             count += 1
             if count % EVENTS_IN_A_ROW == 0:
                 await asyncio.sleep(0)
-
-    async def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """For an event, or for the core's deadline. uvloop counts milliseconds, and may wake us up just before it."""
-        deadline = self.node.deadline
-        while not self.events and (deadline is None or loop.time() < deadline):
-            self._has_events.clear()
-            due = deadline if deadline is None else max(deadline, loop.time() + TIMER_SECONDS)
-            timer = None if due is None else loop.call_at(due, self._has_events.set)
-            try:
-                await self._has_events.wait()
-            finally:
-                if timer is not None:
-                    timer.cancel()
 
     async def _carry_out_for_ever(self) -> None:
         while True:
@@ -340,7 +234,7 @@ class Driver:
     # Payloads
 
     def _fetch(self, effect: ev.Fetch) -> None:
-        if not self._is_right_size(effect):
+        if effect.payload_bytes != self.device.payload_bytes:
             for source in effect.sources:
                 self.give(ev.FetchFailed(effect.payload, source, f"no contribution has {effect.payload_bytes} bytes"))
             return
@@ -439,7 +333,7 @@ class Driver:
 
     async def _fetch_lost(self, name: bytes) -> None:
         """It was here, or the core would not rest its words on it; peers may still have it."""
-        size, sources = self.device.trainer.form.payload_bytes, list(self.edges.connections.linked)
+        size, sources = self.device.payload_bytes, list(self.edges.connections.linked)
         try:
             self.edges.keeping.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
         except FetchError as error:

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 
 import msgspec
 
-from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
-from p2ptrain.core.messages import PROTOCOL_VERSION
+from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon.fetching import fetch_manifest, fetch_tokenizer
 from p2ptrain.daemon.places import data_directory, dataset_directory, run_directory
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.net import inquiry
-from p2ptrain.net.addresses import split
+from p2ptrain.net.addresses import kind_of_address, split
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.connections import tell
 from p2ptrain.net.fetch import Fetcher
@@ -30,7 +30,6 @@ from p2ptrain.store.records import remembered_peers
 FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
 REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run; more, where those that told give nothing
-RELAYS_MAX = 8  # remembered; p2pd holds places with four
 ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -164,28 +163,33 @@ def stored_runs(config: NodeConfig) -> list[RunConfig]:
     return found
 
 
+def check_addresses(network: NetworkConfig) -> None:
+    """ConfigError: one that cannot be right should not be tried for ever."""
+    for key, addresses in (("bootstrap", network.bootstrap), ("trusted_relays", network.trusted_relays)):
+        for address in addresses:
+            try:
+                split(address)
+            except TransportError as error:
+                raise ConfigError(str(error), key=f"network.{key}", fix="Check that it was copied whole") from error
+
+
 def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
     """The bootstraps are the relays that a node behind a router can be reached through, and with them peers that it
-    remembers: started again without a bootstrap, or after that one has gone for good, it has relays still.
+    remembers: started again without a bootstrap, or after that one has gone for good, it has relays still. Public ones
+    come first: neighbours at home are reached from nowhere else.
     """
     network, runs = config.network, stored_runs(config)
     if network.trusted_relays:
         return network
-    directories = [
-        run_directory(config, bytes.fromhex(run.run_id)) for run in runs if run.run_id.startswith(wanted or "")
+    of_runs = [
+        remembered_peers(run_directory(config, bytes.fromhex(run.run_id)))
+        for run in runs
+        if run.run_id.startswith(wanted or "")
     ]
-    remembered = [address for directory in directories for address in remembered_peers(directory)]
-    usable = [address for address in remembered if _may_be_a_relay(address)][:RELAYS_MAX]
-    return network.model_copy(update={"trusted_relays": tuple(dict.fromkeys([*network.bootstrap, *usable]))})
-
-
-def _may_be_a_relay(address: str) -> bool:
-    """Peers have told these, and may have told anything."""
-    try:
-        _, route = split(address)
-    except TransportError:
-        return False
-    return not route.endswith("/p2p-circuit")
+    remembered = [address for addresses in of_runs for address in addresses]
+    SystemRandom().shuffle(remembered)  # or else a few who want to be first would be it at each start
+    remembered.sort(key=lambda address: kind_of_address(address) in ("public", "name"), reverse=True)
+    return network.model_copy(update={"trusted_relays": (*network.bootstrap, *remembered)})
 
 
 async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:

@@ -81,6 +81,22 @@ def over_memory(limits: LimitsConfig, resident: int) -> str:
     return f"{OVER_MEMORY}: {much}; end it, or raise the limit"
 
 
+def _changes(order: dict[str, Any]) -> dict[str, Any]:
+    return {key: order[option] for option, key in KEYS.items() if order.get(option) is not None}
+
+
+def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
+    """As `p2ptrain limit` says; what is not named stays. ConfigError: one is not possible."""
+    try:
+        return LimitsConfig.model_validate({**limits.model_dump(), **_changes(order)})
+    except ValidationError as error:
+        place = error.errors(include_url=False)[0]["loc"]
+        key = str(place[0]) if place else "hours"  # the one check of all of them is about these
+        option = next(option for option, name in KEYS.items() if name == key)
+        fix = f"Give {allowed(LimitsConfig.model_fields[key])}"
+        raise ConfigError(f"{order[option]!r} is not possible", key=f"--{option}", fix=fix) from error
+
+
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
     """ConfigError if the run cannot be trained in the memory that the config allows."""
     limit = config.limits.memory_bytes
@@ -147,18 +163,10 @@ class Guest:
 
     def change(self, order: dict[str, Any]) -> None:
         """As `p2ptrain limit` says; what is not named stays. ConfigError: one is not possible, and all stay."""
-        changes = {key: order[option] for option, key in KEYS.items() if order.get(option) is not None}
+        changes = _changes(order)
         if not changes:
             return
-        try:
-            changed = LimitsConfig.model_validate({**self.limits.model_dump(), **changes})
-        except ValidationError as error:
-            place = error.errors(include_url=False)[0]["loc"]
-            key = str(place[0]) if place else "hours"  # the one check of all of them is about these
-            option = next(option for option, name in KEYS.items() if name == key)
-            fix = f"Give {allowed(LimitsConfig.model_fields[key])}"
-            raise ConfigError(f"{order[option]!r} is not possible", key=f"--{option}", fix=fix) from error
-        self._set(changed)
+        self._set(changed(self.limits, order))
         log.info("limits: %s", ", ".join(f"{key} = {value!r}" for key, value in changes.items()))
         self.look()
 

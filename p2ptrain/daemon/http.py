@@ -1,7 +1,8 @@
 """The node over HTTP: its server's life in the daemon's, and the data for what it shows (web/).
 
 It answers from the start, before the run is found: that the process is alive, and that it is not ready. While someone
-watches /events, it is looked once a second at what has changed.
+watches /events, it is looked once a second at what has changed. A mistake of ours in that look ends no training: it is
+logged and counted, those who watch are let go, and it is looked again a minute later.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from p2ptrain.daemon.daemon import Daemon
 
 LOOK_SECONDS = 1.0  # between events of the same kind
+LOOK_AGAIN_SECONDS = 60.0  # after a mistake of ours, which may come again: so often it is in the log, and no more
 LINES_KEPT = 64  # what a page shows of the log when it opens
 LINES_WAITING_MAX = 256  # lines of one second; of more, the oldest go
 ROUNDS_AT_ONCE = 32  # that one look may find: beyond it a page does better to ask for all
@@ -77,13 +79,8 @@ class Http:
         config = self.config
         if not config.enabled:
             return
-        token = _token_of(config)
-        listener = await self._listen()
+        listener, token = await listen(config)
         host, port = listener.getsockname()[:2]
-        if not token and not is_loopback(host):  # a name that leads elsewhere than its owner thinks
-            listener.close()
-            fix = 'Name a token_file, or set host = "127.0.0.1"'
-            raise ConfigError(f"{config.host} is {host} here, which others reach", key="http.host", fix=fix)
         self._app = App(self, Guard(config.host, port, config.allowed_hosts, token), __version__)
         self._server = Server(self._app.application)
         self._app.places = self._server.places
@@ -91,7 +88,7 @@ class Http:
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # all addresses: one of them
         self.url = f"http://{bracketed(shown)}:{port}/"
         logging.getLogger("p2ptrain").addHandler(self._lines)
-        self._looking = asyncio.create_task(self._look_for_ever(), name="events over HTTP")
+        self._look()
         log.info("this node in a browser: %s%s", self.url, "?token=..." if token else "")
 
     async def close(self) -> None:
@@ -100,22 +97,6 @@ class Http:
             self._looking.cancel()
         if self._server is not None:
             await self._server.close()
-
-    async def _listen(self) -> socket.socket:
-        """A bound socket. The port that nobody chose gives way: there may be several nodes on a machine."""
-        host, port = self.config.host, self.config.port
-        try:
-            return await _bound(host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                problem = f"cannot listen on {host}, port {port}: {error.strerror or error}"
-                raise ConfigError(problem, key="http.host", fix="Give an address of this machine") from error
-            if "port" in self.config.model_fields_set:
-                fix = "Choose another, or 0 for any free one"
-                raise ConfigError(f"port {port} of {host} is taken", key="http.port", fix=fix) from error
-        listener = await _bound(host, 0)
-        log.info("port %d is taken, perhaps by another node: this one takes a free one", port)
-        return listener
 
     # -----------------------------------------------------------------------------------------------
     # What is shown
@@ -141,9 +122,23 @@ class Http:
     def lines(self) -> list[LogLine]:
         return [*self._lines.lately]
 
-    async def _look_for_ever(self) -> None:
+    def _look(self, after_seconds: float = 0.0) -> None:
+        self._looking = asyncio.create_task(self._look_for_ever(after_seconds), name="events over HTTP")
+        self._looking.add_done_callback(self._look_ended)
+
+    def _look_ended(self, task: asyncio.Task[None]) -> None:
+        """With the node; or by a mistake, of which a page that merely stood still would tell nobody."""
+        if task.cancelled():
+            return
+        log.error("the look at what changes, for pages and other watchers, went wrong", exc_info=task.exception())
+        self._app.events.break_off()
+        self._look(LOOK_AGAIN_SECONDS)
+
+    async def _look_for_ever(self, after_seconds: float) -> None:
         """Nothing is looked at while nobody watches."""
         events = self._app.events
+        await asyncio.sleep(after_seconds)
+        events.is_broken = False
         while True:
             await events.is_watched.wait()
             self._lines.waiting.clear()
@@ -169,8 +164,33 @@ class Http:
                 events.publish("log", self._lines.waiting.popleft())
 
 
-def _token_of(config: HttpConfig) -> bytes:
-    return read_token(Path(config.token_file).expanduser()) if config.token_file else b""
+async def listen(config: HttpConfig) -> tuple[socket.socket, bytes]:
+    """A bound socket, and the token that is asked for. ConfigError if it cannot be as the config says."""
+    token = read_token(Path(config.token_file)) if config.token_file else b""
+    listener = await _bind(config)
+    host = listener.getsockname()[0]
+    if not token and not is_loopback(host):  # a name that leads elsewhere than its owner thinks
+        listener.close()
+        fix = 'Name a token_file, or set host = "127.0.0.1"'
+        raise ConfigError(f"{config.host} is {host} here, which others reach", key="http.host", fix=fix)
+    return listener, token
+
+
+async def _bind(config: HttpConfig) -> socket.socket:
+    """The port that nobody chose gives way: there may be several nodes on a machine."""
+    host, port = config.host, config.port
+    try:
+        return await _bound(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            problem = f"cannot listen on {host}, port {port}: {error.strerror or error}"
+            raise ConfigError(problem, key="http.host", fix="Give an address of this machine") from error
+        if "port" in config.model_fields_set:
+            fix = "Choose another, or 0 for any free one"
+            raise ConfigError(f"port {port} of {host} is taken", key="http.port", fix=fix) from error
+    listener = await _bound(host, 0)
+    log.info("port %d is taken, perhaps by another node: this one takes a free one", port)
+    return listener
 
 
 async def _bound(host: str, port: int) -> socket.socket:

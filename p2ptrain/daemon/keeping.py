@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from shutil import disk_usage
 from time import monotonic, sleep, time
 from typing import TypeVar
 
@@ -69,6 +70,7 @@ class Keeping:
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not have heard of yet, and since when
         self.records_trouble = ""  # why no history is written, as long as none is
         self.checkpoint_trouble = ""  # why the last checkpoint, or note for one, was not written
+        self.free_bytes: int | None = None  # of the disk, when it was looked at last; None: it was not, or did not say
         self.history_rounds = 2**62  # a checkpoint older than so many rounds leads nowhere
         self._saved_round = 0  # of the last that was written
         self._turn = asyncio.Lock()  # of who makes a checkpoint: there is memory for one copy
@@ -136,6 +138,15 @@ class Keeping:
     async def remember(self, addresses: Sequence[str], linked: Collection[str]) -> bool:
         """Addresses for the next start; peers of these ids are connected now."""
         return await self._note(self.store.records.remember, addresses, linked, time())
+
+    async def look_for_room(self) -> None:
+        """How much the disk still takes. Asked where nobody waits: a disk of the network may take minutes."""
+        try:
+            usage = await asyncio.get_running_loop().run_in_executor(self._historian, disk_usage, self.store.directory)
+        except OSError:
+            self.free_bytes = None
+        else:
+            self.free_bytes = usage.free  # to whoever is not root
 
     async def _note(self, job: Callable[..., None], *arguments: object) -> bool:
         try:

@@ -20,18 +20,29 @@ from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
 from p2ptrain.daemon.daemon import Daemon, live, save_last
-from p2ptrain.daemon.find import ask_around, fetch_dataset, find_dataset, find_run, open_dataset, with_relays
+from p2ptrain.daemon.find import (
+    ask_around,
+    check_addresses,
+    fetch_dataset,
+    find_dataset,
+    find_run,
+    open_dataset,
+    with_relays,
+)
 from p2ptrain.daemon.guest import be_nice
 from p2ptrain.daemon.http import STARTING, Http
 from p2ptrain.daemon.logs import set_up
 from p2ptrain.daemon.notify import notify
-from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
+from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory, run_directory
 from p2ptrain.daemon.progress import Progress
+from p2ptrain.daemon.rounds import Rounds
 from p2ptrain.daemon.status import status_of
+from p2ptrain.daemon.tensorboard import TensorBoard
+from p2ptrain.daemon.tracking import JsonLines, Tracking, Writer
+from p2ptrain.daemon.wandb_run import WandbRun
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.net.addresses import split
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.store.lock import Lock
@@ -56,7 +67,7 @@ def join(config: NodeConfig, run: str | None, ticket: Path | None, trust: str | 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
     """`p2ptrain runs`: what the bootstraps take part in."""
-    _check_addresses(config.network)
+    check_addresses(config.network)
 
     async def look() -> list[dict[str, Any]]:
         async with AsyncExitStack() as stack:
@@ -142,7 +153,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
 
     be_nice(config.limits.nice)
     set_up(config.logging)
-    _check_addresses(config.network)
+    check_addresses(config.network)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         owner = await _answer_owner(stack, config)
@@ -151,14 +162,14 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         place = dataset_directory(config, run.data.manifest)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
-        transport = await _open_with_relays(stack, config, None, owner.sockets)
+        transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), owner, http)
 
 
 async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None, trust: bytes) -> None:
     be_nice(config.limits.nice)
     set_up(config.logging)
-    _check_addresses(config.network)
+    check_addresses(config.network)
     ticket = _read_ticket(ticket_file)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
@@ -171,15 +182,6 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         if data is None:
             data = await fetch_dataset(transport, config, run, directory, sources)
         await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket, trust=trust), owner, http)
-
-
-def _check_addresses(network: NetworkConfig) -> None:
-    """One that cannot be right should not be tried for ever."""
-    for address in network.bootstrap:
-        try:
-            split(address)
-        except TransportError as error:
-            raise ConfigError(str(error), key="network.bootstrap", fix="Check that it was copied whole") from error
 
 
 def _read_trust(head: str | None) -> bytes:
@@ -282,6 +284,7 @@ async def _show(stack: AsyncExitStack, config: NodeConfig) -> Http:
 async def _serve(stack: AsyncExitStack, launch: Launch, owner: _Owner, http: Http) -> None:
     """Until the node has left."""
     daemon, started = await assemble(stack, launch)
+    _track(stack, launch, daemon.rounds)
     owner.daemon = http.daemon = daemon
     daemon.http, daemon.lines = http.url, http.lines
     _tell_how_to_join(launch.transport, launch.run)
@@ -292,6 +295,19 @@ async def _serve(stack: AsyncExitStack, launch: Launch, owner: _Owner, http: Htt
     notify(STOPPING="1", STATUS=f"{why}: it saves its state and ends")
     await save_last(daemon)
     log.info("%s: ended", why)
+
+
+def _track(stack: AsyncExitStack, launch: Launch, rounds: Rounds) -> None:
+    """Write the figures of each round beside the store, and for other tools where the config names any."""
+    config, run = launch.config, launch.run
+    writers: list[Writer] = [JsonLines(run_directory(config, launch.run_id))]
+    for directory, writer in ((config.tracking.tensorboard, TensorBoard), (config.tracking.wandb, WandbRun)):
+        if directory:
+            writers.append(writer(Path(directory), run))
+    for each in writers:
+        tracking = Tracking(each)
+        stack.push_async_callback(asyncio.to_thread, tracking.close)
+        rounds.on_round.append(tracking.note)
 
 
 def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:

@@ -33,7 +33,7 @@ FLUSH_SECONDS = 2.0  # for what was said last, at the end: whoever does not read
 
 def plain(text: str) -> str:
     """A text that may be a peer's, without what a terminal obeys: control characters (C0, C1), and those that turn the
-    direction of writing."""
+    direction of writing. As long as before, which `visible` is not: lines are bounded, and tables have columns."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 

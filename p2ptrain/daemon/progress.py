@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from p2ptrain.daemon.logs import Unbuffered, Words, Writer, plain
+from p2ptrain.daemon.top_words import few
 
 log = logging.getLogger("p2ptrain.progress")
 
@@ -114,7 +115,8 @@ def lines_of(status: dict[str, Any]) -> str:
         "loss": loss,
         "speed": f"{status['tokens_per_second']:,.0f} tokens/s",
         "peers": str(len(status["peers"])),
-        "roster": f"{len(status['roster'])} members, of which {status['quorum']} decide; "
+        "roster": f"{few(len(status['roster']), 'member', 'members')}, "
+        f"of which {few(status['quorum'], 'decides', 'decide')}; "
         f"{tolerance['crashes']} may crash, {tolerance['liars']} may lie",
         "health": "\n".join(status["health"]) or "good",
         "http": status["http"] or "off",

@@ -168,7 +168,9 @@ class Rounds:
         before, self._tallied = self._tallied, {each.peer: each for each in standings_of(self.node)}
         late, refused = 0, Counter[str]()
         for now in self._tallied.values():
-            was = before.get(now.peer, _nobody(now.peer))
+            was = before.get(now.peer)
+            if was is None or _is_forgotten(now, was):
+                was = _nobody(now.peer)
             if _facts(was) != _facts(now):
                 more = Counter(now.refused)
                 more.subtract(was.refused)
@@ -276,16 +278,25 @@ def _nobody(peer: bytes) -> Standing:
     return Standing(peer, False, False, False, 0.0, False, 0, 0, 0, {}, {})
 
 
+def _is_forgotten(now: Standing, was: Standing) -> bool:
+    """The core has let go of what it had counted, since it tallies only so many (core/tally.py), and counts anew."""
+    return now.offered < was.offered or now.applied < was.applied or now.late < was.late
+
+
 def _facts(each: Standing | PeerRecord) -> tuple[Any, ...]:
     """What it has done; that its points decay, or that it comes and goes, is nothing of the kind."""
     return each.offered, each.applied, each.late, each.refused, each.observed
 
 
 def told(record: RoundRecord) -> dict[str, Any]:
-    """A record as plain data for JSON: digests as hexadecimal digits, peers by their ids."""
+    """A record as plain data for JSON: digests as hexadecimal digits, peers by their ids.
+
+    Records of earlier releases may count less than none late: what the core had forgotten was subtracted.
+    """
     names = {"branch": record.branch, "root": record.root, "manifest": record.manifest}
     return (
         msgspec.structs.asdict(record)
+        | {"late": max(0, record.late)}
         | {name: value.hex() for name, value in names.items()}
         | {"contributors": [peer_id_of(key) for key in record.contributors], "mine_taken": [*record.mine_taken]}
     )

@@ -5,7 +5,6 @@ web/models.py describes every key, for whoever reads it over HTTP or with `p2ptr
 
 from __future__ import annotations
 
-import ipaddress
 from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from p2ptrain.daemon.guest import OVER_MEMORY, OWNER
 from p2ptrain.daemon.rounds import told
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.store.records import PeerRecord
 
 if TYPE_CHECKING:
@@ -88,11 +88,13 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "loop_lag_seconds": round(daemon.lag.worst, 4),
         "uptime_seconds": round(daemon.uptime, 1),
         "roots": {str(number): root.hex() for number, root in sorted(driver.node.work.roots.items())[-ROOTS_TOLD:]},
-        "payload_bytes": device.trainer.form.payload_bytes,
+        "payload_bytes": device.payload_bytes,
         "state_bytes": device.state_bytes,
         "bytes": edges.transport.counters(),
         "traffic": traffic_of(edges),
         "limits": limits_of(daemon),
+        "queued_frames": edges.lines.queued_frames,
+        "disk_free_bytes": edges.keeping.free_bytes,
         "counters": snapshot.counters
         | dict(driver.counters)
         | edges.lines.counters()
@@ -209,22 +211,6 @@ def latency_of(connections: Connections, peer: bytes) -> float | None:
     if known is None or peer not in connections.linked or not known.answered_in:
         return None
     return round(median(known.answered_in), 4)
-
-
-def kind_of_address(address: str) -> str:
-    """Of what kind a multiaddr is, for a person."""
-    parts = address.split("/")
-    if "p2p-circuit" in parts:
-        return "relay"
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return "name" if len(parts) > 2 and parts[1].startswith("dns") else "unknown"
-    try:
-        host = ipaddress.ip_address(parts[2])
-    except ValueError:
-        return "unknown"
-    if host.is_loopback:
-        return "loopback"
-    return "public" if host.is_global else "private"
 
 
 def rounds_of(daemon: Daemon, last: int) -> list[dict[str, Any]]:

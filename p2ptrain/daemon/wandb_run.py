@@ -26,12 +26,17 @@ OWN = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # their report
 WORDS_BYTES_MAX = 2_000  # of the end of what it said, to find its last line in
 
 
+def require_wandb() -> None:
+    """ConfigError if their package is not there."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("needs wandb", key="tracking.wandb", fix="Run: pip install 'p2ptrain[wandb]'")
+
+
 class WandbRun:
     """Written in one thread; `kill` in any."""
 
     def __init__(self, directory: Path, run: RunConfig) -> None:
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("needs wandb", key="tracking.wandb", fix="Run: pip install 'p2ptrain[wandb]'")
+        require_wandb()
         self.directory = directory.absolute()
         self._project = f"{run.name}-{run.run_id[:8]}"
         self._config = {"name": run.name, "run_id": run.run_id}

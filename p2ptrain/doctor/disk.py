@@ -13,7 +13,7 @@ from p2ptrain.doctor.findings import Finding
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, mega
-from p2ptrain.store.lock import LOCK_NAME
+from p2ptrain.store.lock import FIX, LOCK_NAME, LOCK_SUFFIX, beside
 
 PROBE_BYTES = 64 * 2**20  # more than what a disk takes into its own memory at no cost; a guess
 PROBE_PART_BYTES = 2**20
@@ -82,8 +82,8 @@ def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
     return None
 
 
-def check_locks(directory: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Finding:
-    """`note` is what a daemon leaves of itself, `answers` whether one does."""
+def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Finding:
+    """`note` is what a daemon leaves of itself, `answers` whether one does. Who starts takes both locks, or ends."""
     if not locks.exists():
         return Finding("locks", "warning", f"not known: there is no {locks}")
     holder = holder_of(directory / LOCK_NAME, locks)
@@ -91,7 +91,9 @@ def check_locks(directory: Path, note: Path, answers: bool, locks: Path = LOCKS)
         return Finding("locks", "good", f"held by the daemon that runs here, process {holder or 'unknown'}")
     if holder is not None:
         fix = "It may be about to start, stopped (kill -CONT) or hung: end it before another starts here"
-        return Finding("locks", "warning", f"process {holder or 'unknown'} holds {directory} and does not answer", fix)
+        return Finding("locks", "failed", f"process {holder or 'unknown'} holds {directory} and does not answer", fix)
+    if (other := holder_of(beside(key, LOCK_SUFFIX), locks)) is not None:
+        return Finding("locks", "failed", f"process {other or 'unknown'} speaks as {key}", FIX)
     if note.exists():
         text = "the last daemon did not end properly; nothing holds its locks, and the next start goes on from the disk"
         return Finding("locks", "good", text)

@@ -6,7 +6,7 @@ import asyncio
 import re
 import resource
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import psutil
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon import control
-from p2ptrain.daemon.find import ask_around, stored_runs
+from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
 from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
 from p2ptrain.doctor import disk, machine, network
 from p2ptrain.doctor.findings import Check, Finding, Level, within
@@ -24,7 +24,6 @@ from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError, RemotePro
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, need_of
 from p2ptrain.net import inquiry
-from p2ptrain.net.addresses import split
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.store.records import remembered_peers
 
@@ -56,26 +55,19 @@ class Patient:
         return data_directory(self.config)
 
 
-def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> list[Finding]:
-    """Everything that can be found out. ConfigError: an address that is none."""
+def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> Iterator[Finding]:
+    """Everything that can be found out, each as it is. ConfigError, before any: an address that is none."""
     patient = Patient(config, config_file, is_asked_outside)
-    for address in config.network.bootstrap:
-        try:
-            split(address)
-        except TransportError as error:
-            raise ConfigError(str(error), key="network.bootstrap", fix="Check that it was copied whole") from error
-    found = [
-        Finding("config", "good", f"{config_file}: right" if config_file else "no file: what is not set is default")
-    ]
-    found += within(Check("daemon", lambda: look_for_daemon(patient), 2 * DAEMON_SECONDS, "warning"))
-    found += within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
-    found += within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
-    found += within(Check("data directory", lambda: look_at_directory(patient), QUICK_SECONDS))
-    found += within(Check("ports", lambda: look_at_ports(patient), QUICK_SECONDS))
-    found += look_outside(patient)
-    found += within(Check("run", lambda: look_at_run(patient), TORCH_SECONDS))
-    found += within(Check("disk speed", lambda: look_at_speed(patient), DISK_SECONDS))
-    return found
+    check_addresses(config.network)
+    yield Finding("config", "good", f"{config_file}: right" if config_file else "no file: what is not set is default")
+    yield from within(Check("daemon", lambda: look_for_daemon(patient), 2 * DAEMON_SECONDS, "warning"))
+    yield from within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
+    yield from within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
+    yield from within(Check("data directory", lambda: look_at_directory(patient), QUICK_SECONDS))
+    yield from within(Check("ports", lambda: look_at_ports(patient), QUICK_SECONDS))
+    yield from look_outside(patient)
+    yield from within(Check("run", lambda: look_at_run(patient), TORCH_SECONDS))
+    yield from within(Check("disk speed", lambda: look_at_speed(patient), DISK_SECONDS))
 
 
 def look_for_daemon(patient: Patient) -> list[Finding]:
@@ -105,6 +97,7 @@ def look_at_programs(patient: Patient) -> list[Finding]:
         machine.check_python(),
         machine.check_torch(machine.installed("torch")),
         *machine.check_p2pd(patient.config.network.listen, machine.installed("hivemind")),
+        *machine.check_tracking(patient.config.tracking),
         machine.check_files(soft, hard),
     ]
 
@@ -119,7 +112,7 @@ def look_at_directory(patient: Patient) -> list[Finding]:
     return [
         disk.check_writable(patient.directory),
         disk.check_key(identity_file(patient.config)),
-        disk.check_locks(patient.directory, note, patient.is_answering),
+        disk.check_locks(patient.directory, identity_file(patient.config), note, patient.is_answering),
     ]
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from p2ptrain.daemon.logs import plain
+from p2ptrain.errors import ConfigError
 
 # good; warning: it works, and could be better, or it is not known; failed: a node cannot work so
 Level = Literal["good", "warning", "failed"]
@@ -27,6 +28,12 @@ class Finding:
     level: Level
     result: str
     fix: str = ""  # what to do; nothing where all is well
+
+
+def refused(what: str, error: ConfigError) -> Finding:
+    """What the start would say, and end."""
+    place = ": ".join(part for part in (error.source, error.key) if part)
+    return Finding(what, "failed", f"{place}: {error.problem}" if place else error.problem, error.fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +67,18 @@ def can_work(findings: Sequence[Finding]) -> bool:
     return all(each.level != "failed" for each in findings)
 
 
-def text_of(findings: Sequence[Finding]) -> str:
-    """A line for each, and one for what to do."""
-    lines = []
-    for each in findings:
-        lines.append(f"{each.level:<{LEVEL_WIDTH}} {each.what:<{WHAT_WIDTH}} {each.result}")
-        if each.fix:
-            lines.append(f"{'':<{LEVEL_WIDTH + WHAT_WIDTH + 2}}{each.fix}")
+def text_of(finding: Finding) -> str:
+    """A line, and one for what to do."""
+    lines = [f"{finding.level:<{LEVEL_WIDTH}} {finding.what:<{WHAT_WIDTH}} {finding.result}"]
+    if finding.fix:
+        lines.append(f"{'':<{LEVEL_WIDTH + WHAT_WIDTH + 2}}{finding.fix}")
+    return plain("\n".join(lines))
+
+
+def verdict_of(findings: Sequence[Finding]) -> str:
     counts = {level: sum(each.level == level for each in findings) for level in ("failed", "warning")}
     verdict = "a node can work here" if can_work(findings) else "a node cannot work so"
-    lines.append(f"{verdict}: {counts['failed']} failed, {counts['warning']} warnings")
-    return plain("\n".join(lines))
+    return f"{verdict}: {counts['failed']} failed, {counts['warning']} warnings"
 
 
 def json_of(findings: Sequence[Finding]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from p2ptrain.config import DeviceConfig
-from p2ptrain.doctor.findings import Finding
-from p2ptrain.errors import DeviceError
+from p2ptrain.config import DeviceConfig, TrackingConfig
+from p2ptrain.daemon.wandb_run import require_wandb
+from p2ptrain.doctor.findings import Finding, refused
+from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn.memory import Need, mega
 from p2ptrain.net.process import CONNECTIONS_HIGH, find_binary
 from p2ptrain.net.transport import TransportError
@@ -93,6 +94,17 @@ def installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def check_tracking(config: TrackingConfig) -> list[Finding]:
+    """What the start refuses to do without; nothing where no such tool is named."""
+    if not config.wandb:
+        return []
+    try:
+        require_wandb()
+    except ConfigError as error:
+        return [refused("tracking", error)]
+    return [Finding("tracking", "good", f"wandb {installed('wandb')}")]
 
 
 def chosen_device(config: DeviceConfig, found: Hardware) -> str:

@@ -8,21 +8,20 @@ peer that dials back whomever it is told to would be a weapon, so we ask for no 
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import re
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.config import HttpConfig, NetworkConfig
-from p2ptrain.daemon.status import kind_of_address
-from p2ptrain.doctor.findings import Finding
+from p2ptrain.daemon import http
+from p2ptrain.doctor.findings import Finding, refused
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.learn.memory import mega
 from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.blobs import BlobName, all_pieces
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.fetch import Fetcher
@@ -73,20 +72,17 @@ def check_http(config: HttpConfig, url: str | None) -> Finding:
         return Finding("http", "good", f"{url}, of the node that runs")
     if not config.enabled:
         return Finding("http", "good", "off")
-    place = f"port {config.port} of {config.host}"
     try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family[0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(family[4])
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            if "port" not in config.model_fields_set:
-                return Finding("http", "good", f"{place} is taken, perhaps by another node: this one takes a free one")
-            return Finding("http", "failed", f"{place} is taken", "Choose another in http.port, or 0 for any free one")
-        fix = "Give an address of this machine in http.host, and a port from 1024 on in http.port"
-        return Finding("http", "failed", f"{place} cannot be listened on: {error.strerror or error}", fix)
-    return Finding("http", "good", f"{place} is free")
+        listener, token = asyncio.run(http.listen(config))  # as the start does it
+    except ConfigError as error:
+        return refused("http", error)
+    port = listener.getsockname()[1]
+    listener.close()
+    place, guarded = f"port {config.port} of {config.host}", ", and the token can be read" if token else ""
+    if config.port and port != config.port:
+        text = f"{place} is taken, perhaps by another node: this one takes a free one{guarded}"
+        return Finding("http", "good", text)
+    return Finding("http", "good", f"{place} is free{guarded}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -251,8 +247,9 @@ def judge_reach(told: Sequence[str] | None, sights: Sequence[Sight], own: Sequen
         return Finding("reachability", "warning", "not known", fix)
     if hosts <= set(own):
         where = "from the internet" if all(map(_is_global, hosts)) else "from the same network"
-        text = f"{where}, if the firewall lets the ports of network.listen in; AutoNAT tells when the node runs"
-        return Finding("reachability", "good", text)
+        text = f"not known yet: {where}, if the firewall lets the ports of network.listen in"
+        fix = "Look again while the node runs: AutoNAT finds out in some minutes"
+        return Finding("reachability", "warning", text, fix)
     text = "through the router if it opens a port (UPnP) or holes can be punched, else through a relay"
     return Finding("reachability", "warning", text, "Look again while the node runs: AutoNAT finds out in some minutes")
 

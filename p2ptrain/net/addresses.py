@@ -1,4 +1,4 @@
-"""Multiaddrs as text: the peer's id at the end, which of our own are worth telling others.
+"""Multiaddrs as text: the peer's id at the end, of what kind they are, which of our own are worth telling others.
 
 And p2pd's reasons for not reaching one, in fewer words.
 """
@@ -54,12 +54,41 @@ def worth_telling(routes: list[str]) -> list[str]:
     return outside or [route for route in routes if not _is(route, "is_link_local")]
 
 
+def kind_of_address(address: str) -> str:
+    """Of what kind a multiaddr is, for a person."""
+    parts = address.split("/")
+    if "p2p-circuit" in parts:
+        return "relay"
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
+        return "name" if len(parts) > 2 and parts[1].startswith("dns") else "unknown"
+    try:
+        host = ipaddress.ip_address(parts[2])
+    except ValueError:
+        return "unknown"
+    if host.is_loopback:
+        return "loopback"
+    return "public" if host.is_global else "private"
+
+
 def _is(route: str, kind: str) -> bool:
     match = re.match(r"/ip[46]/([^/]+)/", route)
     try:
         return bool(match and getattr(ipaddress.ip_address(match[1]), kind))
     except ValueError:
         return False
+
+
+def address_range(address: str) -> str:
+    """What one provider or attacker is likely to own as a whole; empty if that cannot be told: names cost nothing, and
+    behind a relay anybody may be."""
+    parts = address.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
+        return ""
+    try:
+        host = ipaddress.ip_address(parts[2])
+    except ValueError:
+        return ""
+    return str(ipaddress.ip_network((host, 16 if host.version == 4 else 32), strict=False))
 
 
 def reason(text: str) -> str:

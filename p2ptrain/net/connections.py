@@ -17,26 +17,27 @@ Dials that fail are repeated with growing waits and jitter, for ever: an outage 
 
 Names cost nothing, and neither do addresses at which nobody answers. So those we need, those who were reached before,
 and those of whom we have only heard are dialled and met in places of their own (`Standing`), each within a time limit.
+
+What is kept of one peer is in known.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
 from random import Random
 
 import msgspec
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import inquiry
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, split
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
+from p2ptrain.net.known import ADDRESSES_MAX, Known, Origin, Standing, Stranger
 from p2ptrain.net.transport import Transport, TransportError
 
 LOOK_SECONDS = 1.0  # between looks at who is connected: a unix socket and a few hundred bytes
@@ -54,13 +55,11 @@ LINKS_MAX = 48  # gossip needs a dozen; the rest shortens the way to payloads an
 RANGES_KEPT = 8  # anchors: links to different address ranges (/16, /32 of IPv6), besides all others
 KEEP_SECONDS = 60.0  # until it is said again whom to keep: it is forgotten with a connection that broke for a moment
 KNOWN_MAX = 1_024  # peers with addresses; of more, those that were never reached are forgotten first
-ADDRESSES_MAX = 8  # of a peer; as many of the longest fit an announcement
 ANNOUNCE_SECONDS = 300.0  # between announcements of our own addresses in the DHT
 HINT_SECONDS = 1_800.0  # how long such a hint stands
 SEARCH_SECONDS = 2.0  # between looks into the DHT; doubles up to
 SEARCH_SECONDS_MAX = 60.0
 ASKED = 3  # peers, each time, for others that they know
-ANSWERS_KEPT = 5  # of which it is known how long they took: the median of so few is of the last minutes
 TELL_SECONDS = 60.0  # between two lines about the same thing that is wrong with an address
 TOLD_MAX = 64
 
@@ -69,68 +68,6 @@ _HINT_ENCODER = msgspec.msgpack.Encoder()
 _HINT = msgspec.msgpack.Decoder(list[str])
 
 Seen = Callable[[bytes], None]
-
-
-class Origin(IntEnum):
-    """Who says where a peer is, the most certain last."""
-
-    HEARSAY = 0
-    REMEMBERED = 1
-    ITSELF = 2
-    USER = 3
-
-
-class Standing(IntEnum):
-    """What a peer is to us. The places of one are not to be had by another."""
-
-    HEARD_OF = 0
-    REACHED = 1  # now, once, or in an earlier life
-    NEEDED = 2  # a bootstrap, or a member
-
-
-@dataclass(slots=True)
-class Known:
-    """A peer whose addresses we know."""
-
-    origins: dict[str, Origin] = field(default_factory=dict)  # by address
-    worked: str = ""  # the address under which it was reached last
-    is_bootstrap: bool = False
-    tries: int = 0
-    next_at: float = 0.0
-    told: dict[str, float] = field(default_factory=dict)  # what was said of it in the log, and when
-    was_reached: bool = False  # in this life or, as we remember, an earlier one
-    linked_at: float = -math.inf  # last, in this life
-    answered_in: deque[float] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))  # seconds, the last last
-
-    @property
-    def addresses(self) -> list[str]:
-        """What worked, then the most certain, and of those as certain the newest."""
-        found = list(self.origins)[::-1]
-        found.sort(key=lambda address: (address != self.worked, -self.origins[address]))
-        return found
-
-    def add(self, address: str, origin: Origin) -> None:
-        known = self.origins.pop(address, origin)
-        self.origins[address] = max(known, origin)
-        if len(self.origins) > ADDRESSES_MAX:
-            del self.origins[self.addresses[-1]]
-
-    def to_dial(self, rng: Random) -> list[str]:
-        """The best; then the others by chance, as the time may not be enough for all. Of hearsay one: it costs nothing
-        to make up, and a dial takes seconds."""
-        hearsay = [each for each in self.addresses if self.origins[each] is Origin.HEARSAY and each != self.worked]
-        certain = [each for each in self.addresses if each not in hearsay]
-        rest = certain[1:] + rng.sample(hearsay, min(1, len(hearsay)))
-        rng.shuffle(rest)
-        return certain[:1] + rest
-
-
-@dataclass(slots=True)
-class Stranger:
-    """A peer that is connected, and has not yet shown that it speaks our run's protocol."""
-
-    next_at: float  # when it may be asked again
-    tries: int = 0
 
 
 @dataclass(slots=True)
@@ -476,16 +413,3 @@ def tell(told: dict[str, float], problem: str, now: float) -> None:
 def topic_of(run_id: bytes) -> str:
     """Under which a run's nodes gossip, and find one another."""
     return f"p2ptrain/1/{run_id.hex()}"
-
-
-def address_range(address: str) -> str:
-    """What one provider or attacker is likely to own as a whole; empty if that cannot be told: names cost nothing, and
-    behind a relay anybody may be."""
-    parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
-        return ""
-    try:
-        host = ipaddress.ip_address(parts[2])
-    except ValueError:
-        return ""
-    return str(ipaddress.ip_network((host, 16 if host.version == 4 else 32), strict=False))

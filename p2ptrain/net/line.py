@@ -245,7 +245,12 @@ class Lines:
         return True
 
     def counters(self) -> dict[str, int]:
-        return dict(self._counters) | {"queued": sum(len(each.frames) for each in self._outgoing.values())}
+        return dict(self._counters)
+
+    @property
+    def queued_frames(self) -> int:
+        """That wait to be sent, now."""
+        return sum(len(each.frames) for each in self._outgoing.values())
 
     # ---------------------------------------------------------------------------------------------------
     # Outgoing

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
+from p2ptrain.net.autorelay import relays_to_use
 from p2ptrain.net.dht import STORED_KEYS_MAX, Dht, Storage, Validator
 from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
 from p2ptrain.net.peers import Peers
@@ -242,10 +243,13 @@ class P2pd:
 
     async def _launch(self, stack: AsyncExitStack) -> Process:
         """Start p2pd and tell it all that it has to know."""
-        with_ports(self._listen)  # p2pd would share them with another
+        network = self._network
+        relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
+        usable = await relays_to_use(relays)
         await self._sockets.open()
         control = self._sockets.control
-        process = await Process.start(make_arguments(control, self._identity_file, self._listen, self._network))
+        with_ports(self._listen)  # at the last moment: p2pd would share them with another
+        process = await Process.start(make_arguments(control, self._identity_file, self._listen, network, usable))
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self._control.guardian())

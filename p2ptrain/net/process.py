@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -149,9 +150,9 @@ def make_arguments(
     identity_file: Path,
     listen: tuple[str, ...],
     network: NetworkConfig,
+    relays: Sequence[str],
 ) -> list[str]:
     """p2pd's options. Never -b: with a bootstrap node that is down it would not start."""
-    relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
     options: dict[str, object] = {
         "listen": f"/unix{control}",
         "id": identity_file.absolute(),

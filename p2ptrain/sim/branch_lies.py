@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.events import Publish, SendHistory
 from p2ptrain.core.history import Beginning, Entry, History, Stage, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import (
     NUMBER_MAX,
-    PROTOCOL_VERSION,
     Ballot,
     Call,
     Certificate,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.events import Ask, AskHistory, Publish
 from p2ptrain.core.messages import (
     NOTHING,
-    PROTOCOL_VERSION,
     SHORT_BYTES,
     Announcement,
     Authored,

@@ -1,17 +1,10 @@
 """The write-ahead log: what a node may say only once is here before anyone hears it.
 
-    segment   header, then frames: a snapshot of the journal first, then records in the order they were persisted
-    header    magic, format version, digest of both with the segment's number
-    frame     u32 length | 8 bytes BLAKE3 of the body | 4 bytes BLAKE3 of these, the segment and the offset | body
+A record follows the last with one write and one sync, however many come at once. When the segment (segment.py) has
+grown, its journal begins a new one, which is written whole before it gets its name; since each segment begins with all
+that counts, the newest is all that is read, and older ones are only in the way.
 
-A record follows the last with one write and one sync, however many come at once. When the segment has grown, its
-journal begins a new one, which is written whole before it gets its name; since each segment begins with all that
-counts, the newest is all that is read, and older ones are only in the way.
-
-What a power cut tears is the end of the newest segment, of which nobody was told: it is cut off. The head of a frame
-has a digest of its own, so that a length can be trusted: a frame whose body ends beyond the file was torn, and one
-that is all there and has another digest was damaged later. That is refused and never cut off, because what stood there
-was perhaps said. After Mohan et al., "ARIES" (TODS 1992), and what LevelDB's and TigerBeetle's logs tell the two by.
+What a power cut tears is the end of the newest segment, of which nobody was told: it is cut off.
 """
 
 from __future__ import annotations
@@ -21,17 +14,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from struct import Struct as Layout
 
-import msgspec
 import structlog
-from msgspec import Struct
 
-from p2ptrain.core.events import Record, Said, Saved
+from p2ptrain.core.events import Record, Said
 from p2ptrain.core.messages import Message, decode
 from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
-from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.files import (
     PARTIAL_SUFFIX,
@@ -48,11 +37,9 @@ from p2ptrain.files import (
     write_all,
     write_file,
 )
+from p2ptrain.store.segment import FRAME_BYTES, Snapshot, damaged, decoded, encoded, frame, frames_of, header
 
-VERSION = 1
 SEGMENT_BYTES = 16 * 2**20  # read in a tenth of a second; and twice the snapshot, or each append would make another
-RECORD_BYTES_MAX = 2**31  # a snapshot of 65,536 rounds of a large swarm is the largest there is
-SECTOR_BYTES = 512  # what a disk writes as a whole, or not at all
 
 READ_TIMES = 5  # by who only looks, while a running node begins a new segment and removes the one that was seen
 READ_BYTES_MAX = 2**29  # by who only looks: twice what 256 rounds of 1,024 contributors can make a segment grow to
@@ -60,22 +47,8 @@ NAMES_MAX = 1_024  # in the directory, by who only looks: a node leaves two
 ALL_ROUNDS = 2**31  # more than a segment has: who only looks wants all of it, and not only what a node would keep
 
 _SEGMENT = re.compile(r"[0-9]{8}\.log")
-_MAGIC = b"p2ptrain log"
-_HEADER = Layout("<12sI8s")
-_FRAME = Layout("<I8s4s")
 
 _log = structlog.get_logger("p2ptrain.store")
-
-
-class Snapshot(Struct, frozen=True, tag=True):
-    """All that the records before this segment came to."""
-
-    saved: Saved
-    is_forgetful: bool  # the log before this one was lost, and nothing was written since
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Record | Snapshot] = msgspec.msgpack.Decoder(Record | Snapshot)
 
 
 class Log:
@@ -121,7 +94,7 @@ class Log:
             self._mend()
             at = self.size
             for record in records:
-                frames.append(frame(self.number, at, _ENCODER.encode(record)))
+                frames.append(frame(self.number, at, encoded(record)))
                 at += len(frames[-1])
             self._write(b"".join(frames))
         self.size, self.journal, self.is_forgetful = at, journal, False
@@ -157,7 +130,7 @@ class Log:
         path = self._path_of(number)
         head = header(number)
         snapshot = Snapshot(self.journal.saved_at(0, b""), self.is_forgetful)
-        content = head + frame(number, len(head), _ENCODER.encode(snapshot))
+        content = head + frame(number, len(head), encoded(snapshot))
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
             write_file(partial, content)
@@ -229,7 +202,7 @@ def _folded(path: Path, data: bytes, kept: int) -> _Segment:
             journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
     except RemoteProtocolError as error:
         raise damaged(path, at, f"holds what this version would not say: {error}") from error
-    return _Segment(journal, snapshot.is_forgetful and not rest, end, _FRAME.size + len(first))
+    return _Segment(journal, snapshot.is_forgetful and not rest, end, FRAME_BYTES + len(first))
 
 
 def newest_segment(directory: Path) -> tuple[Path, bytes] | None:
@@ -259,88 +232,6 @@ class _OwnWords:
         return True
 
 
-def decoded(path: Path, at: int, body: bytes) -> Record | Snapshot:
-    """What a body at an offset of a segment says."""
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise damaged(path, at, f"not a record that this version knows: {error}") from error
-
-
 def read_own(envelope: bytes) -> Message:
     """What we have said ourselves."""
     return decode(envelope, _OwnWords()).message
-
-
-def header(number: int, version: int = VERSION) -> bytes:
-    return _HEADER.pack(_MAGIC, version, _header_digest(number, version))
-
-
-def _header_digest(number: int, version: int) -> bytes:
-    return digest("log header", number.to_bytes(8, "little"), version.to_bytes(4, "little"))[:8]
-
-
-def frame(number: int, at: int, body: bytes) -> bytes:
-    """A body as it stands at an offset of a segment."""
-    assert len(body) < RECORD_BYTES_MAX, "a record has its bound"
-    name = digest("log record", body)[:8]
-    return _FRAME.pack(len(body), name, _frame_digest(number, at, len(body), name)) + body
-
-
-def _frame_digest(number: int, at: int, length: int, name: bytes) -> bytes:
-    place = b"".join(part.to_bytes(8, "little") for part in (number, at, length))
-    return digest("log frame", place, name)[:4]
-
-
-def frames_of(path: Path, number: int, data: bytes) -> tuple[list[tuple[int, bytes]], int]:
-    """The bodies in a segment with their offsets, at least one, and where what is torn begins; DataError on damage."""
-    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
-        raise damaged(path, 0, "not the beginning of a log")
-    _, version, name = _HEADER.unpack_from(data)
-    if version > VERSION:
-        raise DataError(f"{path}: has format {version}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
-    if name != _header_digest(number, version):
-        raise damaged(path, 0, "the header is not what was written")
-    bodies, at = [], _HEADER.size
-    while at < len(data):
-        body = _body_at(number, data, at)
-        if body is None:
-            if not _is_torn(number, data, at):
-                raise damaged(path, at, "the record is not what was written")
-            break
-        bodies.append((at, body))
-        at += _FRAME.size + len(body)
-    if not bodies:
-        raise damaged(path, at, "the snapshot is missing")
-    return bodies, at
-
-
-def _body_at(number: int, data: bytes, at: int) -> bytes | None:
-    if len(data) - at < _FRAME.size:
-        return None
-    length, name, check = _FRAME.unpack_from(data, at)
-    start = at + _FRAME.size
-    body = data[start : start + length]
-    is_whole = check == _frame_digest(number, at, length, name) and digest("log record", body)[:8] == name
-    return body if is_whole else None
-
-
-def _is_torn(number: int, data: bytes, at: int) -> bool:
-    """Whether a frame that is not whole is one that was never written whole."""
-    left = len(data) - at
-    if left < _FRAME.size:
-        return True
-    length, name, check = _FRAME.unpack_from(data, at)
-    if check == _frame_digest(number, at, length, name) and left < _FRAME.size + length:
-        return True
-    # Some file systems make a file longer first: what was not written yet is zeros, from the begin of a sector on.
-    last = max(at, (len(data) - 1) // SECTOR_BYTES * SECTOR_BYTES)
-    return not any(data[last:])
-
-
-def damaged(path: Path, at: int, why: str) -> DataError:
-    fix = (
-        "It was whole once, so this is the disk's or somebody's doing. Restore the file, or move the directory "
-        f"{path.parent} away: the node then asks its peers how far it had spoken, and is silent until it knows"
-    )
-    return DataError(f"{path}: damaged at byte {at}: {why}. {fix}")

@@ -22,6 +22,7 @@ from p2ptrain.web.sockets import Connection, Places
 
 ASSETS = Path(str(files("p2ptrain.web"))) / "assets"
 INDEX = "index.html"
+PACKED_BYTES_MIN = 16_384  # of JSON, from which on it is compressed: a thousand rounds become a fifth, in 15 ms
 KINDS = {  # of files; no other is served
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -57,6 +58,18 @@ class Source(Protocol):
 
 def answer(model: Answer, status: HTTPStatus = HTTPStatus.OK) -> web.Response:
     return web.Response(status=status, text=model.model_dump_json(), content_type="application/json")
+
+
+def packed(request: web.Request, model: Answer) -> web.Response:
+    """An answer that may be large: compressed, in a thread, for those who take that and come through a slow line.
+
+    No secret is in it that its size could tell (BREACH): the token is in no answer, and nothing of a request either.
+    """
+    response = answer(model)
+    response.headers["Vary"] = "Accept-Encoding"
+    if (response.content_length or 0) >= PACKED_BYTES_MIN and "gzip" in request.headers.get("Accept-Encoding", ""):
+        response.enable_compression(web.ContentCoding.gzip)
+    return response
 
 
 def starting() -> web.Response:
@@ -132,7 +145,7 @@ class App:
 
     async def _peers(self, request: web.Request) -> web.StreamResponse:
         found = self.source.peers()
-        return starting() if found is None else answer(Peers.model_validate(found))
+        return starting() if found is None else packed(request, Peers.model_validate(found))
 
     async def _rounds(self, request: web.Request) -> web.StreamResponse:
         given = request.query.getall("last", [str(ROUNDS_DEFAULT)])
@@ -141,12 +154,15 @@ class App:
         if not 1 <= last <= ROUNDS_MAX:
             return refusal(HTTPStatus.BAD_REQUEST, "last is no such number", f"Give one from 1 to {ROUNDS_MAX}")
         found = self.rounds(last)
-        return starting() if found is None else answer(Rounds(rounds=found))
+        return starting() if found is None else packed(request, Rounds(rounds=found))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         status = self.status()
         if status is None:
             return starting()
+        if self.events.is_broken:
+            fix = "The node's log says why; ask /status, and here again in a minute"
+            return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the look at what changes went wrong here", fix)
         if not self.events.has_room:
             fix = "Close a dashboard, or ask /status"
             return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many are watching already", fix)
@@ -171,6 +187,11 @@ class App:
         yield GaugeMetricFamily("p2ptrain_http_watchers", "Who reads /events.", value=len(self.events.watchers))
         yield CounterMetricFamily(
             "p2ptrain_http_watchers_dropped", "Watchers that did not read.", value=self.events.dropped
+        )
+        yield CounterMetricFamily(
+            "p2ptrain_http_looks_broken",
+            "Times that the look at what changes ended by a mistake of p2ptrain's, and those who watched were let go.",
+            value=self.events.broken,
         )
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:

@@ -63,6 +63,8 @@ class Events:
     def __init__(self) -> None:
         self.watchers: set[Watcher] = set()
         self.dropped = 0  # watchers that did not read
+        self.broken = 0  # times that whoever publishes could not go on
+        self.is_broken = False  # until it goes on: nobody is to take silence for a node where nothing changes
         self.is_watched = asyncio.Event()
 
     @property
@@ -108,6 +110,12 @@ class Events:
                 watcher.put(b": still here\n\n")
             async with asyncio.timeout(SEND_SECONDS):
                 await response.write(watcher.take())
+
+    def break_off(self) -> None:
+        """Whoever publishes cannot go on: those who watch are let go."""
+        self.broken += 1
+        self.is_broken = True
+        self.close()
 
     def close(self) -> None:
         for each in self.watchers:

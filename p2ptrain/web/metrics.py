@@ -2,7 +2,7 @@
 
 Everything is read when it is asked for. Labels come from lists in the code, never from a peer, so that nobody can make
 as many time series as they like. Counters begin anew with the process, as Prometheus expects, but for
-energy, which is counted over all starts.
+energy, which is counted over all starts. A counter never falls while the node lives: what goes up and down is a gauge.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _of_swarm(status: Status) -> Iterator[Metric]:
     yield from _gauge("is_member", "1 if this node has a vote.", status.is_member)
     yield from _gauge("is_admitted", "1 if this node may contribute.", status.is_admitted)
     reasons = [(each.value, float(status.observed.get(each.value, 0))) for each in Reason]
-    yield _counters("peer_faults", "Faults of peers that were noted, of all that are remembered.", "reason", reasons)
+    yield _counters("peer_faults", "Faults of peers that were noted.", "reason", reasons)
 
 
 def _of_learning(status: Status) -> Iterator[Metric]:
@@ -126,6 +126,9 @@ def _of_node(status: Status) -> Iterator[Metric]:
     yield from _gauge(
         "disk_degraded", "1 while the disk does not take what has to be saved first.", "degraded" in kinds
     )
+    yield from _gauge(
+        "disk_free_bytes", "What this node may still write to the disk of its run.", status.disk_free_bytes
+    )
     damaged = status.counters.get("damaged files", 0)
     yield _counter("damaged_files", "Files of this node that were found damaged, and done without.", damaged)
     yield from _gauge("is_paused", "1 while it is not to train: its owner, its hours or its battery.", status.is_paused)
@@ -142,6 +145,7 @@ def _of_node(status: Status) -> Iterator[Metric]:
         for direction in get_args(Direction):
             traffic.add_metric([purpose, direction], getattr(status.traffic[purpose], direction))
     yield traffic
+    yield from _gauge("queued_frames", "Frames of messages that wait to be sent over streams.", status.queued_frames)
     limits = [
         ("sent", float(status.limits.upload_bytes_per_second)),
         ("received", float(status.limits.download_bytes_per_second)),

@@ -119,8 +119,12 @@ class Status(Answer):
     bytes: dict[str, int] = Field(description="the transport's own counts, by name, in this life")
     traffic: dict[Purpose, Traffic] = Field(description="bytes by purpose, in this life")
     limits: Limits
+    queued_frames: Count = Field(description="of messages, that wait to be sent over streams")
+    disk_free_bytes: Count | None = Field(
+        description="that this node may still write to the disk of its run; null: not known"
+    )
     counters: dict[str, int] = Field(description="what happened how often, by name, in this life")
-    observed: dict[str, int] = Field(description="faults of peers that were noted, by reason")
+    observed: dict[str, int] = Field(description="faults of peers that were noted, by reason, in this life")
 
 
 class Peer(Part):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from hosted import SECONDS, Hosted, HostedDaemon
-from namespaces import Internet, made, why_impossible
+from namespaces import INTERNET, Internet, made, why_impossible
 
+from p2ptrain.identity import Identity
 from tests.daemon_known import Swarm, swarm_in
 
 HOMES = 2
@@ -59,6 +60,18 @@ def test_two_at_home_reach_each_other_through_a_public_node_and_wait_for_it_when
         swarm.note("the homes linked", relay.until(home.are_linked, RELAYED_SECONDS))
         swarm.note("rounds of all", go_on(*home.hosted.nodes))
         assert home.path() == "relayed"  # fewer than four have seen them, and so libp2p makes no hole
+
+        again = home.at_home[0]  # it remembers the public node, twice, and the other home, which is no relay
+        again.kill()
+        nobody = f"/ip4/{INTERNET.format(99).partition('/')[0]}/tcp/4001/p2p/{Identity(bytes(32)).peer_id}"
+        again.arguments = ["join", "--bootstrap", nobody, "--bootstrap", relay.address]
+        again.start()
+        again.until(lambda: again.status().get("addresses"), SECONDS)
+        swarm.note(
+            "started again with a bootstrap that is down, it has a relay",
+            again.until(lambda: relays_of(again), RELAYED_SECONDS),
+        )
+        swarm.note("rounds of all", go_on(*home.hosted.nodes))
 
         relay.kill()
         stood = max(node.applied for node in home.at_home)

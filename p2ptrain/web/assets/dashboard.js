@@ -8,12 +8,13 @@ import * as words from "./words.js";
 
 const BANNERS = {
   live: "",
-  asking: "Too many pages watch this node already: this one asks it every few seconds instead.",
+  asking: "The node does not tell this page what changes, perhaps because too many watch it already. This page asks every few seconds instead.",
   starting: "The node is starting: it looks for its run, or loads it. This page goes on by itself.",
   locked: "The node asks for its token. Open this page once with ?token=… at the end of its address.",
+  failing: "The node could not answer: its log says why. What is shown is old; this page tries again by itself.",
   away: "The node does not answer. What is shown is old; this page tries again by itself, and goes on when it is back.",
 };
-const PILLS = { starting: "Starting", locked: "Locked", away: "Away" };
+const PILLS = { starting: "Starting", locked: "Locked", failing: "Failing", away: "Away" };
 
 const history = new History();
 const facts = { contributionTokens: 0 };
@@ -23,6 +24,7 @@ let status = null;
 let statusAt = 0; // by the page's own clock
 let runId = "";
 let state = "";
+let whether = "coming"; // the rounds that were asked for: here, coming, or late
 let isDue = false;
 
 function show() {
@@ -30,7 +32,7 @@ function show() {
   if (status === null) return;
   for (const part of [showHead, showNow, showMine, showRoot, showRoster, showTraffic]) part(status);
   if (!(state in PILLS)) showHealth(status);
-  showRounds(history);
+  showRounds(history, whether);
   showCaptions(history, facts.contributionTokens);
   tick();
   at("main").dataset.round = String(status.applied_round);
@@ -60,7 +62,7 @@ function turn(next) {
   state = next;
   say("banner", BANNERS[next]);
   at("banner").classList.toggle("shown", BANNERS[next] !== "");
-  document.body.classList.toggle("old", next === "away" || next === "locked");
+  document.body.classList.toggle("old", ["away", "failing", "locked"].includes(next));
   if (next in PILLS) {
     at("state").dataset.state = "busy";
     say("state-text", PILLS[next]);
@@ -77,6 +79,16 @@ const feed = new Feed({
     [status, statusAt, runId] = [now, performance.now(), now.run_id];
     facts.contributionTokens = now.contribution_tokens;
     due();
+  },
+  late() {
+    if (whether !== "late") history.mark();
+    whether = "late";
+    due();
+  },
+  whole(found) {
+    if (whether === "late") history.back();
+    whether = "here";
+    this.rounds(found);
   },
   rounds(found) {
     if (found.map((round) => history.add(round)).some(Boolean)) charts.changed();

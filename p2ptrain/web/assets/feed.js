@@ -6,29 +6,57 @@ const ASK_MILLISECONDS = 2_000; // where there is no place at /events
 const PEERS_MILLISECONDS = 5_000; // they are no event: hundreds take 100 kB
 const SILENT_MILLISECONDS = 20_000; // then it is asked whether it is still there: a node that waits has nothing to say
 const LOOK_MILLISECONDS = 5_000;
-const ANSWER_MILLISECONDS = 8_000;
-const ROUNDS = 1_000; // all that it remembers
+const ANSWER_MILLISECONDS = 8_000; // without a byte; as long as some come, a slow line takes what time it needs
+const ROUNDS = [1_000, 1_000, 200, 40]; // asked for: all that it remembers; after failures fewer, which a line may take
+const EARLY_MAX = 1_000; // rounds told of before those that were asked for are here: older ones are among these
 
 async function ask(path) {
-  const response = await fetch(path, { signal: AbortSignal.timeout(ANSWER_MILLISECONDS), cache: "no-store" });
-  return { code: response.status, body: await response.json() };
+  const over = new AbortController();
+  let timer = 0;
+  const goOn = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => over.abort(), ANSWER_MILLISECONDS);
+  };
+  try {
+    goOn();
+    const response = await fetch(path, { signal: over.signal, cache: "no-store" });
+    const [reader, parts] = [response.body.getReader(), []];
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      goOn();
+      parts.push(part.value);
+    }
+    return { code: response.status, body: JSON.parse(await new Blob(parts).text()) };
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+const paused = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+const retry = (failures) => RETRY_MILLISECONDS[Math.min(failures, RETRY_MILLISECONDS.length) - 1];
+
+/** The rounds that were asked for and those that were told of, which overlap, in the order in which they were lived. */
+function joined(asked, told) {
+  const isFirst = (each) => each.branch === asked[0]?.branch && each.round === asked[0].round;
+  return told.some(isFirst) ? [...told, ...asked] : [...asked, ...told];
 }
 
 export class Feed {
-  /** `to` has status, rounds, peers, log and state, which are called with what comes. */
+  /** `to` has status, rounds, peers, log and state, which are called with what comes. The rounds of before come as
+   * `whole`, with what was told of since; until they do, `late` says that they could not be had yet. */
   constructor(to) {
     this.to = to;
     this._failures = 0;
     this._source = null;
     this._timer = 0;
     this._heardAt = 0;
-    this._early = []; // rounds that come before those that were asked for
+    this._early = []; // rounds told of before those that were asked for are here; null: they are
+    this._isLate = false; // those that were asked for: then what is told of shows without them
   }
 
   start() {
     this._open();
     setInterval(() => this._look(), LOOK_MILLISECONDS);
-    setInterval(() => this._askPeers(), PEERS_MILLISECONDS);
+    setInterval(() => this._source !== null && this._askPeers(), PEERS_MILLISECONDS);
     const atOnce = () => {
       if (document.hidden) return;
       if (this._source === null) this._open();
@@ -43,7 +71,7 @@ export class Feed {
     this._source?.close();
     const source = new EventSource("/events");
     this._source = source;
-    this._early = [];
+    [this._early, this._isLate] = [[], false];
     const on = (name, handle) =>
       source.addEventListener(name, (event) => {
         this._heardAt = performance.now();
@@ -51,7 +79,7 @@ export class Feed {
       });
     on("status", (status) => this.to.status(status));
     on("log", (line) => this.to.log(line));
-    on("round", (round) => (this._early === null ? this.to.rounds([round]) : this._early.push(round)));
+    on("round", (round) => this._hearRound(round));
     source.addEventListener("open", () => this._opened(source));
     source.addEventListener("error", () => this._broke(source));
   }
@@ -59,30 +87,49 @@ export class Feed {
   async _opened(source) {
     this._heardAt = performance.now();
     this.to.state("live");
-    if (!(await this._askAll()) || source !== this._source) return;
+    this._askPeers();
+    for (let time = 1; !(await this._askRounds(time, source)); time += 1) {
+      if (source === this._source) await paused(retry(time));
+      if (source !== this._source) return;
+    }
     this._failures = 0;
-    this.to.rounds(this._early);
-    this._early = null;
   }
 
-  /** Rounds and peers: what no event tells again. */
-  async _askAll() {
+  _hearRound(round) {
+    if (this._early === null || this._isLate) this.to.rounds([round]);
+    this._early?.push(round);
+    if (this._early?.length > EARLY_MAX) this._early.shift();
+  }
+
+  /** The rounds of before, which no event tells again, for this line to the node or for none. Whether they came: a line
+   * may hold while they do not. */
+  async _askRounds(time, source) {
+    let found = null;
     try {
-      const [rounds] = await Promise.all([ask(`/rounds?last=${ROUNDS}`), this._askPeers()]);
-      if (rounds.code === 200) this.to.rounds(rounds.body.rounds);
-      return rounds.code === 200;
+      const { code, body } = await ask(`/rounds?last=${ROUNDS[Math.min(time, ROUNDS.length) - 1]}`);
+      if (code === 200) found = body.rounds;
     } catch {
-      return false; // the line breaks too, and says so itself
+      // they are late
     }
+    if (source !== this._source) return false;
+    if (found === null) {
+      this.to.late();
+      if (!this._isLate) this.to.rounds(this._early);
+      this._isLate = true;
+      return false;
+    }
+    this.to.whole(joined(found, this._early));
+    [this._early, this._isLate] = [source === null ? [] : null, false];
+    return true;
   }
 
   async _askPeers() {
-    if (document.hidden || this._source === null) return;
+    if (document.hidden) return;
     try {
       const { code, body } = await ask("/peers");
       if (code === 200) this.to.peers(body);
     } catch {
-      // as above
+      // it is asked again in a moment
     }
   }
 
@@ -91,8 +138,9 @@ export class Feed {
     if (source !== this._source) return;
     source.close();
     this._source = null;
+    [this._early, this._isLate] = [[], false];
     this._failures += 1;
-    let wait = RETRY_MILLISECONDS[Math.min(this._failures, RETRY_MILLISECONDS.length) - 1];
+    let wait = retry(this._failures);
     try {
       const { code, body } = await ask("/status");
       if (code === 200) {
@@ -100,10 +148,12 @@ export class Feed {
         if (this._failures > 1) {
           this.to.state("asking");
           wait = ASK_MILLISECONDS;
-          await this._askAll();
+          await Promise.all([this._askRounds(1, null), this._askPeers()]);
         }
       } else if (code === 401) {
         this.to.state("locked");
+      } else if (code === 500) {
+        this.to.state("failing");
       } else {
         this.to.state("starting");
         wait = Math.min(wait, 2_000);

@@ -37,12 +37,25 @@ export class History {
   }
 
   clear() {
+    this._before = null;
     this.points = [];
     this.recent = []; // the newest first
     this.total = 0;
     this.stride = 1; // rounds that a point stands for
     this.lowest = null; // loss
     this._keys = new Set();
+  }
+
+  /** Rounds may come of which those before are lacking still: `back` takes them out again, so that all stand in order. */
+  mark() {
+    const { points, recent, total, stride, lowest } = this;
+    this._before = { points: [...points], recent: [...recent], total, stride, lowest, _keys: new Set(this._keys) };
+  }
+
+  back() {
+    if (this._before === null) return;
+    Object.assign(this, this._before);
+    this._before = null;
   }
 
   /** Whether it was new. */

@@ -212,7 +212,8 @@ export function showPeers({ peers }) {
 // ---------------------------------------------------------------------------------------------------
 // Rounds
 
-export function showRounds(history) {
+/** `whether` those that were asked for are "here", "coming", or "late". */
+export function showRounds(history, whether) {
   const { recent } = history;
   fill(at("rounds").tBodies[0], recent.map((each) => `${each.branch} ${each.round}`).join(), () =>
     recent.map((each) => {
@@ -234,15 +235,15 @@ export function showRounds(history) {
   );
   at("rounds").hidden = recent.length === 0;
   at("rounds-empty").hidden = recent.length > 0;
+  say("rounds-empty", words.noRounds(whether));
+  say("shown", words.rounds(history, whether));
 }
 
 /** The charts in words. */
 export function showCaptions(history, contributionTokens) {
-  const { points, recent, lowest, stride, total } = history;
+  const { points, recent, lowest, total } = history;
   const [newest] = recent;
   if (newest === undefined) return;
-  const merged = stride > 1 ? `; a point is the mean of ${words.count(stride)}` : "";
-  say("shown", `${words.few(total, "round", "rounds")} on this page${merged}`);
   const latest = recent.find((each) => each.loss !== null);
   const losses = latest === undefined
     ? "Nothing was trained here in these rounds."

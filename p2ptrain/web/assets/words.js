@@ -113,6 +113,23 @@ export function health(status) {
   return { told, state: kind === "note" ? "good" : kind, word: STATES[kind] };
 }
 
+// Why a page does not have the rounds that it asked for, or has only those that it was told of since.
+const LACKING = {
+  coming: "The rounds are on their way.",
+  late: "The rounds of before have not come: the line is slow, or the node is busy. This page asks again by itself.",
+  here: "No round has been applied here yet. The first shows up when it is done.",
+};
+
+export const noRounds = (whether) => LACKING[whether];
+
+/** How many rounds there are to see, and whether there are more. */
+export function rounds({ total, stride }, whether) {
+  if (total === 0) return { coming: "Rounds on their way.", late: "Rounds not here yet.", here: "No rounds yet." }[whether];
+  const merged = stride > 1 ? `; a point is the mean of ${count(stride)}` : "";
+  const lacking = whether === "late" ? "; some of before have not come yet, and are asked for again" : "";
+  return `${few(total, "round", "rounds")} on this page${merged}${lacking}`;
+}
+
 /** Whether all have the same model, as far as this node can know. */
 export function agreement(status) {
   const number = status.certified_round;
@@ -122,6 +139,9 @@ export function agreement(status) {
   if (number === 0) return ["unknown", "Not known yet: the roster has certified no round so far."];
   if (!(number in status.roots)) {
     return ["unknown", `The roster has certified round ${count(number)}, which this node cannot compare: it was not here.`];
+  }
+  if (status.roster.length === 1 && status.roster[0] === status.peer_id) {
+    return ["same", `Yes: this node alone has a vote, and signed its own model after round ${count(number)}.`];
   }
   const { liars } = status.fault_tolerance; // a certificate has as many as the liars of a quorum leave (core/roster.py)
   const members = few(status.quorum - liars, "member", "members");

@@ -1,0 +1,144 @@
+"""Which relays p2pd is told of when it starts: those that answer, each once.
+
+go-libp2p asks no relay for a place before all that it was told of have turned out to be relays, or three minutes have
+passed (autorelay's minCandidates and bootDelay; p2pd has no option for either). One that is down, or is named by two of
+its addresses, would keep a node behind a router from being reached through the others for that long. What cannot be
+seen from here is whether who answers is a relay; who is of this network is one, unless its owner switched that off.
+
+An address for QUIC is tried with a packet of a version that there is not, to which a server says which ones it has
+(RFC 9000, section 6.1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+
+from p2ptrain.net.addresses import split
+from p2ptrain.net.transport import TransportError
+
+RELAYS_MAX = 4  # p2pd asks each for a place
+TRIED_MAX = 16  # addresses
+NUMBERS_MAX = 4  # that a name leads to
+ANSWER_SECONDS = 2.0
+QUIC_TRIES = 2  # one packet may get lost
+QUIC_BYTES = 1_200  # what is shorter a server does not answer
+FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
+
+
+async def relays_to_use(addresses: Iterable[str]) -> list[str]:
+    """One address of each peer that answers, the first ones; of each peer if none does, because one may come up within
+    minutes.
+    """
+    wanted = [address for address in dict.fromkeys(addresses) if not _is_no_relay(address)][:TRIED_MAX]
+    answers = await asyncio.gather(*(_answers(address) for address in wanted))
+    found = [address for address, is_there in zip(wanted, answers, strict=True) if is_there]
+    of_peers: dict[bytes, str] = {}
+    for address in found or wanted:
+        of_peers.setdefault(split(address)[0], address)
+    return list(of_peers.values())[:RELAYS_MAX]
+
+
+def _is_no_relay(address: str) -> bool:
+    """Who is reached through a relay is none; nor is what is no address, which peers may have told."""
+    try:
+        return split(address)[1].endswith("/p2p-circuit")
+    except TransportError:
+        return True
+
+
+async def _answers(address: str) -> bool:
+    _, route = split(address)
+    _, kind, host, transport, port, *_ = route.split("/")
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            numbers = await _numbers_of(host, FAMILIES.get(kind, socket.AF_UNSPEC)) if "dns" in kind else [host]
+            attempt = _tcp_answers if transport == "tcp" else _quic_answers
+            tries = [asyncio.create_task(attempt(number, int(port))) for number in numbers]
+            try:
+                for each in asyncio.as_completed(tries):
+                    if await each:
+                        return True
+                return False
+            finally:
+                for task in tries:
+                    task.cancel()
+                await asyncio.gather(*tries, return_exceptions=True)
+    except TimeoutError:
+        return False
+
+
+async def _numbers_of(name: str, family: int) -> list[str]:
+    """What a name stands for. In a thread that nobody waits for: asyncio's own are waited for at the end of the loop,
+    and a resolver without a network takes half a minute to give up.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[list[str]] = loop.create_future()
+
+    def tell(numbers: list[str]) -> None:
+        if not found.done():
+            found.set_result(numbers)
+
+    def look() -> None:
+        try:
+            infos = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
+        except (OSError, UnicodeError):  # the latter for a name that is none
+            infos = []
+        numbers = list(dict.fromkeys(str(info[4][0]) for info in infos))[:NUMBERS_MAX]
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, numbers)
+
+    threading.Thread(target=look, name="resolver", daemon=True).start()
+    return await found
+
+
+async def _tcp_answers(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.transport.abort()
+    return True
+
+
+async def _quic_answers(host: str, port: int) -> bool:
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Future[bool] = loop.create_future()
+    try:
+        transport, _ = await loop.create_datagram_endpoint(lambda: _Ear(heard), remote_addr=(host, port))
+    except OSError:
+        return False
+    try:
+        for _ in range(QUIC_TRIES):
+            transport.sendto(_packet_of_no_version())
+            await asyncio.wait({heard}, timeout=ANSWER_SECONDS / QUIC_TRIES)
+            if heard.done():
+                return heard.result()
+        return False
+    finally:
+        transport.abort()
+
+
+class _Ear(asyncio.DatagramProtocol):
+    def __init__(self, heard: asyncio.Future[bool]) -> None:
+        self._heard = heard
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        self._tell(is_there=True)
+
+    def error_received(self, exc: Exception) -> None:
+        self._tell(is_there=False)
+
+    def _tell(self, *, is_there: bool) -> None:
+        if not self._heard.done():
+            self._heard.set_result(is_there)
+
+
+def _packet_of_no_version() -> bytes:
+    """A long header: its flags, a version that is kept free for this, and the ids of both ends."""
+    start = b"\xc0" + bytes.fromhex("1a2a3a4a") + b"\x08" + os.urandom(8) + b"\x08" + os.urandom(8)
+    return start.ljust(QUIC_BYTES, b"\0")

@@ -1,0 +1,130 @@
+"""A segment of the write-ahead log, as bytes: how records lie in it, and whether what is no record was torn or damaged.
+
+    segment   header, then frames: a snapshot of the journal first, then records in the order they were persisted
+    header    magic, format version, digest of both with the segment's number
+    frame     u32 length | 8 bytes BLAKE3 of the body | 4 bytes BLAKE3 of these, the segment and the offset | body
+
+The head of a frame has a digest of its own, so that a length can be trusted: a frame whose body ends beyond the file
+was torn by a power cut, and nobody was told of it; one that is all there and has another digest was damaged later.
+That is refused and never cut off, because what stood there was perhaps said. After Mohan et al., "ARIES" (TODS 1992),
+and what LevelDB's and TigerBeetle's logs tell the two by.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from struct import Struct as Layout
+
+import msgspec
+from msgspec import Struct
+
+from p2ptrain.core.events import Record, Saved
+from p2ptrain.digest import digest
+from p2ptrain.errors import DataError
+
+VERSION = 1
+RECORD_BYTES_MAX = 2**31  # a snapshot of 65,536 rounds of a large swarm is the largest there is
+SECTOR_BYTES = 512  # what a disk writes as a whole, or not at all
+
+_MAGIC = b"p2ptrain log"
+_HEADER = Layout("<12sI8s")
+_FRAME = Layout("<I8s4s")
+FRAME_BYTES = _FRAME.size  # before a body
+
+
+class Snapshot(Struct, frozen=True, tag=True):
+    """All that the records before this segment came to."""
+
+    saved: Saved
+    is_forgetful: bool  # the log before this one was lost, and nothing was written since
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Record | Snapshot] = msgspec.msgpack.Decoder(Record | Snapshot)
+
+
+def encoded(what: Record | Snapshot) -> bytes:
+    """A body."""
+    return _ENCODER.encode(what)
+
+
+def decoded(path: Path, at: int, body: bytes) -> Record | Snapshot:
+    """What a body at an offset of a segment says."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise damaged(path, at, f"not a record that this version knows: {error}") from error
+
+
+def header(number: int, version: int = VERSION) -> bytes:
+    return _HEADER.pack(_MAGIC, version, _header_digest(number, version))
+
+
+def _header_digest(number: int, version: int) -> bytes:
+    return digest("log header", number.to_bytes(8, "little"), version.to_bytes(4, "little"))[:8]
+
+
+def frame(number: int, at: int, body: bytes) -> bytes:
+    """A body as it stands at an offset of a segment."""
+    assert len(body) < RECORD_BYTES_MAX, "a record has its bound"
+    name = digest("log record", body)[:8]
+    return _FRAME.pack(len(body), name, _frame_digest(number, at, len(body), name)) + body
+
+
+def _frame_digest(number: int, at: int, length: int, name: bytes) -> bytes:
+    place = b"".join(part.to_bytes(8, "little") for part in (number, at, length))
+    return digest("log frame", place, name)[:4]
+
+
+def frames_of(path: Path, number: int, data: bytes) -> tuple[list[tuple[int, bytes]], int]:
+    """The bodies in a segment with their offsets, at least one, and where what is torn begins; DataError on damage."""
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        raise damaged(path, 0, "not the beginning of a log")
+    _, version, name = _HEADER.unpack_from(data)
+    if version > VERSION:
+        raise DataError(f"{path}: has format {version}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
+    if name != _header_digest(number, version):
+        raise damaged(path, 0, "the header is not what was written")
+    bodies, at = [], _HEADER.size
+    while at < len(data):
+        body = _body_at(number, data, at)
+        if body is None:
+            if not _is_torn(number, data, at):
+                raise damaged(path, at, "the record is not what was written")
+            break
+        bodies.append((at, body))
+        at += _FRAME.size + len(body)
+    if not bodies:
+        raise damaged(path, at, "the snapshot is missing")
+    return bodies, at
+
+
+def _body_at(number: int, data: bytes, at: int) -> bytes | None:
+    if len(data) - at < _FRAME.size:
+        return None
+    length, name, check = _FRAME.unpack_from(data, at)
+    start = at + _FRAME.size
+    body = data[start : start + length]
+    is_whole = check == _frame_digest(number, at, length, name) and digest("log record", body)[:8] == name
+    return body if is_whole else None
+
+
+def _is_torn(number: int, data: bytes, at: int) -> bool:
+    """Whether a frame that is not whole is one that was never written whole."""
+    left = len(data) - at
+    if left < _FRAME.size:
+        return True
+    length, name, check = _FRAME.unpack_from(data, at)
+    if check == _frame_digest(number, at, length, name) and left < _FRAME.size + length:
+        return True
+    # Some file systems make a file longer first: what was not written yet is zeros, from the begin of a sector on.
+    last = max(at, (len(data) - 1) // SECTOR_BYTES * SECTOR_BYTES)
+    return not any(data[last:])
+
+
+def damaged(path: Path, at: int, why: str) -> DataError:
+    fix = (
+        "It was whole once, so this is the disk's or somebody's doing. Restore the file, or move the directory "
+        f"{path.parent} away: the node then asks its peers how far it had spoken, and is silent until it knows"
+    )
+    return DataError(f"{path}: damaged at byte {at}: {why}. {fix}")

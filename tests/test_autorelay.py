@@ -1,0 +1,155 @@
+"""Which relays p2pd is told of: whoever answers, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import uvloop
+from net_known import key
+from p2pd_known import nodes_in
+
+from p2ptrain.identity import peer_id_of
+from p2ptrain.net import autorelay
+from p2ptrain.net.autorelay import RELAYS_MAX, TRIED_MAX, relays_to_use
+
+
+class Ports:
+    """Of this machine: some that somebody listens on, and some that nobody does."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def __call__(self, kind: str = "tcp", *, open_too: bool = True) -> str:
+        taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM)
+        self._stack.enter_context(taken)
+        taken.bind(("127.0.0.1", 0))
+        if kind == "tcp" and open_too:
+            taken.listen()
+        return f"/ip4/127.0.0.1/{kind}/{taken.getsockname()[1]}" + ("/quic-v1" if kind == "udp" else "")
+
+
+@pytest.fixture
+def port() -> Iterator[Ports]:
+    with ExitStack() as stack:
+        yield Ports(stack)
+
+
+def of(route: str, number: int) -> str:
+    return f"{route}/p2p/{peer_id_of(key(number))}"
+
+
+async def test_only_those_that_answer_are_used_and_each_peer_once(port: Ports) -> None:
+    there, also, gone = of(port(), 1), of(port(), 2), of(port(open_too=False), 3)
+    again, gone_too = of(port(), 1), of(port(open_too=False), 2)
+    assert await relays_to_use([gone, there, gone_too, again, there, also]) == [there, also]
+
+
+async def test_who_answers_at_another_of_its_addresses_is_used_there(port: Ports) -> None:
+    gone, there = of(port(open_too=False), 1), of(port(), 1)
+    assert await relays_to_use([gone, there]) == [there]
+
+
+async def test_where_nobody_answers_all_are_hoped_for_each_at_one_address(port: Ports) -> None:
+    gone = [of(port(open_too=False), number) for number in (1, 1, 2)]
+    assert await relays_to_use(gone) == [gone[0], gone[2]]
+    assert await relays_to_use([]) == []
+
+
+async def test_there_are_not_too_many_and_those_named_first_are_taken(port: Ports) -> None:
+    there = [of(port(), number) for number in range(1, RELAYS_MAX + 3)]
+    assert await relays_to_use(there) == there[:RELAYS_MAX]
+
+
+async def test_what_cannot_be_a_relay_is_left_out_and_takes_no_place(port: Ports) -> None:
+    there = of(port(), 1)
+    relayed = [f"{there}/p2p-circuit/p2p/{peer_id_of(key(number))}" for number in range(2, 3 + TRIED_MAX)]
+    wrong = ["/ip4/999.999.999.999/tcp/1", "/ip4/203.0.113.7/tcp/99999", "/ip6/::::/tcp/1"]
+    assert await relays_to_use([*relayed, *(of(route, 3) for route in wrong), "no address", there]) == [there]
+
+
+async def test_of_many_addresses_the_first_are_tried(port: Ports) -> None:
+    gone = [of(port(open_too=False), number) for number in range(1, TRIED_MAX + 1)]
+    assert await relays_to_use([*gone, of(port(), 0)]) == gone[:RELAYS_MAX]
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 64, "no-such-name.invalid"])
+async def test_a_name_that_leads_nowhere_is_one_that_does_not_answer(name: str, port: Ports) -> None:
+    there = of(port(), 1)
+    assert await relays_to_use([of(f"/dns4/{name}/tcp/4001", 2), there]) == [there]
+    assert await relays_to_use([of(f"/dns/{name}/udp/4001/quic-v1", 2), there]) == [there]
+
+
+async def test_over_quic_a_server_answers_and_a_silent_port_does_not(
+    tmp_path: Path, port: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with nodes_in(tmp_path) as make:
+        node = await make(("/ip4/127.0.0.1/udp/0/quic-v1",))
+        (there,) = node.addresses()
+        monkeypatch.setattr(autorelay, "ANSWER_SECONDS", 0.5)
+        silent, refused = of(port("udp"), 2), of("/ip4/127.0.0.1/udp/9/quic-v1", 3)
+        assert await relays_to_use([silent, refused, there]) == [there]
+
+
+class Hanging:
+    """In place of asyncio.open_connection, for one host."""
+
+    def __init__(self, host: str) -> None:
+        self.host, self.open = host, asyncio.open_connection
+
+    async def __call__(self, host: str, port: int) -> object:
+        if host == self.host:
+            await asyncio.Event().wait()
+        return await self.open(host, port)
+
+
+async def test_one_that_never_answers_does_not_keep_the_start_for_long(
+    port: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autorelay, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(asyncio, "open_connection", Hanging("203.0.113.7"))
+    silent, there = of("/ip4/203.0.113.7/tcp/4001", 1), of(port(), 2)
+    async with asyncio.timeout(5):
+        assert await relays_to_use([silent]) == [silent]
+        assert await relays_to_use([silent, there]) == [there]
+
+
+async def test_a_name_is_tried_at_all_that_it_leads_to_at_once(port: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = port().rpartition("/")[2]
+    named, gone = of(f"/dns/node.example/tcp/{number}", 1), of(port(open_too=False), 2)
+
+    def found(host: str, *_: object) -> list[tuple[object, ...]]:
+        assert host == "node.example"
+        return [(0, 0, 0, "", (host, 0)) for host in ("203.0.113.7", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(asyncio, "open_connection", Hanging("203.0.113.7"))
+    assert await relays_to_use([gone, named]) == [named]
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_names_that_take_long_to_look_up_hold_up_neither_the_start_nor_the_end(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released, ended = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> list[tuple[object, ...]]:
+        released.wait(60)
+        ended.set()
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(autorelay, "ANSWER_SECONDS", 0.3)
+    names = [of(f"/dns4/{number}.example/tcp/4001", number) for number in range(1, 9)]
+    try:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            assert runner.run(relays_to_use(names)) == names[:RELAYS_MAX]
+        assert not ended.is_set()
+        assert caplog.text == ""
+    finally:
+        released.set()
