@@ -90,13 +90,15 @@ async def test_what_is_no_request_is_told_so(request_bytes: bytes, reply: bytes,
         assert await asked(tmp_path, {}) == {"asked": {}}
 
 
-async def test_many_connections_are_closed_and_those_that_ask_nothing_end(
+async def test_one_connection_too_many_is_told_so_and_those_that_ask_nothing_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "CLIENT_SECONDS", 0.3)
     async with running(tmp_path) as made:
         idle = [await asyncio.open_unix_connection(made.socket) for _ in range(CONNECTIONS_MAX)]
-        assert await raw(made, b"{}\n") == b""
+        with pytest.raises(P2ptrainError, match=r"^busy: 16 others ask already$") as raised:
+            await asked(tmp_path, {})
+        assert not isinstance(raised.value, NoDaemonError)
         for reader, writer in idle:
             assert await reader.read() == b""
             writer.close()
@@ -166,16 +168,33 @@ async def saying(data: Path, *parts: bytes, ends: bool = True) -> AsyncIterator[
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ((), "did not end properly"),
-        ((b"nonsense\n",), "did not end properly"),
+        ((), "does not answer this to the end"),
+        ((b"nonsense\n",), "does not answer this to the end"),
         ((b"[1]\n",), "is no daemon"),
-        ((b'{"half": ',), "did not end properly"),
+        ((b'{"half": ',), "does not answer this to the end"),
     ],
 )
 async def test_an_answer_that_is_none_is_no_daemon(parts: tuple[bytes, ...], why: str, tmp_path: Path) -> None:
     async with saying(tmp_path, *parts):
         with pytest.raises(NoDaemonError, match=why):
             await asked(tmp_path, {})
+
+
+async def test_a_mistake_in_the_daemon_is_not_called_its_absence(tmp_path: Path) -> None:
+    """Whoever reads that none runs starts a second one, or takes the run for over."""
+    said: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context.get("exception")))
+
+    async def err(request: dict[str, Any]) -> dict[str, Any]:
+        raise NameError("kind_of_address")
+
+    async with running(tmp_path) as made:
+        made.answer = err
+        with pytest.raises(P2ptrainError, match="its log says why"):
+            await asked(tmp_path, {})
+        made.answer = answer
+        assert await asked(tmp_path, {}) == {"asked": {}}
+    assert "kind_of_address" in str(said)
 
 
 async def test_an_answer_without_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +208,33 @@ async def test_a_daemon_that_is_stopped_does_not_answer_and_it_is_said_so(tmp_pa
     async with saying(tmp_path, ends=False):
         with pytest.raises(NoDaemonError, match=r"\(pid 77\) does not answer; it may be stopped"):
             await asked(tmp_path, {}, seconds=0.2)
+
+
+async def test_one_look_at_a_daemon_does_not_wait_as_long_as_an_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert control.LOOK_SECONDS + control.SLACK_SECONDS <= 10  # in which nothing is seen
+    monkeypatch.setattr(control, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(control, "SLACK_SECONDS", 0.1)
+    for what in ("status", "peers", "rounds", "log"):
+        async with saying(tmp_path, ends=False), asyncio.timeout(20):
+            with pytest.raises(NoDaemonError, match="does not answer"):
+                await asyncio.to_thread(ask, tmp_path, {"do": what})
+
+
+async def test_a_daemon_that_cannot_tell_yet_says_that_it_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait(request: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(control, "LOOK_SECONDS", 0.1)
+    async with running(tmp_path) as made:
+        made.answer = wait
+        with pytest.raises(P2ptrainError, match=r"^busy: no answer within") as raised:
+            await asked(tmp_path, {"do": "status"})
+        assert not isinstance(raised.value, NoDaemonError)
 
 
 async def test_a_part_that_comes_in_parts_is_one_answer(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
 REPLY_BYTES_MAX = 2**24  # the status of a swarm of hundreds is below 1 MiB
 CONNECTIONS_MAX = 16
 CLIENT_SECONDS = 30.0  # for a client to ask, or to read the answer
-ANSWER_SECONDS = 30.0  # for what is known at once
+LOOK_SECONDS = 3.0  # for what is known at once, and can be asked again
+ANSWER_SECONDS = 30.0  # for an order: one that comes early waits until the node has begun
 SAMPLE_SECONDS = 600.0  # for a sample of text, or a checkpoint, which wait until a round of training is over
-SLACK_SECONDS = 5.0  # for the answer that it took too long
+SLACK_SECONDS = 5.0  # for the answer that it took too long, also from a machine that is busy
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -57,10 +58,11 @@ class Control:
         self._open += 1
         try:
             if self._open > CONNECTIONS_MAX:
-                return
-            async with asyncio.timeout(CLIENT_SECONDS):
-                line = await reader.readline()
-            reply = await self._reply(line)
+                reply: dict[str, Any] = {"error": f"busy: {CONNECTIONS_MAX} others ask already"}
+            else:
+                async with asyncio.timeout(CLIENT_SECONDS):
+                    line = await reader.readline()
+                reply = await self._reply(line)
             async with asyncio.timeout(CLIENT_SECONDS):
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
@@ -87,7 +89,12 @@ class Control:
 
 
 def _answer_seconds(request: dict[str, Any]) -> float:
-    return SAMPLE_SECONDS if request.get("do") in ("sample", "checkpoint") else ANSWER_SECONDS
+    match request.get("do"):
+        case "sample" | "checkpoint":
+            return SAMPLE_SECONDS
+        case "status" | "peers" | "rounds" | "log":
+            return LOOK_SECONDS
+    return ANSWER_SECONDS
 
 
 def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
@@ -100,22 +107,27 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
     line = json.dumps(request).encode() + b"\n"
     if len(line) > REQUEST_BYTES_MAX:
         raise P2ptrainError(f"a request of {len(line)} bytes, the limit is {REQUEST_BYTES_MAX}")
+    reply = bytearray()
     try:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_answer_seconds(request) + SLACK_SECONDS if seconds is None else seconds)
             client.connect(path)
-            client.sendall(line)
-            reply = bytearray()
+            with suppress(BrokenPipeError):  # it answers who comes as one too many without listening
+                client.sendall(line)
             while not reply.endswith(b"\n"):
                 part = client.recv(65_536)
                 if not part or len(reply) > REPLY_BYTES_MAX:
                     break
                 reply += part
-        answer = json.loads(reply)
     except TimeoutError as error:
         raise NoDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be stopped") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise NoDaemonError(f"no daemon runs in {data_dir}; the last one, pid {pid}, did not end properly") from error
+    try:
+        answer = json.loads(reply)
+    except ValueError as error:
+        what = f"the daemon in {data_dir} (pid {pid}) does not answer this to the end; it ended, or its log says why"
+        raise NoDaemonError(what) from error
     if not isinstance(answer, dict):
         raise NoDaemonError(f"what answers in {data_dir} is no daemon")
     if "error" in answer:
