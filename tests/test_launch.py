@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from net_known import key
 
+from p2ptrain.config import RunConfig
 from p2ptrain.daemon import launch
 from p2ptrain.errors import DataError
+from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 
 
@@ -60,3 +67,25 @@ def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does(number: 
             launch._run(life())
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Taker(io.StringIO):
+    """A standard output, and each write that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.written.append(text)
+        return super().write(text)
+
+
+def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under PYTHONUNBUFFERED the log's next line came between it and its end, in the file that takes both."""
+    monkeypatch.setattr(sys, "stdout", taker := Taker())
+    addresses = [f"/ip4/192.0.2.{n}/tcp/4001/p2p/{peer_id_of(key(1))}" for n in (1, 2)]
+    transport: Any = SimpleNamespace(addresses=lambda: addresses)
+    run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
+    launch._tell_how_to_join(transport, run)
+    assert taker.written == [f"p2ptrain join --bootstrap {each}\n" for each in addresses]

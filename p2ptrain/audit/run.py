@@ -20,9 +20,9 @@ from p2ptrain.audit.weights import (
     Payloads,
     check_checkpoints,
     found_checkpoints,
-    memory_bytes,
     replay,
 )
+from p2ptrain.capacity import free_memory
 from p2ptrain.config import RunConfig
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.digest import digest
@@ -108,7 +108,7 @@ def _audit(directory: Path, report: Report) -> None:
         check_said(kept, me, run_id, report)
         proved = prove(kept, run, verifier, report)
     payloads.check(proved, report)
-    if 2 * model.state_bytes > (free := memory_bytes()):  # the weights, and what an update works with
+    if 2 * model.state_bytes > (free := free_memory()):  # the weights, and what an update works with
         what = f"the run's state has {model.state_bytes:,} bytes, and this machine {free:,} bytes of free memory"
         report.open("checkpoints", f"{what}, so that nothing is replayed", "Audit it on a larger machine")
     else:

@@ -14,13 +14,13 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from p2ptrain.audit.findings import Report, Verdict
 from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, Proved
 from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
+from p2ptrain.capacity import free_memory
 from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
 from p2ptrain.core.messages import payload_digest
@@ -44,11 +44,6 @@ PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors, and a run keeps
 CHECKPOINTS_MAX = 4_096  # directories: a node keeps 1,000 at most, and as many again of a branch that was left
 TRAINER_STATES_MAX = 256  # times the state: copies of it, and up to 128 contributions that each take no more than one
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
-
-
-def memory_bytes() -> int:
-    """How much of this machine's memory could be taken now."""
-    return int(psutil.virtual_memory().available)
 
 
 class Model:
@@ -126,7 +121,7 @@ class Payloads:
                 self.bad.add(name)
                 report.note(Verdict.NOTE, path, "larger than this run's payloads are, so that no round has applied it")
                 continue
-            if kind.st_size > (free := memory_bytes()):
+            if kind.st_size > (free := free_memory()):
                 self.bad.add(name)
                 what = f"it has {kind.st_size:,} bytes, and this machine {free:,} bytes of free memory"
                 report.open(path, what, "Audit it on a larger machine")
@@ -328,7 +323,7 @@ def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved
 def _content(entry: Entry, so_far: str, payloads: Payloads, proved: Proved, report: Report) -> list[bytes] | None:
     """What a round took; None: the replay ends here, and it is said why."""
     number, size = entry.manifest.round, payloads.bytes_max * len(entry.manifest.taken)
-    if size > (free := memory_bytes()):
+    if size > (free := free_memory()):
         what = f"{so_far}: round {number} has {size:,} bytes of payloads, and there are {free:,} of memory"
         report.open("replay", what, "Audit it on a larger machine")
         return None

@@ -171,7 +171,8 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
     """List the runs that the nodes at these addresses take part in."""
     node = node_config(config, None, bootstrap)
     if not node.network.bootstrap:
-        raise ConfigError("no address to ask", key="--bootstrap", fix="Name the address of a node of the run")
+        fix = "Name the address of a node of the run, here or as network.bootstrap in the config"
+        raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
     from p2ptrain.daemon.launch import list_runs
 
     found = list_runs(node)

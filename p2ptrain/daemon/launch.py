@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -315,5 +316,6 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
     log.info("run %s, id %s", run.name, run.run_id)
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` tells when there is one")
-    for address in addresses:
-        print(f"p2ptrain join --bootstrap {address}", flush=True)  # noqa: T201  # what the user is waiting for
+    for address in addresses:  # what the user is waiting for, in one write: others write to the same file
+        sys.stdout.write(f"p2ptrain join --bootstrap {address}\n")
+        sys.stdout.flush()

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from p2ptrain.capacity import free_memory
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon import control
 from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
@@ -148,7 +149,7 @@ def look_at_run(patient: Patient) -> list[Finding]:
     device = machine.chosen_device(config.device, patient.hardware)
     number = int(device.partition(":")[2] or 0)
     gpu = patient.hardware.gpus[number] if number < len(patient.hardware.gpus) else None
-    available = psutil.virtual_memory().available
+    available = free_memory()
     if patient.is_answering:  # what it has taken is its own
         available += _taken_by(patient.directory)
     found = [Finding("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]

@@ -19,7 +19,6 @@ that of the state as `root` names it. `apply` takes the number of the round to a
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from p2ptrain.capacity import cores
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
@@ -54,8 +54,7 @@ ADOPTED_VALUES = 2**22  # taken over at a time: 16 MiB in place of a second copy
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     """The device to train on, and whether to train in bf16 there. Sets torch's thread count."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.threads or max(1, cores - 1))  # one core stays free for the network and the person
+    torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the person
     name = config.name if config.name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
