@@ -16,7 +16,15 @@ from p2pd_known import nodes_in
 
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import autorelay
-from p2ptrain.net.autorelay import RELAYS_MAX, TRIED_MAX, relays_to_use
+from p2ptrain.net.autorelay import (
+    ASK_SECONDS,
+    BETWEEN_SECONDS,
+    LOST_SECONDS,
+    RELAYS_MAX,
+    TRIED_MAX,
+    Loss,
+    relays_to_use,
+)
 
 
 class Ports:
@@ -153,3 +161,79 @@ def test_names_that_take_long_to_look_up_hold_up_neither_the_start_nor_the_end(
         assert caplog.text == ""
     finally:
         released.set()
+
+
+# ---------------------------------------------------------------------------------------------------
+# A relay that was lost
+
+DIRECT = ["/ip4/192.0.2.1/tcp/4001"]
+RELAYED = [*DIRECT, f"/ip4/192.0.2.9/tcp/4001/p2p/{peer_id_of(key(9))}/p2p-circuit"]
+
+
+class Node:
+    """What `Loss` sees of a node, with a clock of its own."""
+
+    def __init__(self, *relays: str) -> None:
+        self.now = 1_000.0
+        self.loss = Loss(relays, lambda: self.now)
+
+    async def after(self, seconds: float, routes: list[str]) -> bool:
+        """Whether another p2pd is wanted then."""
+        self.now += seconds
+        await self.loss.look(routes)
+        return self.loss.is_mendable
+
+
+async def test_a_relay_that_was_lost_and_answers_again_is_worth_a_new_p2pd_after_a_while(port: Ports) -> None:
+    node = Node(of(port(open_too=False), 1), of(port(), 2))
+    assert not await node.after(10, RELAYED)
+    assert not await node.after(LOST_SECONDS - 1, DIRECT)
+    assert await node.after(1, DIRECT)
+
+
+async def test_a_relay_that_is_found_again_by_itself_is_none_that_was_lost(port: Ports) -> None:
+    node = Node(of(port(), 1))
+    for _ in range(20):
+        assert not await node.after(10, RELAYED)
+        assert not await node.after(LOST_SECONDS - 1, DIRECT)
+
+
+async def test_who_never_had_a_relay_gets_no_new_p2pd_for_one(port: Ports) -> None:
+    """On the open network, or where whoever answers is no relay."""
+    node = Node(of(port(), 1))
+    assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(20)])
+    assert not await node.after(1, RELAYED)
+    assert await node.after(LOST_SECONDS, DIRECT)
+    node.loss.begin()
+    assert not any([await node.after(BETWEEN_SECONDS, DIRECT) for _ in range(20)])
+
+
+async def test_while_nobody_answers_p2pd_is_left_alone_and_who_is_down_is_seldom_asked(
+    port: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def answers(address: str) -> bool:
+        asked.append(address)
+        return False
+
+    monkeypatch.setattr(autorelay, "_answers", answers)
+    node = Node(gone := of(port(open_too=False), 1))
+    assert not await node.after(10, RELAYED)
+    assert not any([await node.after(10, DIRECT) for _ in range(60)])
+    assert asked == [gone] * int((600 - LOST_SECONDS) // ASK_SECONDS + 1)
+
+
+async def test_a_relay_that_comes_and_goes_costs_no_p2pd_each_time(port: Ports) -> None:
+    node, starts = Node(of(port(), 1)), 0
+    for _ in range(60):  # a minute with it and a minute without: two hours
+        node.loss.begin()
+        assert not await node.after(60, RELAYED)
+        starts += await node.after(LOST_SECONDS, DIRECT)
+    assert starts == 60 * (60 + LOST_SECONDS) / BETWEEN_SECONDS
+
+
+async def test_a_node_without_relays_to_ask_is_left_alone() -> None:
+    node = Node()
+    assert not await node.after(10, RELAYED)
+    assert not await node.after(LOST_SECONDS, DIRECT)

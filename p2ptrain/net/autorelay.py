@@ -5,6 +5,9 @@ passed (autorelay's minCandidates and bootDelay; p2pd has no option for either).
 its addresses, would keep a node behind a router from being reached through the others for that long. What cannot be
 seen from here is whether who answers is a relay; who is of this network is one, unless its owner switched that off.
 
+A relay that was lost it asks again an hour after it gave the place, which p2pd has no option for either; a p2pd that is
+started asks at once. So p2pd is started again where a minute without a relay has passed and one answers.
+
 An address for QUIC is tried with a packet of a version that there is not, to which a server says which ones it has
 (RFC 9000, section 6.1).
 """
@@ -15,7 +18,8 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from p2ptrain.net.addresses import split
@@ -27,6 +31,9 @@ NUMBERS_MAX = 4  # that a name leads to
 ANSWER_SECONDS = 2.0
 QUIC_TRIES = 2  # one packet may get lost
 QUIC_BYTES = 1_200  # what is shorter a server does not answer
+LOST_SECONDS = 60.0  # without a relay: others that p2pd was told of give a place within seconds
+ASK_SECONDS = 60.0  # between tries whether one answers
+BETWEEN_SECONDS = 600.0  # between two starts of p2pd for this: each costs its peers their connections to us
 FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 
 
@@ -34,13 +41,48 @@ async def relays_to_use(addresses: Iterable[str]) -> list[str]:
     """One address of each peer that answers, the first ones; of each peer if none does, because one may come up within
     minutes.
     """
-    wanted = [address for address in dict.fromkeys(addresses) if not _is_no_relay(address)][:TRIED_MAX]
-    answers = await asyncio.gather(*(_answers(address) for address in wanted))
-    found = [address for address, is_there in zip(wanted, answers, strict=True) if is_there]
+    wanted = _possible(addresses)
     of_peers: dict[bytes, str] = {}
-    for address in found or wanted:
+    for address in await _answering(wanted) or wanted:
         of_peers.setdefault(split(address)[0], address)
     return list(of_peers.values())[:RELAYS_MAX]
+
+
+class Loss:
+    """Whether p2pd has been without a relay since it had one, and would get one if it were started again."""
+
+    def __init__(self, relays: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._relays, self._clock = tuple(relays), clock
+        self._started_at: float | None = None  # for this
+        self.begin()
+
+    def begin(self) -> None:
+        """With a p2pd that has just been started."""
+        self._had_one = self.is_mendable = False
+        self._lost_at = self._asked_at = float("-inf")
+
+    async def look(self, routes: Iterable[str]) -> None:
+        """At the ways to us, every few seconds."""
+        now = self._clock()
+        if any("p2p-circuit" in route for route in routes):
+            self._had_one, self._lost_at = True, now
+        elif self._had_one and self._is_time(now):
+            self._asked_at = now
+            if await _answering(_possible(self._relays)):
+                self._started_at, self.is_mendable = now, True
+
+    def _is_time(self, now: float) -> bool:
+        has_waited = self._started_at is None or now - self._started_at >= BETWEEN_SECONDS
+        return has_waited and now - self._lost_at >= LOST_SECONDS and now - self._asked_at >= ASK_SECONDS
+
+
+def _possible(addresses: Iterable[str]) -> list[str]:
+    return [address for address in dict.fromkeys(addresses) if not _is_no_relay(address)][:TRIED_MAX]
+
+
+async def _answering(addresses: list[str]) -> list[str]:
+    answers = await asyncio.gather(*(_answers(address) for address in addresses))
+    return [address for address, is_there in zip(addresses, answers, strict=True) if is_there]
 
 
 def _is_no_relay(address: str) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
-from p2ptrain.net.autorelay import relays_to_use
+from p2ptrain.net.autorelay import Loss, relays_to_use
 from p2ptrain.net.dht import STORED_KEYS_MAX, Dht, Storage, Validator
 from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
 from p2ptrain.net.peers import Peers
@@ -205,6 +205,8 @@ class P2pd:
         self._registering = asyncio.Lock()
         self._gossip = Gossip(self.me, self._control, self._counters)
         self._routes: list[str] = []  # to us
+        self._relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
+        self._relay_loss = Loss(self._relays)
         self._kept: set[bytes] = set()
         self._supervisor = Supervisor(self._launch, self._counters)
         self._peers = Peers(self.me, self._control, self._meet, self._supervisor.up, self._tasks)
@@ -231,7 +233,7 @@ class P2pd:
         try:
             await self._supervisor.start()
             self._tasks.spawn(self._supervisor.run(self._peers.come_back))
-            self._tasks.spawn(self._supervisor.watch(self._refresh, lambda: not self._sockets.are_there))
+            self._tasks.spawn(self._supervisor.watch(self._refresh, self._why_not))
             is_up = True
         finally:
             if not is_up:
@@ -243,13 +245,12 @@ class P2pd:
 
     async def _launch(self, stack: AsyncExitStack) -> Process:
         """Start p2pd and tell it all that it has to know."""
-        network = self._network
-        relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
-        usable = await relays_to_use(relays)
+        usable = await relays_to_use(self._relays)
+        self._relay_loss.begin()
         await self._sockets.open()
         control = self._sockets.control
         with_ports(self._listen)  # at the last moment: p2pd would share them with another
-        process = await Process.start(make_arguments(control, self._identity_file, self._listen, network, usable))
+        process = await Process.start(make_arguments(control, self._identity_file, self._listen, self._network, usable))
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self._control.guardian())
@@ -291,6 +292,13 @@ class P2pd:
         """Our own addresses, and the way back to those who are connected."""
         await self._identify()
         await self._peers.connected()
+        await self._relay_loss.look(self._routes)
+
+    def _why_not(self) -> str:
+        """Why this p2pd is of no use; empty: it is."""
+        if not self._sockets.are_there:
+            return "its sockets are gone"
+        return "it has lost its relay, and asks no sooner than in an hour" if self._relay_loss.is_mendable else ""
 
     async def _meet(self, peer: bytes) -> None:
         if self._dht:

@@ -66,8 +66,8 @@ class Supervisor:
             self._counters["p2pd restarts"] += 1
             came_back()
 
-    async def watch(self, look: Callable[[], Awaitable[None]], is_cut_off: Callable[[], bool]) -> None:
-        """End a p2pd that nobody can reach any more, or that hangs: `run` starts it again.
+    async def watch(self, look: Callable[[], Awaitable[None]], why_not: Callable[[], str]) -> None:
+        """End a p2pd that hangs, or that is of no use for the reason that `why_not` gives: `run` starts it again.
 
         `look` asks it something, which only one that hangs fails to answer for several looks in a row.
         """
@@ -83,14 +83,15 @@ class Supervisor:
                 failed, why = failed + 1, f"no answer to {LOOKS_MAX} questions in a row; the last: {error}"
             if not (was_up and self.is_up and process is self.process):
                 failed = 0  # it has ended by itself
-            elif is_cut_off():
-                self._end("its sockets are gone")
+            elif reason := why_not():
+                failed = 0
+                self._end(reason)
             elif failed >= LOOKS_MAX:
                 failed = 0
                 self._end(why)
 
     def _end(self, why: str) -> None:
-        logger.warning("p2pd cannot be used any more, and is ended: %s", why)
+        logger.warning("p2pd is ended, to be started again: %s", why)
         self.process.kill()
 
     async def up(self) -> None:

@@ -13,6 +13,7 @@ from hosted import SECONDS, Hosted, HostedDaemon
 from namespaces import INTERNET, Internet, made, why_impossible
 
 from p2ptrain.identity import Identity
+from p2ptrain.net.autorelay import ASK_SECONDS, LOST_SECONDS
 from tests.daemon_known import Swarm, swarm_in
 
 HOMES = 2
@@ -83,8 +84,11 @@ def test_two_at_home_reach_each_other_through_a_public_node_and_wait_for_it_when
         swarm.note("rounds of all after the relay came back", go_on(*home.hosted.nodes))
         for node in home.hosted.nodes:
             node.until(lambda node=node: node.is_member, SECONDS)
-        # libp2p holds a relay that it has used before for one that failed, and tries it again after an hour: until then
-        # the homes may hear each other through the public node alone. Nothing that a round needs takes more.
+        for node in home.at_home:  # libp2p alone would ask again after an hour
+            had = node.until(lambda node=node: relays_of(node), LOST_SECONDS + ASK_SECONDS + RELAYED_SECONDS)
+            swarm.note(f"{node.name} has a relay again", had)
+        swarm.note("the homes linked", relay.until(home.are_linked, RELAYED_SECONDS))
+        swarm.note("rounds of all", go_on(*home.hosted.nodes))
 
 
 def test_two_at_home_make_a_hole_and_need_no_public_node_for_what_they_say_to_each_other(tmp_path: Path) -> None:
