@@ -13,6 +13,8 @@ STAMP := $(VENV)/.installed
 
 # Two processes that let torch use every core run five times slower than with a thread each.
 export OMP_NUM_THREADS := 1
+# Where this is set, each of hundreds of processes would compile this package again.
+unexport PYTHONDONTWRITEBYTECODE
 # Also what builds the package has its exact version; which of the two is read depends on pip's own version.
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 

@@ -22,6 +22,7 @@ import psutil
 
 from p2ptrain.daemon.control import ask
 from p2ptrain.errors import P2ptrainError
+from tests.warm_known import Born, born
 
 # A round takes a sixth of a second of one core; three nodes are a swarm that goes on when one is missing. What comes
 # late may still be taken: the cores are shared, and a newcomer's seat should not be a matter of luck.
@@ -74,20 +75,23 @@ class Daemon:
         self.directory, self.log = swarm.directory / name, swarm.directory / f"{name}.log"
         self.arguments, self.listen = [str(each) for each in arguments], listen
         self.prefix: tuple[str, ...] = ()  # before its command, which it has to become
-        self.process: subprocess.Popen[bytes] | None = None
+        self.is_cold = swarm.is_cold
+        self.process: subprocess.Popen[bytes] | Born | None = None
         self.started_at = 0.0
 
     def start(self) -> Daemon:
         assert self.process is None or self.process.poll() is not None, "one process at a time"
         options = [] if "--data-dir" in self.arguments else ["--data-dir", str(self.directory)]
         options += ["--listen", self.listen] if self.listen else []
-        command = [*self.prefix, sys.executable, "-m", "p2ptrain", *self.arguments, *options]
+        arguments, environment = [*self.arguments, *options, "--log-format", "text"], {**os.environ, **OWN, **self.own}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, "--log-format", "text"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **OWN, **self.own},
-                start_new_session=True,
-            )  # fmt: skip
+            if self.prefix or self.is_cold:
+                self.process = subprocess.Popen(
+                    [*self.prefix, sys.executable, "-m", "p2ptrain", *arguments],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+                )  # fmt: skip
+            else:
+                self.process = born(arguments, environment, log)
         self.started_at = monotonic()
         return self
 
@@ -215,6 +219,7 @@ class Swarm:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.daemons: list[Daemon] = []
+        self.is_cold = False  # whether its nodes import everything themselves, which takes each two seconds
         self.roots: dict[str, dict[str, str]] = defaultdict(dict)  # by round, and by the node that told it
         self.began = monotonic()
         self.notes: list[str] = []

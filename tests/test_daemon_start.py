@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[Swarm]:
     with swarm_in(tmp_path) as swarm:
+        swarm.is_cold = True  # from its first import on
         yield swarm
 
 

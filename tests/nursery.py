@@ -1,0 +1,76 @@
+"""A process that has imported what a daemon imports, and forks one whenever it is asked.
+
+To import torch and the rest takes two of the three seconds of processor time that a daemon takes to start, and the
+tests start more than a hundred. What is forked here is a process of its own, in a session of its own, that runs
+`python -m p2ptrain` from its first line; only nothing is imported any more.
+
+A request is a message on the socket that is given by its number: the arguments, the environment and the directory as
+JSON, with two files: where the daemon writes, and a pipe that is told its process id and, once it has ended, its
+status.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from typing import Any
+
+REQUEST_BYTES_MAX = 131_072
+IMPORTED = ("p2ptrain.cli", "p2ptrain.cli.node", "p2ptrain.daemon.launch", "p2ptrain.net.p2pd", "uvloop")
+
+
+def main() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or else the first collection of each child would copy all of it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    with socket.socket(fileno=int(sys.argv[1])) as line:
+        while True:
+            content, files, _, _ = socket.recv_fds(line, REQUEST_BYTES_MAX, 2)
+            if not content:
+                return
+            if os.fork() == 0:
+                break
+            for each in files:
+                os.close(each)
+    _keep(json.loads(content), *files)
+
+
+def _keep(request: dict[str, Any], log: int, told: int) -> None:
+    """Fork the daemon, and tell when it has ended: its status is its parent's alone to know."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    process = os.fork()
+    if process == 0:
+        _become(request, log, told)
+    else:
+        os.close(log)
+        _, status = os.waitpid(process, 0)
+        os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+
+
+def _become(request: dict[str, Any], log: int, told: int) -> None:
+    os.setsid()
+    os.write(told, f"{os.getpid()}\n".encode())
+    os.close(told)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, file in enumerate((nothing, log, log)):
+        os.dup2(file, number)
+    os.close(nothing)
+    os.close(log)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["p2ptrain", *request["arguments"]]
+    runpy.run_module("p2ptrain", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
