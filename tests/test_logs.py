@@ -223,3 +223,11 @@ def test_no_control_character_and_none_that_turns_the_writing_is_left() -> None:
     assert plain("".join(turning)) == "?" * len(turning)
     words = "12 peers · naïve, 節點, ελληνικά, עברית 🙂"
     assert plain(words) == words
+
+
+def test_a_json_line_is_read_by_people_too_and_obeyed_by_no_terminal() -> None:
+    record = logging.LogRecord("p2ptrain", logging.INFO, "x", 1, "round 3 · ß %s", ("\x1b]0;\x07\x9b\u202e\n",), None)
+    line = JsonLines().format(record)
+    assert "round 3 · ß" in line
+    assert json.loads(line)["message"] == "round 3 · ß ?]0;???\n"
+    assert line.isprintable()

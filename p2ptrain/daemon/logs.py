@@ -62,7 +62,7 @@ class JsonLines(Words):
             "message": super().format(record),
             **getattr(record, "fields", {}),
         }
-        return json.dumps(line)
+        return json.dumps(line, ensure_ascii=False)  # people read it too, in journals and containers
 
 
 class Unbuffered(io.TextIOBase):
