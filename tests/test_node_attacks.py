@@ -162,6 +162,19 @@ def test_a_restart_after_the_contribution_was_announced_does_not_wait_for_ever()
     assert bench.state.members == (bench.me,)
 
 
+def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None:
+    """Of two members each waits for both: the round stood still until the quorum counted as lost."""
+    bench = Bench(2)
+    store = Store(bench.genesis)
+    bench.now = 10.0
+    store.keep(bench.train())
+    bench.node = bench.make()
+    bench.do(ev.Started(store.saved()), 0.0)
+    assert bench.node.here.closed_at is None
+    bench.hear_offer(announced(bench.others[0], 1, inline=True))
+    assert bench.node.here.closed_at is not None
+
+
 def test_whoever_may_not_speak_does_not_call_in_a_loop() -> None:
     bench = Bench(4, me=1, agreement={"stall_seconds": 10, "settle_seconds": 2})
     bench.collect()

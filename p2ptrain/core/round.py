@@ -98,7 +98,7 @@ class Round:
             stall = float(self.context.run.agreement.stall_seconds)
             # We have an offer from before a restart, and know of no arrival: the others may have gone meanwhile.
             self.collect_at = self.context.now + stall if self.has_any else None
-            self.waiting = set(members)
+            self.waiting = {key for key in members if not self.parts.offers.has_from(key, self.state)}
             return
         others = [entry.key for entry in self.state.admitted]
         expected = arrivals.expected(members, others, usual)
