@@ -1,8 +1,8 @@
 """How much of this machine a process may take: what the machine has, or less in a container or a service with limits.
 
 torch and psutil see the whole machine. A node in a container with two of 64 cores would train with 63 threads that
-stop one another, and one with 4 of 256 GB would be ended by the kernel. Linux tells in the control groups of the
-process, each of which is limited by those above it (the kernel's cgroups(7), versions 1 and 2).
+stop one another, and `p2ptrain doctor` in one with 4 of 256 GB find that a large model fits. Linux tells in the control
+groups of the process that asks, each of which is limited by those above it (cgroups(7), versions 1 and 2).
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from pathlib import Path
 
 import psutil
 
-MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+LIMITS = (  # what is limited, what is taken, and how the files in it are called: version 2, and 1
+    ("memory.max", "memory.current", ""),
+    ("memory.high", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+KINDS = ("active", "inactive")
+GROUPS_MOUNT, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> int:
+    """How many of them can work at a time, at least one."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([allowed, *(max(1, ceil(share)) for share in _shares())])
 
 
-def free_memory() -> int:
-    """Bytes that could be taken now."""
+def free_memory_bytes() -> int:
+    """What could be taken now."""
     return min([int(psutil.virtual_memory().available), *_rests()])
 
 
@@ -39,28 +46,25 @@ def _shares() -> Iterator[float]:
 def _rests() -> Iterator[int]:
     """What each group that has a limit may still take; files that were read make way."""
     for group in _groups("memory"):
-        for limit, used, kept in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            match _numbers(group, limit, used):
-                case [most, taken]:
+        for limit, used, kept in LIMITS:
+            match _numbers(group, limit), _numbers(group, used):
+                case [most], [taken]:
                     stat = _words(group / "memory.stat")
-                    files = dict(zip(stat[::2], stat[1::2], strict=False)).get(kept, "0")
-                    yield max(0, most - taken + int(files))
+                    counts = dict(zip(stat[::2], stat[1::2], strict=False))
+                    yield max(0, most - taken + sum(int(counts.get(f"{kept}{kind}_file", 0)) for kind in KINDS))
 
 
 def _groups(controller: str) -> Iterator[Path]:
     """The folders of the groups that this process is in, with those above; in a container the first is its own."""
     try:
-        lines = OWN.read_text().splitlines()
+        lines = OWN_GROUPS.read_text().splitlines()
     except OSError:  # not Linux, or it is hidden
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = MOUNT / controller if controllers else MOUNT
+        top = GROUPS_MOUNT / controller if controllers else GROUPS_MOUNT
         yield top
         below = Path(path.lstrip("/"))
         yield from (top / each for each in (below, *below.parents) if each.parts and ".." not in each.parts)

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from p2ptrain.config_fields import Section, Words
 
-SHOWN_LENGTH_MAX = 120  # characters of a value or key that an error repeats: a whole address, whose end is its id
+SHOWN_LENGTH_MAX = 160  # characters of a value or key that an error repeats: a whole address, whose end is its id
 TYPE_WORDS: dict[object, str] = {
     int: "a whole number",
     bool: "true or false",

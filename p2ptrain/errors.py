@@ -56,3 +56,7 @@ class TrainingError(P2ptrainError):
 
 class NoDaemonError(P2ptrainError):
     """No daemon answers for this data directory."""
+
+
+class SilentDaemonError(NoDaemonError):
+    """There is one, as far as can be told: it may hang, or have broken off its answer."""

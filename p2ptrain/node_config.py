@@ -105,7 +105,9 @@ class DeviceConfig(Section):
     name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Words("auto, cpu, cuda or cuda:N")] = Field(
         "auto", description="auto: the first CUDA device, or else the processor"
     )
-    threads: int = Field(0, ge=0, le=1_024, description="torch threads; 0: one less than the cores, at least one")
+    threads: int = Field(
+        0, ge=0, le=1_024, description="torch threads; 0: one less than the cores that it may use, at least one"
+    )
     autocast: Literal["auto", "off", "bf16"] = Field(
         "auto", description="auto: bf16 where the device has it in hardware"
     )

@@ -22,7 +22,7 @@ import psutil
 
 from p2ptrain.daemon.control import ask
 from p2ptrain.errors import P2ptrainError
-from tests.warm_known import Born, born
+from tests.nursery_known import Born, born
 
 # A round takes a sixth of a second of one core; three nodes are a swarm that goes on when one is missing. What comes
 # late may still be taken: the cores are shared, and a newcomer's seat should not be a matter of luck.
@@ -75,7 +75,7 @@ class Daemon:
         self.directory, self.log = swarm.directory / name, swarm.directory / f"{name}.log"
         self.arguments, self.listen = [str(each) for each in arguments], listen
         self.prefix: tuple[str, ...] = ()  # before its command, which it has to become
-        self.is_cold = swarm.is_cold
+        self.imports_itself = swarm.imports_itself
         self.process: subprocess.Popen[bytes] | Born | None = None
         self.started_at = 0.0
 
@@ -85,7 +85,7 @@ class Daemon:
         options += ["--listen", self.listen] if self.listen else []
         arguments, environment = [*self.arguments, *options, "--log-format", "text"], {**os.environ, **OWN, **self.own}
         with self.log.open("ab") as log:
-            if self.prefix or self.is_cold:
+            if self.prefix or self.imports_itself or "PYTHONPATH" in self.own:
                 self.process = subprocess.Popen(
                     [*self.prefix, sys.executable, "-m", "p2ptrain", *arguments],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
@@ -219,7 +219,7 @@ class Swarm:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.daemons: list[Daemon] = []
-        self.is_cold = False  # whether its nodes import everything themselves, which takes each two seconds
+        self.imports_itself = False  # whether each node imports everything, which takes it two seconds
         self.roots: dict[str, dict[str, str]] = defaultdict(dict)  # by round, and by the node that told it
         self.began = monotonic()
         self.notes: list[str] = []

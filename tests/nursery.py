@@ -2,7 +2,8 @@
 
 To import torch and the rest takes two of the three seconds of processor time that a daemon takes to start, and the
 tests start more than a hundred. What is forked here is a process of its own, in a session of its own, that runs
-`python -m p2ptrain` from its first line; only nothing is imported any more.
+`python -m p2ptrain` from its first line; only nothing is imported any more, and what is read at an import is the
+nursery's (OMP_NUM_THREADS, PYTHONHASHSEED).
 
 A request is a message on the socket that is given by its number: the arguments, the environment and the directory as
 JSON, with two files: where the daemon writes, and a pipe that is told its process id and, once it has ended, its
@@ -21,7 +22,7 @@ import socket
 import sys
 from typing import Any
 
-REQUEST_BYTES_MAX = 131_072
+REQUEST_BYTES_MAX = 131_072  # an environment, mostly
 IMPORTED = ("p2ptrain.cli", "p2ptrain.cli.node", "p2ptrain.daemon.launch", "p2ptrain.net.p2pd", "uvloop")
 
 
@@ -51,8 +52,11 @@ def _keep(request: dict[str, Any], log: int, told: int) -> None:
         _become(request, log, told)
     else:
         os.close(log)
-        _, status = os.waitpid(process, 0)
-        os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # its number stays its own until all know
+        assert ended is not None
+        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        os.write(told, f"{status}\n".encode())
+        os.waitpid(process, 0)
         os._exit(0)
 
 

@@ -221,16 +221,17 @@ def test_a_checkpoint_that_says_it_is_endless_is_not_read(directory: Path, run: 
 
 def test_what_this_machine_has_no_memory_for_is_not_replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = weights.Model(audited._read_run(directory / "run.json", directory.name, Report(""))).state_bytes  # type: ignore[arg-type]
-    monkeypatch.setattr(audited, "free_memory", lambda: 2 * size - 1)
+    monkeypatch.setattr(audited, "free_memory_bytes", lambda: 2 * size - 1)
     report = audit(directory)
     assert (report.replayed, [finding.subject for finding in found(report, Verdict.OPEN)]) == (None, ["checkpoints"])
-    monkeypatch.setattr(audited, "free_memory", lambda: 2 * size)
+    monkeypatch.setattr(audited, "free_memory_bytes", lambda: 2 * size)
     largest = max(path.stat().st_size for path in (directory / "payloads").iterdir())
-    monkeypatch.setattr(weights, "free_memory", lambda: largest)
+    monkeypatch.setattr(weights, "free_memory_bytes", lambda: largest)
     [finding] = found(audit(directory), Verdict.OPEN)
     assert f"bytes of payloads, and there are {largest:,} of memory" in finding.what
-    monkeypatch.setattr(weights, "free_memory", lambda: 1)  # not even for one of them
-    assert "and this machine 1 bytes of free memory" in found(audit(directory), Verdict.OPEN)[0].what
+    monkeypatch.setattr(weights, "free_memory_bytes", lambda: 1)  # not even for one of them
+    monkeypatch.setattr(weights, "SMALL_BYTES", 0)
+    assert "and 1 bytes of memory are free here" in found(audit(directory), Verdict.OPEN)[0].what
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from p2ptrain.identity import peer_id_of
 from p2ptrain.net import autorelay
 from p2ptrain.net.autorelay import (
     ASK_SECONDS,
-    BETWEEN_SECONDS,
     LOST_SECONDS,
     RELAYS_MAX,
+    STARTS_APART_SECONDS,
     TRIED_MAX,
-    Loss,
+    RelayLoss,
     relays_to_use,
 )
 
@@ -167,15 +167,18 @@ def test_names_that_take_long_to_look_up_hold_up_neither_the_start_nor_the_end(
 # A relay that was lost
 
 DIRECT = ["/ip4/192.0.2.1/tcp/4001"]
-RELAYED = [*DIRECT, f"/ip4/192.0.2.9/tcp/4001/p2p/{peer_id_of(key(9))}/p2p-circuit"]
+
+
+def through(number: int) -> list[str]:
+    return [*DIRECT, f"/ip4/192.0.2.9/tcp/4001/p2p/{peer_id_of(key(number))}/p2p-circuit"]
 
 
 class Node:
-    """What `Loss` sees of a node, with a clock of its own."""
+    """What `RelayLoss` sees of a node, with a clock of its own."""
 
-    def __init__(self, *relays: str) -> None:
+    def __init__(self, *relays: str, drawn: float = 0.0) -> None:
         self.now = 1_000.0
-        self.loss = Loss(relays, lambda: self.now)
+        self.loss = RelayLoss(relays, lambda: self.now, lambda: drawn)
 
     async def after(self, seconds: float, routes: list[str]) -> bool:
         """Whether another p2pd is wanted then."""
@@ -184,17 +187,30 @@ class Node:
         return self.loss.is_mendable
 
 
-async def test_a_relay_that_was_lost_and_answers_again_is_worth_a_new_p2pd_after_a_while(port: Ports) -> None:
-    node = Node(of(port(open_too=False), 1), of(port(), 2))
-    assert not await node.after(10, RELAYED)
-    assert not await node.after(LOST_SECONDS - 1, DIRECT)
+@pytest.mark.parametrize("drawn", [0.0, 0.5])
+async def test_a_relay_that_was_lost_and_answers_again_is_worth_a_new_p2pd_after_a_while(
+    drawn: float, port: Ports
+) -> None:
+    node = Node(of(port(open_too=False), 1), of(port(), 2), drawn=drawn)
+    patience = LOST_SECONDS * (1 + drawn)
+    assert not await node.after(10, through(2))
+    assert not await node.after(patience - 1, DIRECT)
     assert await node.after(1, DIRECT)
+
+
+async def test_another_that_answers_is_worth_none_and_the_new_p2pd_is_told_of_the_lost_one_first(port: Ports) -> None:
+    """It may have no place: what p2pd was told of, it has asked."""
+    node = Node(of(port(), 1), of(port(open_too=False), 2))
+    assert node.loss.first() == [*node.loss._relays]
+    assert not await node.after(10, through(2))
+    assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(20)])
+    assert node.loss.first() == [*reversed(node.loss._relays)]
 
 
 async def test_a_relay_that_is_found_again_by_itself_is_none_that_was_lost(port: Ports) -> None:
     node = Node(of(port(), 1))
     for _ in range(20):
-        assert not await node.after(10, RELAYED)
+        assert not await node.after(10, through(1))
         assert not await node.after(LOST_SECONDS - 1, DIRECT)
 
 
@@ -202,10 +218,32 @@ async def test_who_never_had_a_relay_gets_no_new_p2pd_for_one(port: Ports) -> No
     """On the open network, or where whoever answers is no relay."""
     node = Node(of(port(), 1))
     assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(20)])
-    assert not await node.after(1, RELAYED)
+
+
+async def test_a_new_p2pd_that_gets_no_place_is_left_alone_and_one_that_crashed_meanwhile_does_not_count(
+    port: Ports,
+) -> None:
+    """The node may be on the open network since then, or the relay full."""
+    node = Node(of(port(), 1))
+    assert not await node.after(1, through(1))
+    node.loss.p2pd_started()
     assert await node.after(LOST_SECONDS, DIRECT)
-    node.loss.begin()
-    assert not any([await node.after(BETWEEN_SECONDS, DIRECT) for _ in range(20)])
+    node.loss.p2pd_started()
+    assert not any([await node.after(STARTS_APART_SECONDS, DIRECT) for _ in range(20)])
+
+
+async def test_a_p2pd_that_was_started_while_the_relay_was_asked_is_not_the_one_that_lost_it(
+    port: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(of(port(), 1))
+
+    async def answers(address: str) -> bool:
+        node.loss.p2pd_started()
+        return True
+
+    monkeypatch.setattr(autorelay, "_answers", answers)
+    assert not await node.after(1, through(1))
+    assert not await node.after(LOST_SECONDS, DIRECT)
 
 
 async def test_while_nobody_answers_p2pd_is_left_alone_and_who_is_down_is_seldom_asked(
@@ -219,7 +257,7 @@ async def test_while_nobody_answers_p2pd_is_left_alone_and_who_is_down_is_seldom
 
     monkeypatch.setattr(autorelay, "_answers", answers)
     node = Node(gone := of(port(open_too=False), 1))
-    assert not await node.after(10, RELAYED)
+    assert not await node.after(10, through(1))
     assert not any([await node.after(10, DIRECT) for _ in range(60)])
     assert asked == [gone] * int((600 - LOST_SECONDS) // ASK_SECONDS + 1)
 
@@ -227,13 +265,13 @@ async def test_while_nobody_answers_p2pd_is_left_alone_and_who_is_down_is_seldom
 async def test_a_relay_that_comes_and_goes_costs_no_p2pd_each_time(port: Ports) -> None:
     node, starts = Node(of(port(), 1)), 0
     for _ in range(60):  # a minute with it and a minute without: two hours
-        node.loss.begin()
-        assert not await node.after(60, RELAYED)
+        node.loss.p2pd_started()
+        assert not await node.after(60, through(1))
         starts += await node.after(LOST_SECONDS, DIRECT)
-    assert starts == 60 * (60 + LOST_SECONDS) / BETWEEN_SECONDS
+    assert starts == 60 * (60 + LOST_SECONDS) / STARTS_APART_SECONDS
 
 
 async def test_a_node_without_relays_to_ask_is_left_alone() -> None:
     node = Node()
-    assert not await node.after(10, RELAYED)
+    assert not await node.after(10, through(1))
     assert not await node.after(LOST_SECONDS, DIRECT)

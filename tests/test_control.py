@@ -14,7 +14,7 @@ import pytest
 
 from p2ptrain.daemon import control
 from p2ptrain.daemon.control import CONNECTIONS_MAX, NAME, REQUEST_BYTES_MAX, Control, ask
-from p2ptrain.errors import DataError, NoDaemonError, P2ptrainError
+from p2ptrain.errors import DataError, NoDaemonError, P2ptrainError, SilentDaemonError
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ async def test_one_connection_too_many_is_told_so_and_those_that_ask_nothing_end
     monkeypatch.setattr(control, "CLIENT_SECONDS", 0.3)
     async with running(tmp_path) as made:
         idle = [await asyncio.open_unix_connection(made.socket) for _ in range(CONNECTIONS_MAX)]
-        with pytest.raises(P2ptrainError, match=r"^busy: 16 others ask already$") as raised:
+        with pytest.raises(P2ptrainError, match=r"^busy: 16 commands wait for an answer already; try again$") as raised:
             await asked(tmp_path, {})
         assert not isinstance(raised.value, NoDaemonError)
         for reader, writer in idle:
@@ -168,10 +168,10 @@ async def saying(data: Path, *parts: bytes, ends: bool = True) -> AsyncIterator[
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ((), "does not answer this to the end"),
-        ((b"nonsense\n",), "does not answer this to the end"),
+        ((), "broke off its answer"),
+        ((b"nonsense\n",), "broke off its answer"),
         ((b"[1]\n",), "is no daemon"),
-        ((b'{"half": ',), "does not answer this to the end"),
+        ((b'{"half": ',), "broke off its answer"),
     ],
 )
 async def test_an_answer_that_is_none_is_no_daemon(parts: tuple[bytes, ...], why: str, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ async def test_a_mistake_in_the_daemon_is_not_called_its_absence(tmp_path: Path)
 
     async with running(tmp_path) as made:
         made.answer = err
-        with pytest.raises(P2ptrainError, match="its log says why"):
+        with pytest.raises(P2ptrainError, match="its log tells of a mistake"):
             await asked(tmp_path, {})
         made.answer = answer
         assert await asked(tmp_path, {}) == {"asked": {}}
@@ -206,7 +206,7 @@ async def test_an_answer_without_end_is_cut_off(tmp_path: Path, monkeypatch: pyt
 
 async def test_a_daemon_that_is_stopped_does_not_answer_and_it_is_said_so(tmp_path: Path) -> None:
     async with saying(tmp_path, ends=False):
-        with pytest.raises(NoDaemonError, match=r"\(pid 77\) does not answer; it may be stopped"):
+        with pytest.raises(SilentDaemonError, match=r"\(pid 77\) does not answer; it may be stopped"):
             await asked(tmp_path, {}, seconds=0.2)
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[Swarm]:
     with swarm_in(tmp_path) as swarm:
-        swarm.is_cold = True  # from its first import on
+        swarm.imports_itself = True  # a start from its first line on
         yield swarm
 
 

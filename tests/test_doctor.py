@@ -416,7 +416,7 @@ def test_a_config_or_an_address_that_is_none_is_the_users_error(
 
 def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from p2ptrain.config import StorageConfig
-    from p2ptrain.errors import NoDaemonError, P2ptrainError
+    from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 
     config = NodeConfig(storage=StorageConfig(directory=str(tmp_path)))
 
@@ -429,7 +429,7 @@ def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         (found,) = examine.look_for_daemon(patient)
         return found, patient.is_answering
 
-    found, answers = asked(NoDaemonError("the daemon does not answer; it may be stopped"))
+    found, answers = asked(SilentDaemonError("the daemon does not answer; it may be stopped"))
     assert (level_of(found), answers) == (WARNING, False)
     found, answers = asked(NoDaemonError("no daemon runs there"))
     assert (level_of(found), answers) == (GOOD, False)

@@ -17,6 +17,7 @@ from trainer_known import ONE_THREAD, RECIPES, TINY, embedded, make
 
 from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig, StateConfig, TokenizerConfig
 from p2ptrain.errors import ConfigError, DataError, DeviceError, TrainingError
+from p2ptrain.learn import trainer as trainer_module
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.trainer import Trainer, open_device
 
@@ -392,3 +393,16 @@ def test_a_swarm_of_cpu_and_cuda_stays_the_same_bits(dataset: TokenDataset, name
     for round_number in range(5):
         swarm_round([cpu, cuda], round_number)
         assert cpu.root() == cuda.root()
+
+
+@pytest.mark.parametrize(("cores", "threads", "wanted"), [(5, 0, 4), (1, 0, 1), (5, 3, 3)])
+def test_one_of_the_cores_that_may_be_used_stays_free(
+    cores: int, threads: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(trainer_module, "cores", lambda: cores)
+    try:
+        open_device(DeviceConfig(name="cpu", threads=threads))
+        assert torch.get_num_threads() == wanted
+    finally:
+        torch.set_num_threads(before)

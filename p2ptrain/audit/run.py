@@ -15,6 +15,7 @@ from pathlib import Path
 from p2ptrain.audit.findings import Report, Verdict
 from p2ptrain.audit.history import RESTORE_FIX, Counting, Proved, check_said, prove, read_log
 from p2ptrain.audit.weights import (
+    LARGER_FIX,
     PAYLOADS_MAX,
     Model,
     Payloads,
@@ -22,7 +23,7 @@ from p2ptrain.audit.weights import (
     found_checkpoints,
     replay,
 )
-from p2ptrain.capacity import free_memory
+from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.digest import digest
@@ -108,9 +109,9 @@ def _audit(directory: Path, report: Report) -> None:
         check_said(kept, me, run_id, report)
         proved = prove(kept, run, verifier, report)
     payloads.check(proved, report)
-    if 2 * model.state_bytes > (free := free_memory()):  # the weights, and what an update works with
-        what = f"the run's state has {model.state_bytes:,} bytes, and this machine {free:,} bytes of free memory"
-        report.open("checkpoints", f"{what}, so that nothing is replayed", "Audit it on a larger machine")
+    if 2 * model.state_bytes > (free := free_memory_bytes()):  # the weights, and what an update works with
+        what = f"the run's state has {model.state_bytes:,} bytes, and {free:,} bytes of memory are free here"
+        report.open("checkpoints", f"{what}, so that nothing is replayed", LARGER_FIX)
     else:
         states = check_checkpoints(found, directory, model, proved, report)
         replay(states, payloads, model, proved, report)

@@ -20,7 +20,7 @@ from torch import Tensor
 from p2ptrain.audit.findings import Report, Verdict
 from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, Proved
 from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
-from p2ptrain.capacity import free_memory
+from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
 from p2ptrain.core.messages import payload_digest
@@ -38,10 +38,12 @@ from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Che
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
 PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
+LARGER_FIX = "Audit it on a larger machine, or allow the container more"
 CHECKPOINT_FIX = "Remove the directory: an older checkpoint or a peer's state takes its place"
 MISSING_TOLD = 8  # rounds whose payloads are missing; of more, only the number is told
 PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors, and a run keeps 256 rounds as a rule
 CHECKPOINTS_MAX = 4_096  # directories: a node keeps 1,000 at most, and as many again of a branch that was left
+SMALL_BYTES = 2**20  # up to which a file is read without asking how much memory is free, which takes 2 ms
 TRAINER_STATES_MAX = 256  # times the state: copies of it, and up to 128 contributions that each take no more than one
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -121,10 +123,10 @@ class Payloads:
                 self.bad.add(name)
                 report.note(Verdict.NOTE, path, "larger than this run's payloads are, so that no round has applied it")
                 continue
-            if kind.st_size > (free := free_memory()):
+            if kind.st_size > SMALL_BYTES and kind.st_size > (free := free_memory_bytes()):
                 self.bad.add(name)
-                what = f"it has {kind.st_size:,} bytes, and this machine {free:,} bytes of free memory"
-                report.open(path, what, "Audit it on a larger machine")
+                what = f"it has {kind.st_size:,} bytes, and {free:,} bytes of memory are free here"
+                report.open(path, what, LARGER_FIX)
                 continue
             try:
                 content = read_regular(path, self.bytes_max)
@@ -323,7 +325,7 @@ def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved
 def _content(entry: Entry, so_far: str, payloads: Payloads, proved: Proved, report: Report) -> list[bytes] | None:
     """What a round took; None: the replay ends here, and it is said why."""
     number, size = entry.manifest.round, payloads.bytes_max * len(entry.manifest.taken)
-    if size > (free := free_memory()):
+    if size > (free := free_memory_bytes()):
         what = f"{so_far}: round {number} has {size:,} bytes of payloads, and there are {free:,} of memory"
         report.open("replay", what, "Audit it on a larger machine")
         return None

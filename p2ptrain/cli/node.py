@@ -171,7 +171,7 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
     """List the runs that the nodes at these addresses take part in."""
     node = node_config(config, None, bootstrap)
     if not node.network.bootstrap:
-        fix = "Name the address of a node of the run, here or as network.bootstrap in the config"
+        fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
         raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
     from p2ptrain.daemon.launch import list_runs
 

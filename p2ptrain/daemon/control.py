@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.errors import NoDaemonError, P2ptrainError
+from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 
 NAME = "daemon.json"
 REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
@@ -58,7 +58,9 @@ class Control:
         self._open += 1
         try:
             if self._open > CONNECTIONS_MAX:
-                reply: dict[str, Any] = {"error": f"busy: {CONNECTIONS_MAX} others ask already"}
+                reply: dict[str, Any] = {
+                    "error": f"busy: {CONNECTIONS_MAX} commands wait for an answer already; try again"
+                }
             else:
                 async with asyncio.timeout(CLIENT_SECONDS):
                     line = await reader.readline()
@@ -112,22 +114,22 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_answer_seconds(request) + SLACK_SECONDS if seconds is None else seconds)
             client.connect(path)
-            with suppress(BrokenPipeError):  # it answers who comes as one too many without listening
+            with suppress(BrokenPipeError, ConnectionResetError):  # who is one too many is answered unheard
                 client.sendall(line)
             while not reply.endswith(b"\n"):
                 part = client.recv(65_536)
                 if not part or len(reply) > REPLY_BYTES_MAX:
                     break
                 reply += part
-    except TimeoutError as error:
-        raise NoDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be stopped") from error
+    except (TimeoutError, BlockingIOError) as error:  # the latter where too many have asked in vain
+        raise SilentDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be stopped") from error
     except OSError as error:
         raise NoDaemonError(f"no daemon runs in {data_dir}; the last one, pid {pid}, did not end properly") from error
     try:
         answer = json.loads(reply)
     except ValueError as error:
-        what = f"the daemon in {data_dir} (pid {pid}) does not answer this to the end; it ended, or its log says why"
-        raise NoDaemonError(what) from error
+        what = f"the daemon in {data_dir} (pid {pid}) broke off its answer: it has ended, or its log tells of a mistake"
+        raise SilentDaemonError(what) from error
     if not isinstance(answer, dict):
         raise NoDaemonError(f"what answers in {data_dir} is no daemon")
     if "error" in answer:

@@ -95,7 +95,7 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
     if addresses and not wanted:  # whoever names a stranger to the runs on this disk means another one
         stored = [run for run in stored if _is_among_peers(run, config, addresses)]
     if not addresses and not stored:
-        fix = "Name the address of a node of the run, here or as network.bootstrap in the config"
+        fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
         raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
     wait, told = FIND_SECONDS, dict[str, float]()
     while True:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 import signal
-import sys
 import tempfile
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -317,5 +316,4 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` tells when there is one")
     for address in addresses:  # what the user is waiting for, in one write: others write to the same file
-        sys.stdout.write(f"p2ptrain join --bootstrap {address}\n")
-        sys.stdout.flush()
+        print(f"p2ptrain join --bootstrap {address}\n", end="", flush=True)  # noqa: T201

@@ -14,14 +14,14 @@ from typing import Any
 
 import psutil
 
-from p2ptrain.capacity import free_memory
+from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon import control
 from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
 from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
 from p2ptrain.doctor import disk, machine, network
 from p2ptrain.doctor.findings import Check, Finding, Level, within
-from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError, RemoteProtocolError, SilentDaemonError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, need_of
 from p2ptrain.net import inquiry
@@ -76,7 +76,7 @@ def look_for_daemon(patient: Patient) -> list[Finding]:
     try:
         patient.status = control.ask(patient.directory, {"do": "status"}, seconds=DAEMON_SECONDS)
     except NoDaemonError as error:
-        is_hung = "does not answer" in str(error)
+        is_hung = isinstance(error, SilentDaemonError)
         level: Level = "warning" if is_hung else "good"
         return [Finding("daemon", level, str(error), "See its log, or end it and start it again" if is_hung else "")]
     except P2ptrainError as error:
@@ -149,7 +149,7 @@ def look_at_run(patient: Patient) -> list[Finding]:
     device = machine.chosen_device(config.device, patient.hardware)
     number = int(device.partition(":")[2] or 0)
     gpu = patient.hardware.gpus[number] if number < len(patient.hardware.gpus) else None
-    available = free_memory()
+    available = free_memory_bytes()
     if patient.is_answering:  # what it has taken is its own
         available += _taken_by(patient.directory)
     found = [Finding("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]

@@ -44,6 +44,15 @@ def _is_place(route: str) -> bool:
         return False
 
 
+def relay_of(route: str) -> bytes | None:
+    """The peer through which a route leads."""
+    before, found, _ = route.partition("/p2p-circuit")
+    try:
+        return key_of(before.rpartition("/p2p/")[2]) if found else None
+    except PeerIdError:
+        return None
+
+
 def join(route: str, peer: bytes) -> str:
     return f"{route}/p2p/{peer_id_of(peer)}"
 

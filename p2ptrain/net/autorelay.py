@@ -1,4 +1,4 @@
-"""Which relays p2pd is told of when it starts: those that answer, each once.
+"""Which relays p2pd is told of when it starts, those that answer, each once; and when it is started again for one.
 
 go-libp2p asks no relay for a place before all that it was told of have turned out to be relays, or three minutes have
 passed (autorelay's minCandidates and bootDelay; p2pd has no option for either). One that is down, or is named by two of
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from p2ptrain.net.addresses import split
+from p2ptrain.net.addresses import relay_of, split
 from p2ptrain.net.transport import TransportError
 
 RELAYS_MAX = 4  # p2pd asks each for a place
@@ -33,7 +34,7 @@ QUIC_TRIES = 2  # one packet may get lost
 QUIC_BYTES = 1_200  # what is shorter a server does not answer
 LOST_SECONDS = 60.0  # without a relay: others that p2pd was told of give a place within seconds
 ASK_SECONDS = 60.0  # between tries whether one answers
-BETWEEN_SECONDS = 600.0  # between two starts of p2pd for this: each costs its peers their connections to us
+STARTS_APART_SECONDS = 600.0  # between two starts of p2pd for this: each costs its peers their connections to us
 FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 
 
@@ -48,32 +49,48 @@ async def relays_to_use(addresses: Iterable[str]) -> list[str]:
     return list(of_peers.values())[:RELAYS_MAX]
 
 
-class Loss:
-    """Whether p2pd has been without a relay since it had one, and would get one if it were started again."""
+class RelayLoss:
+    """Whether p2pd has been without a relay since it had one, which answers again: another p2pd would have a place."""
 
-    def __init__(self, relays: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._relays, self._clock = tuple(relays), clock
-        self._started_at: float | None = None  # for this
-        self.begin()
+    def __init__(
+        self,
+        relays: Iterable[str],
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._relays, self._clock, self._draw = tuple(relays), clock, draw
+        self._had: frozenset[bytes] = frozenset()  # the relays of the last time that there were any
+        self._mended_at = float("-inf")  # when another p2pd was last wanted
+        self.is_mendable = False
+        self.p2pd_started()
 
-    def begin(self) -> None:
-        """With a p2pd that has just been started."""
-        self._had_one = self.is_mendable = False
-        self._lost_at = self._asked_at = float("-inf")
+    def p2pd_started(self) -> None:
+        """One that was wanted for its relay and gets none has done what it can."""
+        if self.is_mendable:
+            self._had = frozenset()
+        self.is_mendable = False
+        self._since = self._clock()  # when there was a relay; else this p2pd's start
+        self._asked_at = float("-inf")
+        self._patience = LOST_SECONDS * (1.0 + self._draw())  # or else all who lost one relay would start at once
 
     async def look(self, routes: Iterable[str]) -> None:
         """At the ways to us, every few seconds."""
         now = self._clock()
-        if any("p2p-circuit" in route for route in routes):
-            self._had_one, self._lost_at = True, now
-        elif self._had_one and self._is_time(now):
+        if relays := frozenset(relay for route in routes if (relay := relay_of(route))):
+            self._had, self._since = relays, now
+        elif self._had and self._is_time(now):
             self._asked_at = now
-            if await _answering(_possible(self._relays)):
-                self._started_at, self.is_mendable = now, True
+            found = await _answering([each for each in _possible(self._relays) if split(each)[0] in self._had])
+            if found and self._asked_at == now:  # it is the same p2pd still
+                self._mended_at, self.is_mendable = now, True
 
     def _is_time(self, now: float) -> bool:
-        has_waited = self._started_at is None or now - self._started_at >= BETWEEN_SECONDS
-        return has_waited and now - self._lost_at >= LOST_SECONDS and now - self._asked_at >= ASK_SECONDS
+        has_rested = now - self._asked_at >= ASK_SECONDS and now - self._mended_at >= STARTS_APART_SECONDS
+        return has_rested and now - self._since >= self._patience
+
+    def first(self) -> list[str]:
+        """All relays, with those first that were had: p2pd is told of a few."""
+        return sorted(self._relays, key=lambda address: _is_no_relay(address) or split(address)[0] not in self._had)
 
 
 def _possible(addresses: Iterable[str]) -> list[str]:

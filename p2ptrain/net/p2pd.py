@@ -5,9 +5,9 @@ length. Some connections stay. The guardian is a persistent one with nothing on 
 closes, so it ends with us, and hivemind's DHT may close its own. A subscription is a connection on which p2pd sends
 messages. A stream is one that, past its first message, belongs to the two peers.
 
-When p2pd dies, hangs or loses its sockets, it is started again with the same identity on the same ports, and is told
-again what it has to know: whose streams to pass on, which topics to hear, whom to connect to. Whoever asks meanwhile
-waits, but not for long.
+When p2pd dies, hangs, or loses its sockets or its relay, it is started again with the same identity on the same ports,
+and is told again what it has to know: whose streams to pass on, which topics to hear, whom to connect to. Whoever asks
+meanwhile waits, but not for long.
 
 gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754).
 """
@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
-from p2ptrain.net.autorelay import Loss, relays_to_use
+from p2ptrain.net.autorelay import RelayLoss, relays_to_use
 from p2ptrain.net.dht import STORED_KEYS_MAX, Dht, Storage, Validator
 from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
 from p2ptrain.net.peers import Peers
@@ -205,8 +205,8 @@ class P2pd:
         self._registering = asyncio.Lock()
         self._gossip = Gossip(self.me, self._control, self._counters)
         self._routes: list[str] = []  # to us
-        self._relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
-        self._relay_loss = Loss(self._relays)
+        relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
+        self._relay_loss = RelayLoss(relays)
         self._kept: set[bytes] = set()
         self._supervisor = Supervisor(self._launch, self._counters)
         self._peers = Peers(self.me, self._control, self._meet, self._supervisor.up, self._tasks)
@@ -233,7 +233,7 @@ class P2pd:
         try:
             await self._supervisor.start()
             self._tasks.spawn(self._supervisor.run(self._peers.come_back))
-            self._tasks.spawn(self._supervisor.watch(self._refresh, self._why_not))
+            self._tasks.spawn(self._supervisor.watch(self._refresh, self._why_end))
             is_up = True
         finally:
             if not is_up:
@@ -245,8 +245,8 @@ class P2pd:
 
     async def _launch(self, stack: AsyncExitStack) -> Process:
         """Start p2pd and tell it all that it has to know."""
-        usable = await relays_to_use(self._relays)
-        self._relay_loss.begin()
+        usable = await relays_to_use(self._relay_loss.first())
+        self._relay_loss.p2pd_started()
         await self._sockets.open()
         control = self._sockets.control
         with_ports(self._listen)  # at the last moment: p2pd would share them with another
@@ -294,11 +294,13 @@ class P2pd:
         await self._peers.connected()
         await self._relay_loss.look(self._routes)
 
-    def _why_not(self) -> str:
-        """Why this p2pd is of no use; empty: it is."""
+    def _why_end(self) -> str:
+        """Why another p2pd is better than this one; empty: it is not."""
         if not self._sockets.are_there:
             return "its sockets are gone"
-        return "it has lost its relay, and asks no sooner than in an hour" if self._relay_loss.is_mendable else ""
+        if self._relay_loss.is_mendable:
+            return "no relay for a minute, and one answers: a new p2pd has a place there sooner"
+        return ""
 
     async def _meet(self, peer: bytes) -> None:
         if self._dht:

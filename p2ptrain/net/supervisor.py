@@ -1,4 +1,6 @@
-"""Keeps one p2pd running: starts it again whenever it ends, for as long as that takes, and ends it when it hangs."""
+"""Keeps one p2pd running: starts it again whenever it ends, for as long as that takes, and ends it when it hangs or
+another one is better.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ class Supervisor:
         self._session = AsyncExitStack()
         self._is_up = asyncio.Event()
         self._is_closed = False
+        self._is_ended = False  # on purpose, which has been said
 
     @property
     def is_up(self) -> bool:
@@ -51,7 +54,9 @@ class Supervisor:
         waits, started_at = pauses(), time.monotonic()
         while True:
             status = await self.process.wait()
-            logger.warning("p2pd ended (status %d) and is started again: %s", status, self.process.last_words())
+            if not self._is_ended:
+                logger.warning("p2pd ended (status %d) and is started again: %s", status, self.process.last_words())
+            self._is_ended = False
             await self._session.aclose()
             if time.monotonic() - started_at > STEADY_SECONDS:
                 waits = pauses()
@@ -66,8 +71,8 @@ class Supervisor:
             self._counters["p2pd restarts"] += 1
             came_back()
 
-    async def watch(self, look: Callable[[], Awaitable[None]], why_not: Callable[[], str]) -> None:
-        """End a p2pd that hangs, or that is of no use for the reason that `why_not` gives: `run` starts it again.
+    async def watch(self, look: Callable[[], Awaitable[None]], why_end: Callable[[], str]) -> None:
+        """End a p2pd that hangs, or for the reason that `why_end` gives: `run` starts it again.
 
         `look` asks it something, which only one that hangs fails to answer for several looks in a row.
         """
@@ -83,7 +88,7 @@ class Supervisor:
                 failed, why = failed + 1, f"no answer to {LOOKS_MAX} questions in a row; the last: {error}"
             if not (was_up and self.is_up and process is self.process):
                 failed = 0  # it has ended by itself
-            elif reason := why_not():
+            elif reason := why_end():
                 failed = 0
                 self._end(reason)
             elif failed >= LOOKS_MAX:
@@ -92,6 +97,7 @@ class Supervisor:
 
     def _end(self, why: str) -> None:
         logger.warning("p2pd is ended, to be started again: %s", why)
+        self._is_ended = True
         self.process.kill()
 
     async def up(self) -> None:

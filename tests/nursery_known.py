@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
 
-NURSERY = Path(__file__).with_name("nursery.py")
+NURSERY = "tests.nursery"  # as a module: of this checkout, and so is what it imports
 SEEDS = ("1", "2")  # of hashes: nodes that differ in the order of their sets have to agree all the same
 BORN_SECONDS = 120.0  # the first one waits until everything is imported
 
@@ -26,13 +27,16 @@ class Born:
 
     def __init__(self, line: socket.socket, request: bytes, log: IO[bytes]) -> None:
         self._told, told = os.pipe()
-        try:
-            socket.send_fds(line, [request], [log.fileno(), told])
-        finally:
-            os.close(told)
         self.returncode: int | None = None
         self._heard = b""
-        assert self._hear(1, BORN_SECONDS), "nothing is born"
+        with ExitStack() as stack:  # should we be interrupted, whoever is born later has nobody to tell, and ends
+            stack.callback(os.close, self._told)
+            try:
+                socket.send_fds(line, [request], [log.fileno(), told])
+            finally:
+                os.close(told)
+            assert self._hear(1, BORN_SECONDS), "nothing is born"
+            stack.pop_all()
         self.pid = int(self._heard.split()[0])
 
     def _hear(self, lines: int, seconds: float | None) -> bool:
@@ -60,7 +64,8 @@ class Born:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -73,9 +78,9 @@ class Nursery:
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, str(NURSERY), str(theirs.fileno())],
+                [sys.executable, "-m", NURSERY, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": seed},
+                cwd=Path(__file__).parents[1], env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": seed},
             )  # fmt: skip
         atexit.register(self._close)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.warm_known import SEEDS, Born, born, nurseries
+from tests.nursery_known import SEEDS, Born, born, nurseries
 
 SECONDS = 60.0
 
@@ -40,12 +40,16 @@ def test_it_is_a_process_that_signals_reach(number: signal.Signals, tmp_path: Pa
     assert (process.poll(), os.getsid(process.pid)) == (None, process.pid)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
-    process.send_signal(number)
+    try:
+        nurseries_seen = {psutil.Process(process.pid).parent().ppid()}
+    finally:
+        process.send_signal(number)
+    assert nurseries_seen <= {each.process.pid for each in nurseries()}
     assert process.wait(SECONDS) in (-number, 130)  # before it listens to signals, and since then
     assert not psutil.pid_exists(process.pid)
 
 
-def test_nodes_differ_in_the_order_of_their_sets_and_have_one_thread(tmp_path: Path) -> None:
+def test_nurseries_differ_in_the_order_of_their_sets_and_have_one_thread(tmp_path: Path) -> None:
     """A fork takes one thread along, and whatever lock another one holds."""
     processes = [run(tmp_path / "log", "--version") for _ in SEEDS]
     assert [process.wait(SECONDS) for process in processes] == [0, 0]
