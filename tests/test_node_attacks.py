@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from core_known import (
     KEYS,
     RUN,
@@ -173,6 +174,22 @@ def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None
     assert bench.node.here.closed_at is None
     bench.hear_offer(announced(bench.others[0], 1, inline=True))
     assert bench.node.here.closed_at is not None
+
+
+@pytest.mark.parametrize(("names_its_own", "closes"), [(False, True), (True, False)])
+def test_after_a_restart_nobody_waits_for_who_lets_the_round_pass(names_its_own: bool, closes: bool) -> None:
+    """The other has said what it holds: our contribution alone, or its own too, which is still to come."""
+    bench = Bench(2)
+    store = Store(bench.genesis)
+    bench.now = 10.0
+    effects = bench.train()
+    store.keep(effects)
+    bench.node = bench.make()
+    bench.do(ev.Started(store.saved()), 0.0)
+    (mine,) = [offer.announcement for offer in bench.node.parts.offers.by_name.values()]
+    other = bench.others[0]
+    bench.hear(bench.available(other, (mine, announced(other, 1)) if names_its_own else (mine,)))
+    assert (bench.node.here.closed_at is not None) is closes
 
 
 def test_whoever_may_not_speak_does_not_call_in_a_loop() -> None:

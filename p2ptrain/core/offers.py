@@ -101,6 +101,11 @@ class Offers:
             for offer in self.by_author.get(author, ())
         )
 
+    def are_of_others(self, names: tuple[bytes, ...], author: bytes) -> bool:
+        """Whether all of these are known, and none is this author's."""
+        known = [self.by_name.get(name) for name in names]
+        return all(offer is not None and offer.announcement.author != author for offer in known)
+
     def attestable(self, state: AgreedState) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """What an availability for the next round names as held and as refused: of each author the oldest round."""
         held: list[bytes] = []

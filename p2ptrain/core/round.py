@@ -82,7 +82,7 @@ class Round:
         parts.arrivals.begin(self.number, context.now)
         self.collect_at: float | None = None
         self.waiting: set[bytes] = set()
-        self.has_any = False
+        self.has_any = self.is_blind = False  # blind: after a restart, when no pace is known
         self._expect()
 
     # -----------------------------------------------------------------------------------------------
@@ -97,6 +97,7 @@ class Round:
         if usual is None:
             stall = float(self.context.run.agreement.stall_seconds)
             # We have an offer from before a restart, and know of no arrival: the others may have gone meanwhile.
+            self.is_blind = self.has_any
             self.collect_at = self.context.now + stall if self.has_any else None
             self.waiting = {key for key in members if not self.parts.offers.has_from(key, self.state)}
             return
@@ -131,11 +132,17 @@ class Round:
         if self.closed_at is not None:
             return
         now = self.context.now
+        if self.is_blind:
+            self.waiting -= {author for author in self.waiting & self.available.keys() if self._lets_pass(author)}
         others_closed = len(self.available) >= self.roster.attesting
         in_time = self.has_any and (not self.waiting or (self.collect_at is not None and now >= self.collect_at))
         idle_over = bool(self.parts.requests.by_name) and now >= self._idle_at()
         if others_closed or in_time or idle_over:
             self._close()
+
+    def _lets_pass(self, author: bytes) -> bool:
+        """Whether a member that has said what it holds has nothing of its own."""
+        return self.parts.offers.are_of_others(read(self.available[author][0], Availability).held, author)
 
     def _idle_at(self) -> float:
         return self.began + self.context.run.agreement.idle_round_seconds
@@ -213,7 +220,7 @@ class Round:
         now, count = self.context.now, len(self.available)
         if self.first_available_at is None:
             self.first_available_at = now
-        if self.closed_at is None and count >= self.roster.attesting:
+        if self.closed_at is None and (self.is_blind or count >= self.roster.attesting):
             self.collect()
         if count == self.roster.quorum:
             spread = EARLY_SPREAD * (now - self.first_available_at) + 0.1
