@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
+from hashlib import sha256
 from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
@@ -83,7 +84,9 @@ class App:
     def __init__(self, source: Source, guard: Guard, release: str, assets: Path = ASSETS) -> None:
         self.source, self.guard, self.events = source, guard, Events()
         self.places: Places | None = None  # once there is a server
-        self._files = {path.name: path for path in sorted(assets.iterdir()) if path.suffix in KINDS and path.is_file()}
+        # In memory, all 70 kB: aiohttp leaves a file open when who asked for it hangs up as it is being opened.
+        kept = [path for path in sorted(assets.iterdir()) if path.suffix in KINDS and path.is_file()]
+        self._files = {path.name: path.read_bytes() for path in kept}
         found = library.path_of()
         self._library = library.Library(found) if found is not None else None
         self._openapi = describe(release)
@@ -210,21 +213,24 @@ class App:
     # The dashboard
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
-        return self._file(INDEX)
+        return self._file(request, INDEX)
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         if name == library.NAME and self._library is not None:
             return await self._library.answer(request)
-        return self._file(name)
+        return self._file(request, name)
 
-    def _file(self, name: str) -> web.StreamResponse:
+    def _file(self, request: web.Request, name: str) -> web.StreamResponse:
         """One of those that were there at the start: no path is made of what a request says."""
-        path = self._files.get(name)
-        if path is None:
+        body = self._files.get(name)
+        if body is None:
             return refusal(HTTPStatus.NOT_FOUND, "not found")
-        headers = {"Content-Type": KINDS[path.suffix], "Cache-Control": "no-cache"}  # kept, if it is still the same
-        return web.FileResponse(path, headers=headers)
+        headers = {
+            "Content-Type": KINDS[Path(name).suffix],
+            "Cache-Control": "no-cache",
+        }  # kept, if it is still the same
+        return library.tagged(request, body, sha256(body).hexdigest()[:32], headers)
 
 
 async def _expect_nothing(request: web.Request) -> None:

@@ -31,6 +31,14 @@ def path_of() -> Path | None:
     return found if found is not None and found.is_file() else None
 
 
+def tagged(request: web.Request, body: bytes, tag: str, headers: dict[str, str]) -> web.Response:
+    """With a name for just these bytes; nothing but that name for who has them."""
+    headers = headers | {"ETag": f'"{tag}"'}
+    if any(each.value in (tag, "*") for each in request.if_none_match or ()):
+        return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
+    return web.Response(body=body, headers=headers)
+
+
 class Library:
     """As it is sent."""
 
@@ -47,10 +55,7 @@ class Library:
         if self._packed is None:
             self._packed = asyncio.create_task(asyncio.to_thread(self._pack), name="the charts' library")
         body = await asyncio.shield(self._packed)
-        headers |= {"ETag": f'"{self._tag}"', "Content-Encoding": "gzip"}
-        if any(each.value in (self._tag, "*") for each in request.if_none_match or ()):
-            return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
-        return web.Response(body=body, headers=headers)
+        return tagged(request, body, self._tag, headers | {"Content-Encoding": "gzip"})
 
     def _pack(self) -> bytes:
         content = self.path.read_bytes()
