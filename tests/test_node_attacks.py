@@ -65,18 +65,23 @@ def test_a_liar_that_votes_again_and_again_is_no_longer_heard() -> None:
     assert bench.node.context.reputation.score(KEYS[0], bench.now) > 0.0
 
 
+def started_again(bench: Bench, seconds: float) -> Bench:
+    """After so long its contribution is on offer, and then the node has only what was on its disk."""
+    store = Store(bench.genesis)
+    bench.now = seconds
+    store.keep(bench.train())
+    bench.node = bench.make()
+    bench.do(ev.Started(store.saved()), 0.0)
+    return bench
+
+
 # ---------------------------------------------------------------------------------------------------
 # What is quiet, and what is not
 
 
 def test_an_offer_that_changes_how_long_we_wait_sets_the_deadline() -> None:
     """After a restart, with our own contribution on offer."""
-    bench = Bench(4, me=1)
-    store = Store(bench.genesis)
-    bench.now = 1.0
-    store.keep(bench.train())
-    bench.node = bench.make()
-    bench.do(ev.Started(store.saved()), 0.0)
+    bench = started_again(Bench(4, me=1), 1.0)
     bench.now = 2.0
     for key in bench.others[:2]:
         bench.hear_offer(announced(key, 1, inline=True))
@@ -153,24 +158,14 @@ def test_what_is_being_applied_when_the_branch_is_left_is_not_built_upon() -> No
 
 def test_a_restart_after_the_contribution_was_announced_does_not_wait_for_ever() -> None:
     """Of two machines the other never comes back."""
-    bench = Bench(2)
-    store = Store(bench.genesis)
-    bench.now = 10.0
-    store.keep(bench.train())
-    bench.node = bench.make()
-    bench.do(ev.Started(store.saved()), 0.0)
+    bench = started_again(Bench(2), 10.0)
     bench.wait(3_600.0)
     assert bench.state.members == (bench.me,)
 
 
 def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None:
     """Of two members each waits for both: the round stood still until the quorum counted as lost."""
-    bench = Bench(2)
-    store = Store(bench.genesis)
-    bench.now = 10.0
-    store.keep(bench.train())
-    bench.node = bench.make()
-    bench.do(ev.Started(store.saved()), 0.0)
+    bench = started_again(Bench(2), 10.0)
     assert bench.node.here.closed_at is None
     bench.hear_offer(announced(bench.others[0], 1, inline=True))
     assert bench.node.here.closed_at is not None
@@ -179,13 +174,7 @@ def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None
 @pytest.mark.parametrize(("names_its_own", "closes"), [(False, True), (True, False)])
 def test_after_a_restart_nobody_waits_for_who_lets_the_round_pass(names_its_own: bool, closes: bool) -> None:
     """The other has said what it holds: our contribution alone, or its own too, which is still to come."""
-    bench = Bench(2)
-    store = Store(bench.genesis)
-    bench.now = 10.0
-    effects = bench.train()
-    store.keep(effects)
-    bench.node = bench.make()
-    bench.do(ev.Started(store.saved()), 0.0)
+    bench = started_again(Bench(2), 10.0)
     (mine,) = [offer.announcement for offer in bench.node.parts.offers.by_name.values()]
     other = bench.others[0]
     bench.hear(bench.available(other, (mine, announced(other, 1)) if names_its_own else (mine,)))
