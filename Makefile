@@ -10,6 +10,8 @@ ROUNDS := 200
 SEED := 1
 VENV := .venv
 STAMP := $(VENV)/.installed
+GPU_WHEELS := out/gpu-wheels
+GPU_SITE := out/gpu-site
 
 # Two processes that let torch use every core run five times slower than with a thread each.
 export OMP_NUM_THREADS := 1
@@ -19,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-docs test-hf test-deploy test-gpu clean
+.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -72,8 +74,15 @@ test-deploy: setup ## what checks deploy/ and trackers; installs the extras [dep
 	$(PIP) install --quiet -e '.[dev,deploy,wandb,tensorboard]'
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -rs --no-skips tests/test_deploy_*.py tests/test_tracking*.py
 
-test-gpu: setup ## the tests that need a CUDA device; they say so where there is none
-	$(VENV)/bin/pytest -m gpu -rs
+gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: the same, tiny, on a CPU; ONLY=steps)
+	@if [ -x $(VENV)/bin/python ] || ! ls $(GPU_WHEELS)/*.whl > /dev/null 2>&1; then $(MAKE) --no-print-directory setup; \
+	else $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU_SITE) $(GPU_WHEELS)/*.whl; fi
+	$(if $(SMALL),,env -u OMP_NUM_THREADS) PYTHONPATH=$(GPU_SITE) \
+	  $$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo $(PYTHON)) \
+	  -m benchmarks.gpu $(if $(SMALL),--small) $(ONLY:%=--only %)
+
+gpu-wheels: setup ## what `make gpu` takes on a machine without a network, as wheels in out/gpu-wheels
+	$(VENV)/bin/python benchmarks/gpu/wheels.py $(GPU_WHEELS)
 
 clean: ## remove .venv and all that tools leave behind
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,19 +36,15 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib import pyplot
+from simulated import FullySynchronised, Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.learn.aggregate import apply_payloads
 from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.recipes import make_recipe
-from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.tokenizer import load_tokenizer
-from p2ptrain.learn.transform import Layout
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
 STEPS, LONG_STEPS = 200, 600
@@ -143,7 +139,10 @@ def run(setting: Setting) -> dict[str, Any]:
         count = min(64, dataset.held_out_sequences(length))
         return float(live.model.loss(torch.from_numpy(dataset.held_out_batch(np.arange(count), length))))
 
-    swarm = FullySynchronised(setting, recipe, live) if setting.recipe == "adamw" else Swarm(setting, recipe, live)
+    if setting.recipe == "adamw":
+        swarm: FullySynchronised | Swarm = FullySynchronised(recipe, live)
+    else:
+        swarm = Swarm(recipe, live, setting.peers, setting.delay)
     curve = [(0, validation())]
     start = time.perf_counter()
     for round_number in range(rounds):
@@ -163,55 +162,6 @@ def run(setting: Setting) -> dict[str, Any]:
         "curve": curve,
         "seconds": round(time.perf_counter() - start, 2),
     }
-
-
-class Swarm:
-    """Peers with a residual each, one copy of the agreed weights, and real payloads between them."""
-
-    def __init__(self, setting: Setting, recipe: RecipeConfig, live: LiveModel) -> None:
-        self.setting, self.config, self.live = setting, recipe, live
-        self.layout = Layout(live.shapes, recipe.chunk)
-        self.form = PayloadFormat.of(self.layout, recipe)
-        self.peers = [make_recipe(recipe, live, self.layout) for _ in range(setting.peers)]
-        self.agreed = self.peers[0].agreed
-        for peer in self.peers:
-            peer.agreed = self.agreed  # replicas are the same bits, so one will do
-        self.payload_bytes = self.form.payload_bytes
-        self.waiting: list[list[bytes]] = []
-
-    def round(self, round_number: int, batches: list[list[Any]]) -> None:
-        payloads = []
-        for peer, own in zip(self.peers, batches, strict=True):
-            peer.begin()
-            for step, batch in enumerate(own):
-                peer.local_step(step, batch, [])
-            payloads.append(pack(peer.contribute(round_number), self.form))
-            peer.residual.forget(round_number)
-        self.waiting.append(payloads)
-        if len(self.waiting) > self.setting.delay:
-            rate = learning_rate(self.config, round_number)
-            parameters = self.live.parts(self.agreed)
-            apply_payloads(self.layout, self.config, self.form, self.waiting.pop(0), rate, parameters)
-        self.live.weights.copy_(self.agreed)
-
-
-class FullySynchronised:
-    """AdamW on the mean gradient of all peers: what everything else is compared with."""
-
-    def __init__(self, setting: Setting, recipe: RecipeConfig, live: LiveModel) -> None:
-        self.config, self.live = recipe, live
-        self.payload_bytes = 4 * live.weights.numel()
-        rate = float(recipe.learning_rate)
-        self.optimizer = torch.optim.AdamW([live.weights], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def round(self, round_number: int, batches: list[list[Any]]) -> None:
-        total = torch.zeros_like(self.live.gradient)
-        for own in batches:
-            self.live.gradient_step(0, own[0], [], self.config)
-            total += self.live.gradient
-        self.live.weights.grad = total / len(batches)
-        self.optimizer.param_groups[0]["lr"] = float(learning_rate(self.config, round_number))
-        self.optimizer.step()
 
 
 # ---------------------------------------------------------------------------------------------------

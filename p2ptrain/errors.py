@@ -2,8 +2,8 @@
 
 A peer broke the rules: `RemoteProtocolError`; it becomes evidence and life goes on. The user erred:
 `ConfigError`, which names the key and the fix (exit status 2). The world failed: `DataError`,
-`DeviceError` and `TrainingError`, which say what was found and where; or this machine itself is broken: `HardwareError`
-(exit status 4). We erred: `assert`, and the process ends.
+`DeviceError`, `MemoryShortError` and `TrainingError`, which say what was found and where; or this machine itself is
+broken: `HardwareError` (exit status 4). We erred: `assert`, and the process ends.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class TrainingError(P2ptrainError):
     def __init__(self, what: str, *, step: int, positions: list[int]) -> None:
         super().__init__(f"{what} is not finite in step {step} (sequence positions {positions})")
         self.what, self.step, self.positions = what, step, positions
+
+
+class MemoryShortError(P2ptrainError):
+    """Not even one sequence fits in the memory of the device: what is taken of it, and which settings help."""
 
 
 class NoDaemonError(P2ptrainError):

@@ -111,6 +111,13 @@ class DeviceConfig(Section):
     autocast: Literal["auto", "off", "bf16"] = Field(
         "auto", description="auto: bf16 where the device has it in hardware"
     )
+    sequences_per_pass: int = Field(
+        0, ge=0, le=65_536, description="at most so many of a step's sequences at a time; 0: as many as the run says"
+    )
+    checkpointing: bool = Field(
+        False, description="keep only what each layer begins with for the way back: less memory, a third more work"
+    )
+    compile: bool = Field(False, description="torch.compile for the layers: faster on a GPU after a slow first round")
 
 
 class LimitsConfig(Section):

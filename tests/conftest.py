@@ -11,7 +11,6 @@ from hypothesis import settings
 # Before torch is imported: two processes that use both cores run five times slower than with a thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch
 
 # Examples are slow on a busy machine, which is no fault of the code: pytest's timeout is the deadline. In CI
 # the same examples are tried every time, so that a red run can be repeated; at a desk they differ.
@@ -55,14 +54,6 @@ class NoSkips:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.skipped:
             terminalreporter.write_line(f"{self.skipped} skipped that should have run", red=True)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device say so where there is none."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
 
 
 @pytest.fixture(autouse=True)

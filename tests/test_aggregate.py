@@ -3,95 +3,47 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_known import SHAPES, flat_weights, golden, golden_cases, golden_root, parts, scales_of, updated
 from known import contribution, weights
 from scipy import fft
 
 from p2ptrain.config import BASIS_PEAK, RecipeConfig, StateConfig
 from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root
 from p2ptrain.errors import DeviceError
-from p2ptrain.learn import aggregate
-from p2ptrain.learn.aggregate import apply_votes, check_exactness, common_scales, sum_votes
-from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn import aggregate, transform
+from p2ptrain.learn.aggregate import (
+    Votes,
+    apply_payloads,
+    apply_votes,
+    check_exactness,
+    common_scales,
+    sum_votes,
+)
+from p2ptrain.learn.codec import Contribution, PayloadFormat, pack
 from p2ptrain.learn.root import covered_pieces, state_root
 from p2ptrain.learn.transform import Layout, first_stage_dtype
 
 CPU = torch.device("cpu")
-GOLDEN = Path(__file__).parent / "golden" / "state_roots.json"
-SHAPES = [(130, 128), (200,), (64, 192), (3, 7), (97, 101)]
-SIZES = [math.prod(shape) for shape in SHAPES]
 COMBINATIONS = list(itertools.product(("distro", "demo", "local"), ("normalised", "mean", "sign")))
-
-
-def flat_weights(seed: int) -> torch.Tensor:
-    return weights(seed, (sum(SIZES),))
-
-
-def parts(flat: torch.Tensor) -> list[torch.Tensor]:
-    return [part.view(shape) for part, shape in zip(torch.split(flat, SIZES), SHAPES, strict=True)]
-
-
-def scales_of(recipe: RecipeConfig, contributions: list[Contribution]) -> tuple[int, ...] | None:
-    if not recipe.scaled:
-        return None
-    return common_scales([one.exponents for one in contributions if one.exponents is not None])
-
-
-def updated(
-    recipe: RecipeConfig,
-    contributions: list[Contribution],
-    rate: Fraction,
-    flat: torch.Tensor,
-) -> torch.Tensor:
-    layout = Layout(SHAPES, recipe.chunk)
-    flat = flat.clone()
-    votes = sum_votes(layout, recipe, contributions, len(contributions), scales_of(recipe, contributions), flat.device)
-    apply_votes(layout, recipe, votes, rate, parts(flat))
-    return flat
-
-
-def golden_cases() -> dict[str, tuple[RecipeConfig, int]]:
-    cases = {}
-    for name, outer, (chunk, k) in itertools.product(
-        ("distro", "demo", "local"), ("normalised", "mean", "sign"), ((64, 32), (64, 8), (16, 5), (8, 32))
-    ):
-        for peers in (1, 7, 40):
-            bits = 3 if name == "demo" else 1
-            recipe = RecipeConfig(
-                name=name, outer=outer, chunk=chunk, k=k, value_bits=bits, weight_decay=Fraction(1, 10)
-            )
-            cases[f"{name} {outer} chunk={chunk} k={k} peers={peers}"] = recipe, peers
-    return cases
-
-
-def golden_root(recipe: RecipeConfig, peers: int, device: torch.device) -> str:
-    """Three rounds at rates that no binary fraction equals."""
-    layout = Layout(SHAPES, recipe.chunk)
-    flat = flat_weights(len(recipe.name + recipe.outer)).to(device)
-    for round_number, rate in enumerate((Fraction(1, 1000), Fraction(2, 3), Fraction(7, 300))):
-        offered = [contribution(1000 * round_number + peer, layout, recipe) for peer in range(peers)]
-        flat = updated(recipe, offered, rate, flat)
-    assert torch.isfinite(flat).all()
-    return state_root(flat).hex()
 
 
 @pytest.mark.parametrize("case", golden_cases())
 def test_golden_state_roots(case: str) -> None:
     recipe, peers = golden_cases()[case]
-    assert golden_root(recipe, peers, CPU) == json.loads(GOLDEN.read_text())[case]
+    assert golden_root(recipe, peers, CPU) == golden()[case]
 
 
 def test_there_is_a_golden_root_for_every_case_and_no_two_are_equal() -> None:
-    golden = json.loads(GOLDEN.read_text())
-    assert list(golden) == list(golden_cases())
-    assert len(set(golden.values())) == len(golden)
+    assert list(golden()) == list(golden_cases())
+    assert len(set(golden().values())) == len(golden())
 
 
 def written_step(outer: str, *, rate: Fraction, peers: int, squares: int, unit: int | None) -> float:
@@ -181,13 +133,6 @@ def test_torchs_newer_precision_setting_moves_the_first_stage_to_fp64_too() -> N
     finally:
         torch.backends.fp32_precision = before
     assert first_stage_dtype(1, CPU) == torch.float32
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", golden_cases())
-def test_cuda_gives_the_golden_state_roots(case: str) -> None:
-    recipe, peers = golden_cases()[case]
-    assert golden_root(recipe, peers, torch.device("cuda")) == json.loads(GOLDEN.read_text())[case]
 
 
 @pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
@@ -403,6 +348,60 @@ def test_large_states_are_sampled_by_the_manifest_and_covered_whole_now_and_then
     assert covered_pieces(size, config, 1, bytes(range(32))) == [4, 20, 35, 47]
 
 
-if __name__ == "__main__":  # python tests/test_aggregate.py: only with a new protocol version
-    roots = {case: golden_root(recipe, peers, CPU) for case, (recipe, peers) in golden_cases().items()}
-    GOLDEN.write_text(json.dumps(roots, indent=1) + "\n")
+def test_the_size_of_blocks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU and a GPU work through a matrix in blocks of different sizes."""
+    for chunks in (1, 5, 1_024):
+        monkeypatch.setattr(transform, "BLOCK_CHUNKS", chunks)
+        for case in list(golden_cases())[::7]:
+            recipe, peers = golden_cases()[case]
+            assert golden_root(recipe, peers, CPU) == golden()[case], (chunks, case)
+
+
+@pytest.mark.parametrize("full", ["_update", "_squares", "every other"])
+def test_a_device_without_memory_leaves_the_work_to_the_cpu_and_changes_no_bit(
+    full: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of which the device could not hold the update was not touched, and none is applied twice."""
+    failed = 0
+
+    def failing(real: Callable[..., Any], often: Iterator[bool]) -> Callable[..., Any]:
+        def work(*arguments: Any) -> Any:
+            nonlocal failed
+            real(*arguments)  # as far as it came
+            if next(often):
+                failed += 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(*arguments)
+
+        return work
+
+    for name in ("_update", "_squares"):
+        if full in (name, "every other"):
+            often = itertools.cycle((True, False) if full == name else (True, False, False, True, False))
+            monkeypatch.setattr(aggregate, name, failing(getattr(aggregate, name), often))
+    for case in list(golden_cases())[::5]:
+        recipe, peers = golden_cases()[case]
+        assert golden_root(recipe, peers, CPU) == golden()[case], case
+    assert failed > 20
+
+
+def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RecipeConfig(name="local")
+    layout = Layout(SHAPES, recipe.chunk)
+    form = PayloadFormat.of(layout, recipe)
+    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(3)]
+    states = []
+    real = aggregate.sum_votes
+    for often in (itertools.repeat(False), iter((True, False))):
+
+        def sometimes(*arguments: Any, often: Iterator[bool] = often) -> Votes:
+            found = real(*arguments)
+            if next(often):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return found
+
+        monkeypatch.setattr(aggregate, "sum_votes", sometimes)
+        states.append(flat_weights(3))
+        apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), parts(states[-1]))
+    assert torch.equal(*states)
+    assert not torch.equal(states[0], flat_weights(3))

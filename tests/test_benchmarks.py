@@ -15,6 +15,8 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 def load(name: str) -> ModuleType:
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))  # as for a script that lies there: benchmarks share modules
     specification = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
     assert specification is not None
     assert specification.loader is not None

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_benchmarks import FOLDER, load
+from test_benchmarks import load
 
 from p2ptrain.core.state import Taken
 from p2ptrain.store.records import RoundRecord
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_find_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
 
 
 @pytest.mark.timeout(300)

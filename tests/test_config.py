@@ -18,6 +18,7 @@ from p2ptrain import config as config_module
 from p2ptrain.config import (
     MODEL_PRESETS,
     RECIPE_DEFAULTS,
+    DeviceConfig,
     ModelConfig,
     NodeConfig,
     RecipeConfig,
@@ -347,7 +348,7 @@ def test_the_environment_goes_before_the_file_and_the_file_before_the_defaults(
     monkeypatch.setenv("P2PTRAIN_DEVICE__THREADS", "3")
     monkeypatch.setenv("P2PTRAIN_LOGGING__LEVEL", "debug")
     node = load_node_config(said(tmp_path / "node.toml", '[device]\nthreads = 2\nname = "cpu"'))
-    assert node.device.model_dump() == {"name": "cpu", "threads": 3, "autocast": "auto"}
+    assert node.device == DeviceConfig(name="cpu", threads=3)
     assert node.logging.model_dump() == {"level": "debug", "format": "auto"}
 
 

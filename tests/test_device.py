@@ -14,7 +14,7 @@ from trainer_known import RECIPES, embedded, make
 
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.device import Device
-from p2ptrain.errors import TrainingError
+from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.store.diary import Trained
 
@@ -128,6 +128,48 @@ def test_a_training_that_diverges_contributes_nothing_and_is_counted(dataset: To
             life.train(number)
         assert (life.device.not_finite, life.device.loss, life.diary) == (number, None, [])
     life.close()
+
+
+def test_trainings_are_repeated_with_as_many_sequences_a_pass_as_there_was_memory_for(dataset: TokenDataset) -> None:
+    life = Life(dataset, "distro")
+    real, fails = life.device.trainer.live.model.loss, [True]
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) > 2 and fails[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(batch)
+
+    life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
+    life.train(1)
+    assert [each.sequences for each in life.diary] == [2]
+    again = Life(dataset, "distro")
+    again.device.repeat(life.diary)
+    again.device._repeat()
+    assert again.device.trainer.live.sequences_max == 2
+    assert again.device._repeated[1][1] == life.payloads[1], "the same bits"
+    again.close()
+    life.close()
+
+
+def test_a_training_that_finds_no_memory_contributes_nothing_and_the_next_state_is_applied(
+    dataset: TokenDataset,
+) -> None:
+    life, other = Life(dataset, "local"), Life(dataset, "local")
+    other.train(1)
+    life.payloads = dict(other.payloads)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(MemoryShortError, match="one sequence"):
+        life.train(1)
+    assert (life.diary, life.device.trainer.live.sequences_max) == ([], 1)
+    for each in (life, other):
+        each.apply(1)
+    assert life.device.trainer.root() == other.device.trainer.root()
+    life.close()
+    other.close()
 
 
 def test_a_state_that_is_taken_over_ends_repeating(dataset: TokenDataset, tmp_path: Path) -> None:

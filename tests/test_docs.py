@@ -32,6 +32,7 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
         "p2ptrain doctor",
         "p2ptrain join --bootstrap ADDR --config gpu.toml --data-dir gpu1",
     ],
+    ("docs/how-to/on-a-gpu-server.md", "wheels"): ["make gpu-wheels"],
     ("docs/how-to/run-a-bootstrap.md", "root"): ["sudo ufw allow 4001/tcp"],
     ("docs/how-to/recover.md", "root"): ["sudo timedatectl set-ntp true"],
     ("docs/how-to/recover.md", "chosen"): [

@@ -21,7 +21,7 @@ from p2ptrain.doctor.findings import Check, Finding, can_work, json_of, text_of,
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import PAYLOADS_BYTES, PROCESS_BYTES, need_of
+from p2ptrain.learn.memory import PROCESS_BYTES, need_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.store.lock import LOCK_NAME, Lock
 
@@ -160,10 +160,10 @@ def test_this_machines_own_device_is_found_and_computes() -> None:
 
 def test_memory_is_compared_with_what_the_run_needs() -> None:
     main = NEED.main("cpu")
-    assert main == NEED.trainer + NEED.checkpoint + PAYLOADS_BYTES + PROCESS_BYTES
+    assert main == NEED.trainer + NEED.checkpoint + NEED.payloads + PROCESS_BYTES
     (found,) = machine.check_memory(NEED, "cpu", 2 * main, 0, None)
     assert level_of(found) == GOOD
-    for part in ("weights", "gradient", "residual", "optimizer", "activations", "checkpoint"):
+    for part in ("weights", "gradient", "residual", "inner state", "activations", "checkpoint"):
         assert part in found.result
     assert level_of(machine.check_memory(NEED, "cpu", main + main // 20, 0, None)[0]) == WARNING
     assert level_of(machine.check_memory(NEED, "cpu", main - 1, 0, None)[0]) == FAILED

@@ -30,7 +30,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.driver import DISK_SECONDS
 from p2ptrain.digest import PIECE_BYTES, digest
-from p2ptrain.errors import DataError
+from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Capture
 from p2ptrain.net import inquiry
@@ -435,3 +435,18 @@ async def test_run_and_data_are_served_and_nothing_of_other_runs(tmp_path: Path)
         assert found("manifest", manifest) == each.edges.fetching.dataset.manifest_bytes()
         for kind in ("data", "manifest", "tokenizer", "payload", "state"):
             assert found(kind, bytes(32)) is None
+
+
+@skipping_time
+async def test_a_device_without_memory_makes_the_round_fail_and_not_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: object) -> None:
+        raise MemoryShortError("a pass of one sequence of 64 tokens does not fit: cuda has 8,000 MB")
+
+    async with bench(tmp_path) as each, each.running() as task:
+        monkeypatch.setattr(each.trainer, "train", train)
+        doing(each, ev.Train(1, 0, 1, 4))
+        await until(lambda: bool(each.node.events) or task.done())
+        [failed] = each.node.events
+        assert isinstance(failed, ev.TrainingFailed) and "does not fit" in failed.why

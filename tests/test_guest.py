@@ -10,13 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from driver_known import ChainTrainer
 from net_known import skipping_time, until
 from test_cli import p2ptrain
 from test_memory_swarm import swarm
 
-from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.config import DeviceConfig, LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import device as device_module
 from p2ptrain.daemon import guest as guest_module
 from p2ptrain.daemon.device import Device, StoppedError
@@ -34,8 +36,9 @@ from p2ptrain.daemon.guest import (
     rest_seconds,
 )
 from p2ptrain.daemon.status import PAUSED, unreadiness_of
-from p2ptrain.errors import ConfigError
-from p2ptrain.learn.memory import need_of
+from p2ptrain.errors import ConfigError, DeviceError
+from p2ptrain.learn import trainer as trainer_module
+from p2ptrain.learn.memory import Passes, mega, need_of
 from p2ptrain.web.models import Status
 
 
@@ -89,9 +92,11 @@ def test_memory_over_its_limit_is_complained_of() -> None:
     assert resident_bytes() > 50 * 10**6  # torch alone is more
 
 
-def test_a_run_that_does_not_fit_is_refused_before_anything_is_made() -> None:
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run = RunConfig.model_validate({"name": "large"})
-    needed = need_of(run).main("cpu")
+    needed = need_of(run, trainer_module.passes_of(DeviceConfig(name="cpu"))).main("cpu")
 
     def config(memory: int) -> NodeConfig:
         made = NodeConfig()
@@ -102,10 +107,35 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made() -> None:
             }
         )
 
-    refuse_too_large(run, config(0))
+    with caplog.at_level("INFO"):
+        refuse_too_large(run, config(0))
+    assert "run large takes about" in caplog.text, "what it takes is told before it is taken"
+    assert "weights 3 MB + gradient 3 MB + residual 3 MB + activations" in caplog.text
     refuse_too_large(run, config(needed))
     with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large takes about .*weights .* Raise it"):
         refuse_too_large(run, config(needed - 1))
+    monkeypatch.setattr(guest_module, "free_memory_bytes", lambda: needed - 10**8 - psutil.Process().memory_info().rss)
+    with pytest.raises(
+        DeviceError, match=r"takes about .* of main memory .*weights .* are free\. Close other programs"
+    ):
+        refuse_too_large(run, config(0))
+
+
+def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As much as can be said where there is none: what it would be asked is answered for it."""
+    run = RunConfig.model_validate({"name": "large", "model": {"preset": "100m"}})
+    need = need_of(run, Passes(autocast=True, device="cuda"))
+    free = [need.trainer]
+    monkeypatch.setattr(trainer_module, "find_device", lambda config: (torch.device("cuda:0"), True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2 * free[0]))
+    with caplog.at_level("INFO"):
+        refuse_too_large(run, NodeConfig())
+    assert f"and {mega(need.trainer)} of cuda:0 (weights 386 MB + gradient 386 MB + residual" in caplog.text
+    free[0] -= 1
+    with pytest.raises(DeviceError, match=r"of cuda:0 \(weights .* are free\. Close .*device\.checkpointing = true"):
+        refuse_too_large(run, NodeConfig())
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from known import integers, weights
 from scipy import fft
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.errors import ConfigError, TrainingError
+from p2ptrain.errors import ConfigError, MemoryShortError, TrainingError
 from p2ptrain.learn.codec import Contribution
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
@@ -299,3 +299,69 @@ def test_a_recipe_is_chosen_by_name_or_by_module_and_name() -> None:
     for name in ("no.such.module:Recipe", f"{__name__}:Nothing"):
         with pytest.raises(ConfigError, match=r"recipe\.name: cannot load .* Install the package"):
             make_recipe(RecipeConfig(name=name), live, layout)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Memory
+
+
+def failing_above(live: LiveModel, sequences: int, error: Exception) -> list[int]:
+    """Let passes of more sequences fail halfway; the sizes of all that were tried."""
+    tried: list[int] = []
+    real = live.model.loss
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        tried.append(len(batch))
+        found = real(batch)
+        if len(batch) > sequences:
+            found.backward()  # something of it is in the gradient already
+            raise error
+        return found
+
+    live.model.loss = loss  # type: ignore[method-assign]
+    return tried
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: no"), MemoryError()]
+)
+def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, short = live_model(), live_model()
+    recipe = RecipeConfig(sequences_per_pass=6)
+    expected = whole.gradient_step(0, batch(1, 6), [], recipe)
+    tried = failing_above(short, 2, error)
+    found = short.gradient_step(0, batch(1, 6), [], recipe)
+    assert tried == [6, 3, 2, 2, 2]
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    torch.testing.assert_close(short.gradient, whole.gradient)
+    assert "out of memory in a pass of 6 sequences" in caplog.text and "going on with 3 a pass" in caplog.text
+    assert "device.sequences_per_pass" in caplog.text
+    tried.clear()
+    short.gradient_step(1, batch(1, 6), [], recipe)
+    assert tried == [2, 2, 2], "those that follow begin with what fitted"
+
+
+def test_parts_of_different_sizes_weigh_as_much_as_they_have_sequences() -> None:
+    whole, parts = live_model(), live_model()
+    parts.sequences_max = 4
+    recipe = RecipeConfig(sequences_per_pass=5)
+    losses = [live.gradient_step(0, batch(1, 5), [], recipe).loss for live in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    torch.testing.assert_close(whole.gradient, parts.gradient)
+
+
+def test_where_not_one_sequence_fits_it_is_said_with_the_settings_that_help() -> None:
+    live = live_model()
+    failing_above(live, 0, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(MemoryShortError, match=r"one sequence of 16 tokens does not fit: .* are free\. device\."):
+        live.gradient_step(0, batch(1), [], RecipeConfig())
+    assert (live.gradient == 0).all()
+
+
+def test_another_mistake_is_no_lack_of_memory() -> None:
+    live = live_model()
+    failing_above(live, 0, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        live.gradient_step(0, batch(1), [], RecipeConfig())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from known import weights
 
-from p2ptrain.learn.selection import largest
+from p2ptrain.learn.selection import _largest_by_topk, largest
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,9 @@ def test_large_values_in_one_group_are_all_kept() -> None:
     flat = torch.ones(2, 4096) * 0.5
     flat[:, 5::512] = -9.0  # a group is what lies 512 apart
     assert largest(flat, 8).tolist() == [list(range(5, 4096, 512))] * 2
+
+
+@pytest.mark.parametrize("at_a_time", [1, 7, 1_024])
+def test_a_device_chooses_the_same_as_a_cpu(at_a_time: int) -> None:
+    coefficients = weights(9, (20, 4096))
+    assert np.array_equal(_largest_by_topk(coefficients, 32, at_a_time), largest(coefficients, 32))

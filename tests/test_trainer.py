@@ -13,30 +13,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from texts import prepared
-from trainer_known import ONE_THREAD, RECIPES, TINY, embedded, make
+from trainer_known import ONE_THREAD, RECIPES, TINY, embedded, make, swarm_round
 
 from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig, StateConfig, TokenizerConfig
-from p2ptrain.errors import ConfigError, DataError, DeviceError, TrainingError
+from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortError, TrainingError
 from p2ptrain.learn import trainer as trainer_module
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.sample import Wish
 from p2ptrain.learn.trainer import Trainer, open_device
 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     return embedded(tmp_path_factory.mktemp("corpus") / "data")
-
-
-def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:
-    payloads = []
-    for place, trainer in enumerate(trainers):
-        trainer.train(round_number, place, len(trainers))
-        payloads.append(trainer.contribute(round_number))
-        trainer.forget(round_number)
-    for place, trainer in enumerate(trainers):  # each has them in another order
-        assert [trainer.check(payload) for payload in payloads] == [None] * len(payloads)
-        trainer.apply(round_number, payloads[place:] + payloads[:place])
-    return payloads
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -384,17 +373,6 @@ def test_training_in_bf16_changes_the_steps_and_not_what_is_applied(dataset: Tok
     assert coarse.root() == fine.root()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_swarm_of_cpu_and_cuda_stays_the_same_bits(dataset: TokenDataset, name: str) -> None:
-    cpu = make(dataset, name)
-    cuda = Trainer(cpu.run, DeviceConfig(name="cuda", autocast="auto"), dataset)
-    cuda.recipe.agreed.copy_(cpu.recipe.agreed)
-    for round_number in range(5):
-        swarm_round([cpu, cuda], round_number)
-        assert cpu.root() == cuda.root()
-
-
 @pytest.mark.parametrize(("cores", "threads", "wanted"), [(5, 0, 4), (1, 0, 1), (5, 3, 3)])
 def test_one_of_the_cores_that_may_be_used_stays_free(
     cores: int, threads: int, wanted: int, monkeypatch: pytest.MonkeyPatch
@@ -406,3 +384,21 @@ def test_one_of_the_cores_that_may_be_used_stays_free(
         assert torch.get_num_threads() == wanted
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_sample_or_a_loss_that_finds_no_memory_leaves_the_weights_as_they_were(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(dataset, "local")
+    trainer.train(0, 0, 1)
+    own, root = trainer.live.weights.clone(), trainer.root()
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer.live.model, "hidden", full)
+    with pytest.raises(MemoryShortError, match=r"no memory is left for it: .* are free"):
+        trainer.evaluate()
+    with pytest.raises(MemoryShortError):
+        trainer.sample(Wish(prompt="a", tokens=1, seed=0))
+    assert torch.equal(trainer.live.weights, own) and trainer.root() == root

@@ -31,3 +31,16 @@ def embedded(directory: Path) -> TokenDataset:
 def make(dataset: TokenDataset, name: str = "distro", seed: int = 1, **changes: Any) -> Trainer:
     recipe = RecipeConfig(name=name, sequences_per_pass=4, **(RECIPES[name] | changes))
     return Trainer(RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe), ONE_THREAD, dataset)
+
+
+def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:
+    """One round of all of them; each applies the payloads in another order."""
+    payloads = []
+    for place, trainer in enumerate(trainers):
+        trainer.train(round_number, place, len(trainers))
+        payloads.append(trainer.contribute(round_number))
+        trainer.forget(round_number)
+    for place, trainer in enumerate(trainers):
+        assert [trainer.check(payload) for payload in payloads] == [None] * len(payloads)
+        trainer.apply(round_number, payloads[place:] + payloads[:place])
+    return payloads

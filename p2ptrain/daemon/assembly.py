@@ -22,7 +22,6 @@ from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.events import EventFile
 from p2ptrain.daemon.fetching import Fetching
-from p2ptrain.daemon.guest import refuse_too_large
 from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library
 from p2ptrain.daemon.places import identity_file, run_directory
@@ -73,7 +72,6 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     """
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
     me = launch.identity.key
-    await asyncio.to_thread(refuse_too_large, run, config)
     store = _open_store(stack, launch)
     if device is None:
         device = await Device.open(run, config.device, launch.data)

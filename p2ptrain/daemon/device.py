@@ -29,7 +29,7 @@ from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.fetching import PIECES_TOLD
 from p2ptrain.daemon.guest import rest_seconds
 from p2ptrain.digest import leaf_digests
-from p2ptrain.errors import DataError, P2ptrainError, TrainingError
+from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult
 from p2ptrain.learn.trainer import Trainer
@@ -130,7 +130,8 @@ class Device:
         payload = self._train_now(number, place, places, outstanding)
         self.trained += 1
         base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload).hex()
-        return payload, Trained(self.trained, number, base, place, places, still, name, torch.get_num_threads())
+        threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_max
+        return payload, Trained(self.trained, number, base, place, places, still, name, threads, sequences)
 
     def repeat(self, trainings: Iterable[Trained]) -> None:
         """Do these again, when the state is there from which each was made."""
@@ -140,9 +141,10 @@ class Device:
         while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
             each = self._to_repeat.popleft()
             _use_threads(each.threads)
+            self.trainer.live.sequences_max = each.sequences
             try:
                 payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
-            except (DataError, TrainingError) as error:
+            except (DataError, MemoryShortError, TrainingError) as error:
                 log.warning("the training of round %d cannot be repeated: %s", each.round, error)
                 self._to_repeat.clear()
                 return

@@ -25,7 +25,7 @@ from p2ptrain.daemon.device import Device, StoppedError
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import ignore
 from p2ptrain.daemon.intake import Intake
-from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
+from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.line import Ask, Deliver, TellHistory
 from p2ptrain.net.transport import TransportError
@@ -300,7 +300,7 @@ class Driver:
                 await self.edges.keeping.note(trained)
         except StoppedError:
             return
-        except (TrainingError, DataError, FetchError, TimeoutError) as error:
+        except (TrainingError, MemoryShortError, DataError, FetchError, TimeoutError) as error:
             why = str(error) or "the data did not come"
             log.warning("no contribution to round %d: %s", effect.round, why)
             self.give(ev.TrainingFailed(effect.round, why))

@@ -27,15 +27,20 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pydantic import ValidationError
 
+from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.config_text import allowed
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
     from p2ptrain.daemon.driver import Driver
 
 LOOK_SECONDS = 5.0  # between looks at clock, battery and memory: a plug that is pulled costs some seconds of charge
 OVER_MEMORY = "over its memory limit"
+LESS_MEMORY = (
+    "Close other programs, set device.checkpointing = true or a small device.sequences_per_pass, "
+    "or take a run of a smaller model"
+)
 OWNER = "paused by its owner"  # what each reason to pause begins with
 HOURS = "paused outside its hours"
 BATTERY = "paused on battery"
@@ -98,20 +103,27 @@ def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
 
 
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
-    """ConfigError if the run cannot be trained in the memory that the config allows."""
-    limit = config.limits.memory_bytes
-    if not limit:
-        return
-    import torch  # noqa: PLC0415  # who has no limit need not wait for it here
+    """Tell what the run takes; ConfigError or DeviceError if the config, or this machine, has less."""
+    import torch  # noqa: PLC0415  # two seconds, in which an error of the user's could be told
 
     from p2ptrain.learn.memory import mega, need_of  # noqa: PLC0415
+    from p2ptrain.learn.trainer import find_device, passes_of  # noqa: PLC0415
 
-    name = config.device.name
-    device = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    need = need_of(run)
-    if (needed := need.main(device)) > limit:
-        what = f"run {run.name} takes about {mega(needed)} ({need.formula(device)}), and {mega(limit)} are allowed"
+    device, _ = find_device(config.device)
+    need = need_of(run, passes_of(config.device))
+    main, limit = need.main(device.type), config.limits.memory_bytes
+    takes = f"run {run.name} takes about {mega(main)} of main memory ({need.formula(device.type)})"
+    if limit and main > limit:
+        what = f"{takes}, and {mega(limit)} are allowed"
         raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or train a run of a smaller model")
+    if main > (free := free_memory_bytes() + psutil.Process().memory_info().rss):  # what it has counts
+        raise DeviceError(f"{takes}, and {mega(free)} are free", fix=LESS_MEMORY)
+    if device.type == "cuda":
+        taken, free = f"{mega(need.trainer)} of {device} ({need.of_trainer()})", torch.cuda.mem_get_info(device)[0]
+        if need.trainer > free:
+            raise DeviceError(f"run {run.name} takes about {taken}, and {mega(free)} are free", fix=LESS_MEMORY)
+        takes += f" and {taken}"
+    log.info("%s", takes)
 
 
 # ---------------------------------------------------------------------------------------------------

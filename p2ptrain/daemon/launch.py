@@ -29,7 +29,7 @@ from p2ptrain.daemon.find import (
     open_dataset,
     with_relays,
 )
-from p2ptrain.daemon.guest import be_nice
+from p2ptrain.daemon.guest import be_nice, refuse_too_large
 from p2ptrain.daemon.http import STARTING, Http
 from p2ptrain.daemon.logs import set_up
 from p2ptrain.daemon.notify import notify
@@ -160,6 +160,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         http = await _show(stack, config)
         log.info("making or reading the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
+        await asyncio.to_thread(refuse_too_large, run, config)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
@@ -177,6 +178,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         http = await _show(stack, config)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
+        await asyncio.to_thread(refuse_too_large, run, config)
         directory = find_dataset(config, run.data.manifest)
         data = open_dataset(directory, run.data.manifest)
         if data is None:

@@ -21,9 +21,17 @@ from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
 from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
 from p2ptrain.doctor import disk, machine, network
 from p2ptrain.doctor.findings import Check, Finding, Level, within
-from p2ptrain.errors import ConfigError, NoDaemonError, P2ptrainError, RemoteProtocolError, SilentDaemonError
+from p2ptrain.errors import (
+    ConfigError,
+    DeviceError,
+    NoDaemonError,
+    P2ptrainError,
+    RemoteProtocolError,
+    SilentDaemonError,
+)
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Need, need_of
+from p2ptrain.learn.memory import Need, Passes, need_of
+from p2ptrain.learn.trainer import passes_of
 from p2ptrain.net import inquiry
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.store.records import remembered_peers
@@ -134,17 +142,21 @@ def look_at_ports(patient: Patient) -> list[Finding]:
 def look_at_run(patient: Patient) -> list[Finding]:
     """What the run takes of this machine; it is the one that runs here, that a peer has told of, or the largest of
     those on the disk."""
+    try:
+        passes = passes_of(patient.config.device)
+    except DeviceError:  # which has its own line
+        passes = Passes()
     if patient.run is None:
         stored = stored_runs(patient.config)
         if patient.status is not None:
             stored = [run for run in stored if run.run_id == patient.status["run_id"]]
-        needs = [(need_of(run), run) for run in stored]
+        needs = [(need_of(run, passes), run) for run in stored]
         if not needs:
             fix = "Name a node of the run with --bootstrap, to learn what it takes"
             return [Finding("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
         patient.need, patient.run = max(needs, key=lambda each: each[0].parameters)
     else:
-        patient.need = need_of(patient.run)
+        patient.need = need_of(patient.run, passes)
     need, run, config = patient.need, patient.run, patient.config
     device = machine.chosen_device(config.device, patient.hardware)
     number = int(device.partition(":")[2] or 0)

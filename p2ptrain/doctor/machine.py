@@ -168,7 +168,7 @@ def check_memory(need: Need, device: str, available: int, limit: int, gpu: Gpu |
         text = f"{mega(main)} are needed, and limits.memory_bytes allows {mega(limit)}"
         found.append(Finding("memory limit", "failed", text, "Raise limits.memory_bytes, or train a smaller run"))
     if device.startswith("cuda") and gpu is not None:
-        parts = f"weights, gradient, residual, optimizer and activations {mega(need.trainer)}, and CUDA itself"
+        parts = f"{need.of_trainer()}, and CUDA itself"
         found.append(_fits("device memory", need.on_device(), gpu.total_bytes, parts, "has the device"))
     return found
 

@@ -17,9 +17,11 @@ destroy a sparse signal, whose coefficients most peers do not send.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +49,8 @@ EXACTNESS_FIX = (
     "precision or flush-to-zero mode; or choose another device"
 )
 INT16_MAX, INT32_MAX = 2**15 - 1, 2**31 - 1
+CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,25 @@ def apply_payloads(
     scales = None
     if form.groups and payloads:
         scales = common_scales([read_exponents(payload, form) for payload in payloads])
-    contributions = (unpack(payload, form) for payload in payloads)
-    votes = sum_votes(layout, recipe, contributions, len(payloads), scales, parameters[0].device)
+
+    def votes_on(device: torch.device) -> Votes:
+        contributions = (unpack(payload, form) for payload in payloads)
+        return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
+
+    votes = where_it_fits(votes_on, parameters[0].device)
     apply_votes(layout, recipe, votes, learning_rate, parameters)
+
+
+def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
+    """Do it on `device`, or on the CPU if the device has no memory left: on this path both give the same bits.
+
+    So a game that takes a GPU's memory makes a round slower, and never costs a node its place in it.
+    """
+    try:
+        return work(device)
+    except torch.OutOfMemoryError:
+        pass  # here the traceback, and with it what the work had made, is let go of
+    return work(CPU)
 
 
 def common_scales(exponents: Sequence[NDArray[np.int8]]) -> tuple[int, ...]:
@@ -124,17 +144,17 @@ def apply_votes(
     if not votes.contributions:
         return
     keep = rounded_fp32(1 - learning_rate * recipe.weight_decay)
-    first_stage = first_stage_dtype(votes.contributions * recipe.k * recipe.vote_max, votes.sums.device)
+    votes_bound = votes.contributions * recipe.k * recipe.vote_max
     for number, group in enumerate(layout.groups):
         step = _step(layout, recipe, votes, number, learning_rate)
         matrix = layout.matrix(parameters, group)
-        for block in layout.blocks(group):
-            rows = matrix[block.rows]
-            if keep != 1.0:
-                rows.mul_(keep)
+        for block in layout.blocks(group, matrix.device):
+            update = None
             if step != 0.0:
-                whole = inverse(votes.sums[block.chunks], layout.chunk, first_stage)
-                _subtract(layout, group, block, rows, _update(whole, step, recipe))
+                sums = votes.sums[block.chunks]
+                compute = partial(_update, layout, recipe, votes_bound, step, group, block, sums)
+                update = where_it_fits(compute, sums.device)
+            _move(matrix[block.rows], keep, update)
         layout.store(matrix, parameters, group)
 
 
@@ -156,28 +176,56 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
 def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: Group) -> int:
     total = 0
     largest = votes.contributions * recipe.vote_max
-    for block in layout.blocks(group):
+    for block in layout.blocks(group, votes.sums.device):
         sums = votes.sums[block.chunks].reshape(-1)
         if largest**2 * recipe.k * (sums.numel() // layout.area) < FP32_EXACT_MAX and sums.device.type == "cpu":
             single = sums.float()
             total += int(torch.dot(single, single))
         else:
-            total += int(sums.long().square_().sum())
+            total += where_it_fits(partial(_squares, sums), sums.device)
     return total
 
 
-def _update(whole: Tensor, step: float, recipe: RecipeConfig) -> Tensor:  # [i, n, j] fp32
+def _squares(sums: Tensor, device: torch.device) -> int:
+    return int(sums.to(device).long().square_().sum())
+
+
+def _update(
+    layout: Layout,
+    recipe: RecipeConfig,
+    votes_bound: int,
+    step: float,
+    group: Group,
+    block: Block,
+    sums: Tensor,
+    device: torch.device,
+) -> Tensor:  # [rows, columns] fp32, or a view of as many
+    """What a block's votes take from its weights."""
+    whole = inverse(sums.to(device), layout.chunk, first_stage_dtype(votes_bound, device))
     update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
-    return update.add_(0.0)  # a product of matrices may leave 0.0 or -0.0; this makes both 0.0
+    update.add_(0.0)  # a product of matrices may leave 0.0 or -0.0; this makes both 0.0
+    return _cut(layout, group, block, update)
 
 
-def _subtract(layout: Layout, group: Group, block: Block, rows: Tensor, update: Tensor) -> None:
+def _move(rows: Tensor, keep: float, update: Tensor | None) -> None:
+    """Allocates nothing on a device: a block is applied as a whole, or not yet."""
+    here = rows if update is None else rows.to(update.device)
+    if keep != 1.0:
+        here.mul_(keep)
+    if update is not None:
+        here.view(update.shape).sub_(update)
+    if here is not rows:
+        rows.copy_(here)
+
+
+def _cut(layout: Layout, group: Group, block: Block, update: Tensor) -> Tensor:
+    """The update in the order of the block's rows, without what falls on padding; a view where there is none."""
     c = layout.chunk
     tiles = update.view(c, block.chunk_rows, group.chunk_columns, c).permute(1, 0, 2, 3)
-    if rows.shape == (block.chunk_rows * c, group.chunk_columns * c):
-        rows.view(block.chunk_rows, c, group.chunk_columns, c).sub_(tiles)
-    else:
-        rows.sub_(tiles.reshape(block.chunk_rows * c, -1)[: rows.shape[0], : rows.shape[1]])
+    rows, columns = block.rows.stop - block.rows.start, group.columns
+    if (rows, columns) == (block.chunk_rows * c, group.chunk_columns * c):
+        return tiles  # [chunk_rows, c, chunk_columns, c]
+    return tiles.reshape(block.chunk_rows * c, -1)[:rows, :columns]
 
 
 def rounded_fp32(value: Fraction) -> float:

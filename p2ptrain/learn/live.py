@@ -6,6 +6,7 @@ walk over parameters, and neither do the norm of a gradient or an optimizer.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RecipeConfig
-from p2ptrain.errors import TrainingError
+from p2ptrain.errors import MemoryShortError, TrainingError
+from p2ptrain.learn.memory import mega
 from p2ptrain.learn.model import Transformer
+
+log = logging.getLogger("p2ptrain.learn")
+CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"  # torch has no error of its own for a CPU: it names its allocator
+SETTINGS_THAT_HELP = "device.sequences_per_pass, device.checkpointing = true and autocast take less"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +35,13 @@ class StepResult:
 
 
 class LiveModel:
-    """A model whose parameters are views of `weights` and whose gradients are views of `gradient`."""
+    """A model whose parameters are views of `weights` and whose gradients are views of `gradient`.
 
-    def __init__(self, model: Transformer, *, autocast: bool) -> None:
-        self.model, self.autocast = model, autocast
+    sequences_max: of a pass, where the recipe names more; halved when the device runs out of memory. 0: no limit
+    """
+
+    def __init__(self, model: Transformer, *, autocast: bool, sequences_max: int = 0) -> None:
+        self.model, self.autocast, self.sequences_max = model, autocast, sequences_max
         parameters = list(model.parameters())
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
@@ -48,29 +58,63 @@ class LiveModel:
         pieces = torch.split(flat, [math.prod(shape) for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
+    def sequences_at_a_time(self, recipe: RecipeConfig) -> int:
+        return min(recipe.sequences_per_pass, self.sequences_max or recipe.sequences_per_pass)
+
     def loss(self, batch: Tensor) -> Tensor:
-        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+        # A pass uses each weight once: a cache of what was cast would only keep it.
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             return self.model.loss(batch)
 
     def gradient_step(self, step: int, batch: Tensor, positions: Sequence[int], recipe: RecipeConfig) -> StepResult:
         """Leave the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.
 
         A loss or gradient that is not finite raises TrainingError: it says which step and which sequences, and
-        nothing that was computed from it can reach a contribution.
+        nothing that was computed from it can reach a contribution. Where the memory does not last, the step is taken
+        again with half of the sequences a pass, and so are those that follow; MemoryShortError if not even one fits.
         """
-        self.gradient.zero_()
-        passes = torch.split(batch, recipe.sequences_per_pass)
-        total = torch.zeros((), device=batch.device)
-        for part in passes:
-            loss = self.loss(part) / len(passes)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        sequences = self.sequences_at_a_time(recipe)
+        while (total := self._backward(batch, sequences)) is None:
+            self.gradient.zero_()
+            taken = memory_taken(batch.device)
+            if sequences == 1:
+                what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {taken}"
+                raise MemoryShortError(f"{what}. {SETTINGS_THAT_HELP}, or join a run of a smaller model")
+            what = "out of memory in a pass of %d sequences (%s): going on with %d a pass. %s"
+            log.warning(what, sequences, taken, -(-sequences // 2), SETTINGS_THAT_HELP)
+            self.sequences_max = sequences = -(-sequences // 2)
         norm = float(torch.linalg.vector_norm(self.gradient))
-        for what, value in (("the loss", float(total)), ("the gradient", norm)):
+        for what, value in (("the loss", total), ("the gradient", norm)):
             if not math.isfinite(value):
                 self.gradient.zero_()
                 raise TrainingError(what, step=step, positions=list(positions))
         clip = float(recipe.clip)
         if clip and norm > clip:
             self.gradient.mul_(clip / norm)
-        return StepResult(float(total), batch.shape[0] * (batch.shape[1] - 1), norm)
+        return StepResult(total, batch.shape[0] * (batch.shape[1] - 1), norm)
+
+    def _backward(self, batch: Tensor, sequences: int) -> float | None:
+        """The mean loss, whose gradient is in `gradient`; None if the memory does not last."""
+        total = torch.zeros((), device=batch.device)
+        self.gradient.zero_()
+        try:
+            for part in torch.split(batch, sequences):
+                loss = self.loss(part) * (len(part) / len(batch))
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+            return float(total)  # where it is waited for a device
+        except (torch.OutOfMemoryError, MemoryError):
+            return None
+        except RuntimeError as error:
+            if CPU_OUT_OF_MEMORY not in str(error):
+                raise
+            return None
+
+
+def memory_taken(device: torch.device) -> str:
+    """For a person: how much there is, and who has it."""
+    if device.type != "cuda":
+        return f"{mega(free_memory_bytes())} of main memory are free"
+    free, there = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    return f"{device} has {mega(there)}: this node {mega(own)}, others {mega(there - free - own)}, free {mega(free)}"

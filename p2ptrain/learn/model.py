@@ -22,15 +22,21 @@ below, and that is the order of the state root: to move a line in an `__init__` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from p2ptrain.config import ModelConfig
 
 NORM_EPSILON = 1e-5  # Llama's
 INITIAL_DEVIATION = 0.02  # GPT-2's and Llama's
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # what writes to the residual stream
+# Bytes of fp32 logits that exist at a time. With a large vocabulary those of a whole pass would be most of its memory.
+# On a CPU 32 MiB were fastest (LOG.md); elsewhere a larger block keeps a device busy, which is a guess.
+LOGITS_BYTES, DEVICE_LOGITS_BYTES = 2**25, 2**29
 
 
 class Linear(nn.Linear):
@@ -98,6 +104,10 @@ class Attention(nn.Module):
         queries = rotate(split(self.q_proj(stream)), cosine, sine)
         keys = rotate(split(self.k_proj(stream)), cosine, sine)
         values = split(self.v_proj(stream))
+        if stream.device.type == "cuda" and queries.dtype == torch.float32:
+            # There no fused kernel takes shared heads in fp32, and without one all weights of attention are kept.
+            shared = queries.shape[1] // keys.shape[1]
+            keys, values = (each.repeat_interleave(shared, dim=1) for each in (keys, values))
         # Query head h reads key and value head h // (heads / kv_heads).
         mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
@@ -134,28 +144,90 @@ class Block(nn.Module):
         return output
 
 
-class Transformer(nn.Module):
-    """The model of a run; its matrices are zero until `initialise` or a checkpoint fills them."""
+def logits_rows(vocab_size: int, device: str) -> int:
+    """For how many tokens logits are computed at a time."""
+    return max(1, (LOGITS_BYTES if device == "cpu" else DEVICE_LOGITS_BYTES) // (4 * vocab_size))
 
-    def __init__(self, config: ModelConfig) -> None:
+
+class FusedLoss(torch.autograd.Function):
+    """Mean cross entropy of linear(hidden, weight), a block of tokens at a time.
+
+    A block's gradient follows from its logits at once (softmax minus one at the target), so they need not be kept for
+    the backward pass, and are computed once all the same. As in Liger Kernel (arXiv 2410.10989), without a kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
+        """hidden: [tokens, dim]; weight: [vocab, dim] fp32; targets: [tokens] int64"""
+        device, count = hidden.device.type, len(hidden)
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        step = logits_rows(len(weight), device)
+        total = torch.zeros((), device=hidden.device)
+        to_hidden = torch.empty_like(hidden if with_gradient else hidden[:0])
+        to_weight = torch.zeros_like(weight if with_gradient else weight[:0])
+        with torch.autocast(device, enabled=False):
+            cast = weight.to(kind)
+            for start in range(0, count, step):
+                inputs, wanted = hidden[start : start + step].to(kind), targets[start : start + step, None]
+                logits = (inputs @ cast.T).float()  # bf16 cannot hold a sum of exponentials
+                norms = logits.logsumexp(dim=1, keepdim=True)
+                total += (norms - logits.gather(1, wanted)).sum()
+                if with_gradient:
+                    logits.sub_(norms).exp_().scatter_add_(1, wanted, torch.full_like(norms, -1.0))
+                    gradient = logits.div_(count).to(kind)
+                    to_hidden[start : start + step] = gradient @ cast
+                    to_weight += gradient.T @ inputs
+                    del gradient
+                del logits  # before the next block makes its own
+        ctx.save_for_backward(to_hidden, to_weight)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        to_hidden, to_weight = ctx.saved_tensors
+        return to_hidden * gradient.to(to_hidden.dtype), to_weight * gradient, None, None
+
+
+class Transformer(nn.Module):
+    """The model of a run; its matrices are zero until `initialise` or a checkpoint fills them.
+
+    checkpointing: a layer keeps only its input for the backward pass, and is computed again there (arXiv 1604.06174).
+    """
+
+    def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.checkpointing = config, checkpointing
         self.embed_tokens = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=NORM_EPSILON, dtype=torch.float32)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] int64 -> [batch, length, vocab]
+        return functional.linear(self.hidden(tokens), self.embed_tokens.weight)
+
+    def hidden(self, tokens: Tensor) -> Tensor:  # [batch, length] int64 -> [batch, length, dim]
+        """The stream that the output matrix turns into logits."""
         config = self.config
         cosine, sine = rotary_tables(tokens.shape[1], config.dim // config.heads, config.rope_theta, tokens.device)
         stream = self.embed_tokens(tokens)
         for block in self.layers:
-            stream = block(stream, cosine, sine)
-        return functional.linear(self.norm(stream), self.embed_tokens.weight)
+            if self.checkpointing and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, cosine, sine, use_reentrant=False, preserve_rng_state=False)
+            else:
+                stream = block(stream, cosine, sine)
+        output: Tensor = self.norm(stream)
+        return output
+
+    def compile_layers(self) -> None:
+        """With torch.compile, layer by layer: they are alike, and one is compiled for all."""
+        for block in self.layers:
+            block.compile()
 
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
         """Mean cross entropy, in nats, of every token but the first given those before it."""
-        logits = self(sequences[:, :-1]).float()  # a sum of exponentials is beyond what bf16 can hold
-        return functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+        hidden, targets = self.hidden(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten()
+        with_gradient = torch.is_grad_enabled()
+        loss: Tensor = FusedLoss.apply(hidden, self.embed_tokens.weight, targets, with_gradient)  # type: ignore[no-untyped-call]
+        return loss
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from p2ptrain.config import StateConfig
-from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, leaf_digests, merkle_root, piece_count
+from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root, piece_count
 
 FLOAT_BYTES = 4
+FETCHED_PIECES = 64  # come from a device at a time: a copy of all of it in main memory would be one of the model
 
 assert sys.byteorder == "little", "the state is hashed as it lies in memory"
 
@@ -43,9 +44,11 @@ def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
     """The root of the flat fp32 state, or of some of its pieces."""
     assert state.dtype == torch.float32
     size = state.numel() * FLOAT_BYTES
-    if pieces is None:
-        return merkle_root(leaf_digests(octets(state)), size)
     each = PIECE_BYTES // FLOAT_BYTES
+    if pieces is None:
+        fetched = (part.cpu() for part in torch.split(state, FETCHED_PIECES * each))
+        whole = (piece for part in fetched for piece in torch.split(part, each))
+        return merkle_root([leaf_digest(index, octets(piece)) for index, piece in enumerate(whole)], size)
     leaves = [leaf_digest(index, octets(state[index * each : (index + 1) * each])) for index in pieces]
     return _partial_root(pieces, leaves, size)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from p2ptrain.learn.codec import Indices
+from p2ptrain.learn.transform import block_chunks
 
 GROUP = 8  # coefficients a group; smaller leaves more to partition, larger lets more by
 BLOCK_CHUNKS = 64  # chunks at a time: 1 MiB of fp32 magnitudes stays in a core's cache
@@ -22,13 +23,19 @@ def largest(coefficients: Tensor, k: int) -> Indices:
     """coefficients: [chunks, area] fp32, finite; gives [chunks, k]."""
     chunks, area = coefficients.shape
     if coefficients.device.type != "cpu" or k > area // GROUP:
-        chosen = coefficients.abs().topk(k, dim=1, sorted=False).indices
-        return chosen.sort(dim=1).values.cpu().numpy().astype(np.uint16)
+        return _largest_by_topk(coefficients, k, block_chunks(coefficients.device))
     indices = np.empty((chunks, k), np.uint16)
     for start in range(0, chunks, BLOCK_CHUNKS):
         magnitudes = coefficients[start : start + BLOCK_CHUNKS].abs()
         indices[start : start + BLOCK_CHUNKS] = _largest_of_block(magnitudes, k)
     return indices
+
+
+def _largest_by_topk(coefficients: Tensor, k: int, at_a_time: int) -> Indices:
+    """In blocks, because the magnitudes of all would take as much memory as the model."""
+    blocks = torch.split(coefficients, at_a_time)
+    found = [block.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values.short() for block in blocks]
+    return torch.cat(found).cpu().numpy().view(np.uint16)  # one copy: each waits for all that a device has to do
 
 
 def _largest_of_block(magnitudes: Tensor, k: int) -> Indices:

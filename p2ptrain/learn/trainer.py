@@ -31,15 +31,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from p2ptrain.capacity import cores
+from p2ptrain.capacity import cores, return_large_blocks
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.codec import PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import LiveModel, StepResult
+from p2ptrain.learn.live import LiveModel, StepResult, memory_taken
+from p2ptrain.learn.memory import Passes
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Kept, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_root
@@ -55,6 +56,12 @@ ADOPTED_VALUES = 2**22  # taken over at a time: 16 MiB in place of a second copy
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     """The device to train on, and whether to train in bf16 there. Sets torch's thread count."""
     torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the person
+    return_large_blocks()
+    return find_device(config)
+
+
+def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
+    """The same, and nothing is set."""
     name = config.name if config.name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -63,6 +70,12 @@ def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = config.autocast == "bf16" or (config.autocast == "auto" and (fast or _cpu_has_bf16(device)))
     return device, autocast
+
+
+def passes_of(config: DeviceConfig) -> Passes:
+    """The same, as far as memory goes."""
+    device, autocast = find_device(config)
+    return Passes(autocast, config.checkpointing, config.sequences_per_pass, device.type)
 
 
 def _cpu_has_bf16(device: torch.device) -> bool:
@@ -116,10 +129,12 @@ class Trainer:
         self.run, self.dataset = run, dataset
         self.device, autocast = open_device(device)
         check_exactness(run.recipe.chunk, self.device)
-        model = Transformer(run.model)
+        model = Transformer(run.model, checkpointing=device.checkpointing)
         if initial:
             initialise(model, run.seed)
-        self.live = LiveModel(model.to(self.device), autocast=autocast)
+        if device.compile:
+            model.compile_layers()
+        self.live = LiveModel(model.to(self.device), autocast=autocast, sequences_max=device.sequences_per_pass)
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
@@ -233,13 +248,16 @@ class Trainer:
 
     @contextmanager
     def _agreed_weights(self) -> Iterator[None]:
-        """The model has the agreed weights meanwhile, and then one's own again."""
-        own = self.live.weights.clone()
-        self.live.weights.copy_(self.recipe.agreed)
+        """The model has the agreed weights meanwhile, and then its own again. MemoryShortError: the device is full."""
         try:
-            yield
-        finally:
-            self.live.weights.copy_(own)
+            own = self.live.weights.clone()
+            self.live.weights.copy_(self.recipe.agreed)
+            try:
+                yield
+            finally:
+                self.live.weights.copy_(own)
+        except torch.OutOfMemoryError as error:
+            raise MemoryShortError(f"no memory is left for it: {memory_taken(self.device)}") from error
 
     @torch.no_grad()
     def sample(self, wish: Wish, on_token: Callable[[], None] = lambda: None) -> str:
@@ -257,8 +275,9 @@ class Trainer:
             raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
         total = 0.0
         with self._agreed_weights():
-            for start in range(0, count, self.run.recipe.sequences_per_pass):
-                positions = np.arange(start, min(start + self.run.recipe.sequences_per_pass, count))
+            step = self.live.sequences_at_a_time(self.run.recipe)
+            for start in range(0, count, step):
+                positions = np.arange(start, min(start + step, count))
                 batch = torch.from_numpy(self.dataset.held_out_batch(positions, length)).to(self.device)
                 total += float(self.live.loss(batch)) * len(positions)
         return total / count

@@ -32,7 +32,9 @@ from torch.nn.functional import pad
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX
 
-BLOCK_CHUNKS = 32  # chunks in work at a time: their fp64 block of 1 MiB (chunks of 64) stays in a core's cache
+# Chunks in work at a time. On a CPU their fp64 block of 1 MiB (chunks of 64) stays in a core's cache. Elsewhere each
+# operation costs a launch of some microseconds, and a block of 32 MiB is worth it; a guess, not measured on a GPU yet.
+BLOCK_CHUNKS, DEVICE_BLOCK_CHUNKS = 32, 1_024
 FP32_EXACT_MAX = 2**24  # below it every integer is an fp32
 
 # round(2**13.5 * cos(pi * n / 128)) for n from 0 to 64. A table, because the cosines of two C libraries
@@ -71,6 +73,10 @@ def inverse_scale(chunk: int) -> float:
 @cache
 def orthonormal_basis(chunk: int, device: torch.device) -> Tensor:  # [u, i] fp32
     return integer_basis(chunk, torch.float64, device).mul(inverse_scale(chunk) ** 0.5).float()
+
+
+def block_chunks(device: torch.device) -> int:
+    return BLOCK_CHUNKS if device.type == "cpu" else DEVICE_BLOCK_CHUNKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +132,8 @@ class Layout:
         self.groups = tuple(groups)
         self.chunks = first_chunk
 
-    def blocks(self, group: Group) -> Iterator[Block]:
-        at_a_time = max(1, BLOCK_CHUNKS // group.chunk_columns)
+    def blocks(self, group: Group, device: torch.device) -> Iterator[Block]:
+        at_a_time = max(1, block_chunks(device) // group.chunk_columns)
         for start in range(0, group.chunk_rows, at_a_time):
             stop = min(start + at_a_time, group.chunk_rows)
             first = group.first_chunk + start * group.chunk_columns
@@ -159,7 +165,7 @@ class Layout:
         for group in self.groups:
             size = sum(prod(self.shapes[index]) for index in group.members)
             real = torch.arange(group.rows * group.columns, device=device).view(group.rows, group.columns) < size
-            for block in self.blocks(group):
+            for block in self.blocks(group, device):
                 tiles = self._tiles(real[block.rows], group, block)
                 partly = (~tiles.flatten(1).all(dim=1)).nonzero().flatten()
                 chunks += (partly + block.chunks.start).tolist()
@@ -184,7 +190,7 @@ class Layout:
         c, basis = self.chunk, orthonormal_basis(self.chunk, residual.device)
         for group in self.groups:
             matrix = self.matrix(tensors, group)
-            for block in self.blocks(group):
+            for block in self.blocks(group, residual.device):
                 rows = self._padded(matrix[block.rows], group, block)
                 half = torch.mm(rows.reshape(-1, c), basis.T)
                 full = torch.matmul(basis, half.view(block.chunk_rows, c, -1))

@@ -30,7 +30,7 @@ Count = Annotated[int, Meta(ge=0)]
 _log = structlog.get_logger("p2ptrain.store")
 
 
-class Trained(Struct, frozen=True, forbid_unknown_fields=True):
+class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One training, and the contribution that it led to."""
 
     number: Count  # rises by one each time, from 1
@@ -40,7 +40,9 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True):
     places: Count
     outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # earlier rounds, still to be taken
     payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    threads: Annotated[int, Meta(ge=0)] = 0  # of torch, which sums in another order with another number; 0: not told
+    # Sums come out otherwise with another number of these; 0: not told, or no limit.
+    threads: Count = 0  # of torch
+    sequences: Count = 0  # of a pass, at most
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,118 @@
+"""What all parts of `make gpu` share: models, the report, time and memory of a device."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2ptrain.config import ModelConfig
+
+GPT2_VOCABULARY = 50_304  # GPT-2's, rounded up to a multiple of 64
+MODELS = {
+    "tiny": {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 192, "sequence_length": 64},
+    "1m": {"preset": "1m"},
+    "10m": {"preset": "10m"},
+    "124m": {"dim": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn_dim": 2_048, "sequence_length": 1_024},
+    "350m": {"dim": 1_024, "layers": 24, "heads": 16, "kv_heads": 16, "ffn_dim": 2_752, "sequence_length": 1_024},
+    "1b": {"preset": "1b"},
+}
+
+
+def model_config(name: str, **changes: int) -> ModelConfig:
+    return ModelConfig.model_validate(MODELS[name] | changes)
+
+
+class Report:
+    """A part's figures, on the disk as soon as each is known: a part that is ended early has told what it had."""
+
+    def __init__(self, path: Path, device: str, *, small: bool, seconds: float) -> None:
+        self.path, self.device, self.small = path, torch.device(device), small
+        self.figures: dict[str, Any] = {}
+        self._ends_at = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        return self._ends_at - time.monotonic()
+
+    def add(self, name: str, figure: Any) -> None:
+        self.figures[name] = figure
+        self.path.write_text(json.dumps(self.figures, indent=1) + "\n")
+        print(f"{name}: {json.dumps(figure)}", flush=True)
+
+
+def run_part(description: str, part: Callable[[Report], None]) -> None:
+    """Do one part as the launcher starts it, or by hand: `python -m benchmarks.gpu.codec --device cpu --small`."""
+    parser = argparse.ArgumentParser(description=description.split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-part.json"), help="where its figures go")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--seconds", type=float, default=300.0, help="what can be left out ends in time")
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    part(Report(arguments.out, arguments.device, small=arguments.small, seconds=arguments.seconds))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Time and memory
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a device has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    wait_for(device)
+    start = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - start
+
+
+def median_ms(work: Callable[[], Any], device: torch.device, turns: int) -> float:
+    """After one turn that warms up, where there is more than one."""
+    if turns > 1:
+        work()
+    return round(1e3 * statistics.median(seconds_of(work, device) for _ in range(turns)), 3)
+
+
+class Peak:
+    """The most memory that was taken since it was made: of a GPU what torch has allocated, else of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._most()
+
+    def _most(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+    @property
+    def taken_mb(self) -> float:
+        return round((self._most() - self.before) / 1e6, 1)
+
+
+def ratio(one: float, other: float) -> float:
+    return round(one / other, 4)
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Least, median and most."""
+    return [round(each, 4) for each in (min(values), statistics.median(values), max(values))]

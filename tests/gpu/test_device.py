@@ -1,0 +1,214 @@
+"""The exact path and the trainer on a GPU, against the CPU; GPU_TESTS_DEVICE=cpu tries the tests themselves."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from golden_known import SHAPES, flat_weights, golden, golden_cases, golden_root, parts
+from known import contribution, weights
+from trainer_known import RECIPES, TINY, embedded, make, swarm_round
+
+from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
+from p2ptrain.daemon.energy import meter_of
+from p2ptrain.learn.aggregate import apply_payloads, check_exactness
+from p2ptrain.learn.codec import PayloadFormat, pack
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.memory import Passes, need_of
+from p2ptrain.learn.root import state_root
+from p2ptrain.learn.selection import largest
+from p2ptrain.learn.trainer import Trainer
+from p2ptrain.learn.transform import Layout
+
+DEVICE = torch.device(os.environ.get("GPU_TESTS_DEVICE") or "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return embedded(tmp_path_factory.mktemp("corpus") / "data")
+
+
+@contextmanager
+def memory_of_bytes(size: int) -> Iterator[None]:
+    """The device has so much more than is taken now, and really refuses the rest; on a CPU nothing is refused."""
+    if DEVICE.type != "cuda":
+        yield
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + size) / total, DEVICE)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("case", list(golden_cases()))
+def test_it_gives_the_golden_state_roots(case: str) -> None:
+    recipe, peers = golden_cases()[case]
+    assert golden_root(recipe, peers, DEVICE) == golden()[case]
+
+
+def test_it_is_exact_also_where_tf32_is_allowed() -> None:
+    check_exactness(64, DEVICE)
+    with tf32():
+        check_exactness(64, DEVICE)
+        for case in list(golden_cases())[::9]:
+            recipe, peers = golden_cases()[case]
+            assert golden_root(recipe, peers, DEVICE) == golden()[case]
+
+
+@pytest.mark.parametrize("name", ["distro", "demo", "local"])
+def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same(name: str) -> None:
+    """In memory for the weights and hardly more: votes and blocks are refused by the device itself."""
+    shapes = [(2_048, 2_048), *SHAPES]
+    recipe = RecipeConfig(name=name, outer="normalised", weight_decay=Fraction(1, 10))
+    layout = Layout(shapes, recipe.chunk)
+    form = PayloadFormat.of(layout, recipe)
+    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(5)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    roots = []
+    for device, size in ((torch.device("cpu"), 2**40), (DEVICE, 2**40), (DEVICE, 2**22), (DEVICE, 2**10)):
+        flat = weights(7, (sum(sizes),)).to(device)
+        views = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        with memory_of_bytes(size):
+            apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), views)
+        roots.append(state_root(flat).hex())
+    assert len(set(roots)) == 1
+
+
+def test_it_chooses_the_same_coefficients() -> None:
+    coefficients = weights(9, (3_000, 4_096))
+    assert (largest(coefficients.to(DEVICE), 32) == largest(coefficients, 32)).all()
+
+
+def test_a_root_of_many_pieces_is_that_of_the_cpu() -> None:
+    flat = weights(3, (70 * 2**18 + 5,))
+    assert state_root(flat.to(DEVICE)) == state_root(flat)
+    assert state_root(flat.to(DEVICE), [0, 69, 70]) == state_root(flat, [0, 69, 70])
+
+
+@pytest.mark.parametrize("autocast", ["off", "bf16"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_swarm_with_a_cpu_stays_the_same_bits(dataset: TokenDataset, name: str, autocast: str) -> None:
+    cpu = make(dataset, name)
+    other = Trainer(cpu.run, DeviceConfig(name=str(DEVICE), autocast=autocast), dataset)
+    before = cpu.evaluate()
+    for round_number in range(10):
+        swarm_round([cpu, other], round_number)
+        assert cpu.root() == other.root()
+    assert cpu.evaluate() < before - 0.3
+    assert other.evaluate() == pytest.approx(cpu.evaluate(), rel=0.02)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_it_saves_a_cpu_goes_on_with(dataset: TokenDataset, name: str, tmp_path: Path) -> None:
+    cpu = make(dataset, name)
+    other = Trainer(cpu.run, DeviceConfig(name=str(DEVICE), autocast="off"), dataset)
+    swarm_round([other], 0)
+    other.save(tmp_path / "state")
+    cpu.load(tmp_path / "state")
+    assert cpu.root() == other.root()
+    assert torch.equal(cpu.recipe.residual.coefficients, other.recipe.residual.coefficients.cpu())
+
+
+@pytest.mark.parametrize("settings", [{"checkpointing": True}, {"sequences_per_pass": 1}])
+def test_settings_that_save_memory_change_a_step_by_rounding_alone(
+    dataset: TokenDataset, settings: dict[str, object]
+) -> None:
+    run = make(dataset).run
+    losses = []
+    for changed in ({}, settings):
+        config = DeviceConfig.model_validate({"name": str(DEVICE), "autocast": "off"} | changed)
+        losses.append(Trainer(run, config, dataset).train(0, 0, 1)[0].loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def larger_run(dataset: TokenDataset) -> RunConfig:
+    model = TINY | {"dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 768, "sequence_length": 256}
+    return RunConfig.model_validate({"name": "memory", "model": model, "recipe": {"sequences_per_pass": 32}})
+
+
+def test_out_of_memory_it_trains_on_with_fewer_sequences(
+    dataset: TokenDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device itself refuses: what is left is a third of what a pass takes."""
+    run = larger_run(dataset)
+    trainer = Trainer(run, DeviceConfig(name=str(DEVICE), autocast="off"), dataset)
+    with memory_of_bytes(need_of(run, Passes(device=DEVICE.type)).activations // 3):
+        loss = trainer.train(0, 0, 1)[0].loss
+        payload = trainer.contribute(0)
+        trainer.apply(0, [payload])
+    assert 5 < loss < 6.5
+    if DEVICE.type == "cuda":
+        assert 1 <= trainer.live.sequences_max <= 16
+        assert "out of memory in a pass of 32 sequences (cuda" in caplog.text
+
+
+def test_what_it_takes_is_what_was_told(dataset: TokenDataset) -> None:
+    if DEVICE.type != "cuda":
+        return  # the CPU has tests of its own
+    run = larger_run(dataset)
+    for autocast in ("off", "bf16"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        before = torch.cuda.memory_allocated(DEVICE)
+        trainer = Trainer(run, DeviceConfig(name=str(DEVICE), autocast=autocast), dataset)
+        trainer.train(0, 0, 1)
+        trainer.apply(0, [trainer.contribute(0)] * 10)
+        took = torch.cuda.max_memory_allocated(DEVICE) - before
+        need = need_of(run, Passes(autocast == "bf16", device="cuda"))
+        sys.stdout.write(f"told {need.trainer}, took {took}: {need.of_trainer()}\n")
+        assert need.trainer == pytest.approx(took, rel=0.1)
+        del trainer
+        gc.collect()
+
+
+def test_votes_on_the_device_are_those_of_the_cpu() -> None:
+    recipe = RecipeConfig(name="local")
+    layout = Layout(SHAPES, recipe.chunk)
+    form = PayloadFormat.of(layout, recipe)
+    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(40)]
+    states = []
+    for device in (torch.device("cpu"), DEVICE):
+        flat = flat_weights(3).to(device)
+        apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), parts(flat))
+        states.append(flat.cpu())
+    assert torch.equal(*states)
+
+
+def test_a_card_tells_what_it_draws() -> None:
+    """NVML really answers; of a processor another test knows the files."""
+    if DEVICE.type != "cuda":
+        return
+    meter = meter_of(torch.device("cuda", torch.cuda.current_device()))
+    before = meter.read()[0][0]
+    much = torch.randn(4_096, 4_096, device=DEVICE)
+    for _ in range(300):
+        much = torch.nn.functional.normalize(much @ much)
+    torch.cuda.synchronize()
+    assert meter.read()[0][0] > before
