@@ -7,10 +7,8 @@ groups of the process that asks, each of which is limited by those above it (cgr
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from math import ceil
 from pathlib import Path
 
@@ -22,7 +20,6 @@ LIMITS = (  # what is limited, what is taken, and how the files in it are called
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 KINDS = ("active", "inactive")
-M_MMAP_THRESHOLD = -3  # malloc.h
 GROUPS_MOUNT, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -84,13 +81,3 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
-
-
-def return_large_blocks() -> None:
-    """Have the C library give each block of a mebibyte or more back to the system as soon as it is freed.
-
-    By itself glibc raises that size up to 32 MiB as a process goes, and keeps the holes: training took a sixth more
-    memory, and was no faster. Other libraries have no such call, and need none.
-    """
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from p2ptrain.capacity import cores, return_large_blocks
+from p2ptrain.capacity import cores
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortError, RemoteProtocolError
@@ -56,7 +56,6 @@ ADOPTED_VALUES = 2**22  # taken over at a time: 16 MiB in place of a second copy
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     """The device to train on, and whether to train in bf16 there. Sets torch's thread count."""
     torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the person
-    return_large_blocks()
     return find_device(config)
 
 
