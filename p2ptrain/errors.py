@@ -55,7 +55,7 @@ class TrainingError(P2ptrainError):
 
 
 class MemoryShortError(P2ptrainError):
-    """Not even one sequence fits in the memory of the device: what is taken of it, and which settings help."""
+    """The device has no memory for it: what is taken of it, and which settings help."""
 
 
 class NoDaemonError(P2ptrainError):

@@ -112,12 +112,14 @@ class DeviceConfig(Section):
         "auto", description="auto: bf16 where the device has it in hardware"
     )
     sequences_per_pass: int = Field(
-        0, ge=0, le=65_536, description="at most so many of a step's sequences at a time; 0: as many as the run says"
+        0, ge=0, le=65_536, description="the most sequences in one forward and backward pass; 0: the run's number"
     )
     checkpointing: bool = Field(
-        False, description="keep only what each layer begins with for the way back: less memory, a third more work"
+        False,
+        description="activation checkpointing: keep only each layer's input for the backward pass; "
+        "less memory, a third more work",
     )
-    compile: bool = Field(False, description="torch.compile for the layers: faster on a GPU after a slow first round")
+    compile: bool = Field(False, description="compile the layers with torch.compile; the first round takes longer")
 
 
 class LimitsConfig(Section):

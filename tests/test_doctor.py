@@ -21,7 +21,7 @@ from p2ptrain.doctor.findings import Check, Finding, can_work, json_of, text_of,
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import PROCESS_BYTES, need_of
+from p2ptrain.learn.memory import Room, need_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.store.lock import LOCK_NAME, Lock
 
@@ -158,28 +158,22 @@ def test_this_machines_own_device_is_found_and_computes() -> None:
     assert (found.level, found.result) == ("good", "cpu")
 
 
-def test_memory_is_compared_with_what_the_run_needs() -> None:
-    main = NEED.main("cpu")
-    assert main == NEED.trainer + NEED.checkpoint + NEED.payloads + PROCESS_BYTES
-    (found,) = machine.check_memory(NEED, "cpu", 2 * main, 0, None)
+def room(needed: int, free: int, least: int = 100, total: int = 10_000) -> Room:
+    return Room("main memory", needed, least, free, total, NEED.formula("cpu"))
+
+
+def test_memory_is_judged_as_the_start_judges_it() -> None:
+    (found,) = machine.check_memory([room(1_000, 2_000)], 0)
     assert level_of(found) == GOOD
     for part in ("weights", "gradient", "residual", "inner state", "activations", "checkpoint"):
         assert part in found.result
-    assert level_of(machine.check_memory(NEED, "cpu", main + main // 20, 0, None)[0]) == WARNING
-    assert level_of(machine.check_memory(NEED, "cpu", main - 1, 0, None)[0]) == FAILED
-    limited = machine.check_memory(NEED, "cpu", 2 * main, main - 1, None)
+    close, taken, none = (room(1_000, 1_050), room(1_000, 900), room(99_000, 900, least=10_001))
+    assert [level_of(machine.check_memory([each], 0)[0]) for each in (close, taken, none)] == [WARNING, WARNING, FAILED]
+    limited = machine.check_memory([room(1_000, 2_000)], 999)
     assert [each.level for each in limited] == ["good", "failed"]
     assert "limits.memory_bytes" in limited[1].fix
-
-
-def test_on_a_cuda_device_what_trains_lies_there() -> None:
-    main, there = NEED.main("cuda"), NEED.on_device()
-    assert main < NEED.main("cpu")
-    fits = Gpu("a", 2 * there, is_bf16=True)
-    assert [each.level for each in machine.check_memory(NEED, "cuda", 2 * main, 0, fits)] == ["good", "good"]
-    small = Gpu("a", there - 1, is_bf16=True)
-    found = machine.check_memory(NEED, "cuda:0", 2 * main, 0, small)
-    assert [(each.what, each.level) for each in found] == [("memory", "good"), ("device memory", "failed")]
+    both = machine.check_memory([room(1_000, 2_000), none], 0)
+    assert [(each.what, each.level) for each in both] == [("memory", "good"), ("device memory", "failed")]
 
 
 @pytest.mark.parametrize(

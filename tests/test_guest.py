@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from driver_known import ChainTrainer
@@ -18,7 +17,7 @@ from net_known import skipping_time, until
 from test_cli import p2ptrain
 from test_memory_swarm import swarm
 
-from p2ptrain.config import DeviceConfig, LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import device as device_module
 from p2ptrain.daemon import guest as guest_module
 from p2ptrain.daemon.device import Device, StoppedError
@@ -37,8 +36,9 @@ from p2ptrain.daemon.guest import (
 )
 from p2ptrain.daemon.status import PAUSED, unreadiness_of
 from p2ptrain.errors import ConfigError, DeviceError
-from p2ptrain.learn import trainer as trainer_module
-from p2ptrain.learn.memory import Passes, mega, need_of
+from p2ptrain.learn import memory as memory_module
+from p2ptrain.learn.memory import Passes, need_of, rooms_of
+from p2ptrain.learn.shortage import mega
 from p2ptrain.web.models import Status
 
 
@@ -92,33 +92,31 @@ def test_memory_over_its_limit_is_complained_of() -> None:
     assert resident_bytes() > 50 * 10**6  # torch alone is more
 
 
+def config_of(memory: int) -> NodeConfig:
+    device = NodeConfig().device.model_copy(update={"name": "cpu"})
+    return NodeConfig().model_copy(update={"limits": LimitsConfig(memory_bytes=memory), "device": device})
+
+
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunConfig.model_validate({"name": "large"})
-    needed = need_of(run, trainer_module.passes_of(DeviceConfig(name="cpu"))).main("cpu")
-
-    def config(memory: int) -> NodeConfig:
-        made = NodeConfig()
-        return made.model_copy(
-            update={
-                "limits": LimitsConfig(memory_bytes=memory),
-                "device": made.device.model_copy(update={"name": "cpu"}),
-            }
-        )
-
+    (main,) = rooms_of(run, config_of(0).device)
     with caplog.at_level("INFO"):
-        refuse_too_large(run, config(0))
+        refuse_too_large(run, config_of(0))
     assert "run large takes about" in caplog.text, "what it takes is told before it is taken"
     assert "weights 3 MB + gradient 3 MB + residual 3 MB + activations" in caplog.text
-    refuse_too_large(run, config(needed))
+    refuse_too_large(run, config_of(main.needed))
     with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large takes about .*weights .* Raise it"):
-        refuse_too_large(run, config(needed - 1))
-    monkeypatch.setattr(guest_module, "free_memory_bytes", lambda: needed - 10**8 - psutil.Process().memory_info().rss)
-    with pytest.raises(
-        DeviceError, match=r"takes about .* of main memory .*weights .* are free\. Close other programs"
-    ):
-        refuse_too_large(run, config(0))
+        refuse_too_large(run, config_of(main.needed - 1))
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: 0)
+    refuse_too_large(run, config_of(0))
+    assert "are free now. Close other programs" in caplog.text, "others may leave: a warning"
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
+    refuse_too_large(run, config_of(0))
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
+    with pytest.raises(DeviceError, match=r"even with one sequence a pass, and there are .*device\.checkpointing"):
+        refuse_too_large(run, config_of(0))
 
 
 def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
@@ -127,14 +125,26 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     """As much as can be said where there is none: what it would be asked is answered for it."""
     run = RunConfig.model_validate({"name": "large", "model": {"preset": "100m"}})
     need = need_of(run, Passes(autocast=True, device="cuda"))
-    free = [need.trainer]
-    monkeypatch.setattr(trainer_module, "find_device", lambda config: (torch.device("cuda:0"), True))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2 * free[0]))
+    least = need_of(run, Passes(autocast=True, device="cuda", sequences_max=1))
+    there = [need.trainer, need.trainer]
+    monkeypatch.setattr(memory_module, "find_device", lambda config: (torch.device("cuda:0"), True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(there))
     with caplog.at_level("INFO"):
         refuse_too_large(run, NodeConfig())
     assert f"and {mega(need.trainer)} of cuda:0 (weights 386 MB + gradient 386 MB + residual" in caplog.text
-    free[0] -= 1
-    with pytest.raises(DeviceError, match=r"of cuda:0 \(weights .* are free\. Close .*device\.checkpointing = true"):
+    assert "are free now" not in caplog.text
+    there[:] = need.trainer - 1, least.trainer
+    refuse_too_large(run, NodeConfig())
+    assert "of cuda:0 are free now" in caplog.text
+    there[1] -= 1
+    with pytest.raises(DeviceError, match=r"of cuda:0 \(weights .* even with one sequence a pass"):
+        refuse_too_large(run, NodeConfig())
+
+    def full(device: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    with pytest.raises(DeviceError, match=r"cuda:0 cannot be opened: CUDA error: out of memory\. Close"):
         refuse_too_large(run, NodeConfig())
 
 

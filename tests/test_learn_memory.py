@@ -28,6 +28,7 @@ SHAPES = [
 ]
 PROGRAM = """
 import ctypes, json, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.learn.data import TokenDataset
@@ -43,12 +44,17 @@ def most(reset):
 run, device, data, digest, rounds = json.loads(sys.argv[1])
 dataset = TokenDataset.open(Path(data), digest)
 before = most(True)
-trainer = Trainer(RunConfig.model_validate(run), DeviceConfig(**device), dataset)
-for number in range(rounds):
-    trainer.train(number, 0, 1)
-    payload = trainer.contribute(number)
-    trainer.apply(number, [payload] * 10)
-    trainer.forget(number)
+
+def live():
+    trainer = Trainer(RunConfig.model_validate(run), DeviceConfig(**device), dataset)
+    for number in range(rounds):
+        trainer.train(number, 0, 1)
+        payload = trainer.contribute(number)
+        trainer.apply(number, [payload] * 10)
+        trainer.forget(number)
+
+with ThreadPoolExecutor(1) as thread:  # as in a daemon
+    thread.submit(live).result()
 print(json.dumps([before, most(False)]))
 """
 

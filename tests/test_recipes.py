@@ -323,7 +323,12 @@ def failing_above(live: LiveModel, sequences: int, error: Exception) -> list[int
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: no"), MemoryError()]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
 )
 def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
     error: Exception, caplog: pytest.LogCaptureFixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -19,8 +20,10 @@ from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig, StateConfig, T
 from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortError, TrainingError
 from p2ptrain.learn import trainer as trainer_module
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.sample import Wish
 from p2ptrain.learn.trainer import Trainer, open_device
+from p2ptrain.learn.transform import Layout
 
 
 @pytest.fixture(scope="session")
@@ -397,8 +400,83 @@ def test_a_sample_or_a_loss_that_finds_no_memory_leaves_the_weights_as_they_were
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(trainer.live.model, "hidden", full)
-    with pytest.raises(MemoryShortError, match=r"no memory is left for it: .* are free"):
+    with pytest.raises(MemoryShortError, match=r"out of memory while looking at the agreed weights: .* are free"):
         trainer.evaluate()
     with pytest.raises(MemoryShortError):
         trainer.sample(Wish(prompt="a", tokens=1, seed=0))
     assert torch.equal(trainer.live.weights, own) and trainer.root() == root
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("place", ["_transformed", "_projected", "scatter_", "gather"])
+def test_a_contribution_that_a_device_has_no_room_for_is_made_on_the_cpu_with_nothing_half_done(
+    dataset: TokenDataset, name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these fails every other time; the residual and what is sent come out as without."""
+    payloads, residuals = [], []
+    for is_short in (False, True):
+        trainer = make(dataset, name)
+        trainer.train(0, 0, 1)
+        if is_short:
+            fails_every_other_time(monkeypatch, place)
+        payloads.append(trainer.contribute(0))
+        trainer.restore(0)
+        residuals.append(trainer.recipe.residual.coefficients.clone())
+    assert payloads[0] == payloads[1]
+    assert torch.equal(*residuals)
+
+
+def fails_every_other_time(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    owner: Any = torch.Tensor if place in ("scatter_", "gather") else Layout
+    real, calls = getattr(owner, place), itertools.count()
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if next(calls) % 2 == 0:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, place, failing)
+
+
+def test_a_training_that_runs_out_of_memory_anywhere_says_so_and_can_be_followed_by_another(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(dataset, "local")
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as here:
+        here.setattr(trainer.recipe, "_adamw", full)
+        with pytest.raises(MemoryShortError, match=r"out of memory while training: .* are free\. A smaller device"):
+            trainer.train(0, 0, 1)
+    trainer.train(0, 0, 1)
+    assert trainer.check(trainer.contribute(0)) is None
+
+
+def test_settings_of_the_device_are_used(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(dataset).run
+    sizes: list[int] = []
+    trainer = Trainer(run, ONE_THREAD.model_copy(update={"sequences_per_pass": 1}), dataset)
+    real = trainer.live.model.loss
+    monkeypatch.setattr(trainer.live.model, "loss", lambda batch: (sizes.append(len(batch)), real(batch))[1])
+    trainer.train(0, 0, 1)
+    trainer.evaluate(3)
+    assert sizes == [1] * 4 + [1] * 3
+    assert Trainer(run, ONE_THREAD.model_copy(update={"checkpointing": True}), dataset).live.model.checkpointing
+    compiled: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda function: lambda value: value)
+    monkeypatch.setattr(Transformer, "compile_layers", lambda model: compiled.append(model.config))
+    Trainer(run, ONE_THREAD.model_copy(update={"compile": True}), dataset)
+    assert len(compiled) == 1
+
+
+def test_compiling_without_a_compiler_is_refused_at_the_start(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(value: object) -> None:
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore")
+
+    monkeypatch.setattr(torch, "compile", lambda function: fail)
+    with pytest.raises(DeviceError, match=r"No working C\+\+ compiler found\. Install a C\+\+ compiler"):
+        Trainer(make(dataset).run, ONE_THREAD.model_copy(update={"compile": True}), dataset)

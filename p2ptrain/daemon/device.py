@@ -138,19 +138,25 @@ class Device:
         self._to_repeat.extend(trainings)
 
     def _repeat(self) -> None:
-        while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
-            each = self._to_repeat.popleft()
-            _use_threads(each.threads)
-            self.trainer.live.sequences_max = each.sequences
-            try:
-                payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
-            except (DataError, MemoryShortError, TrainingError) as error:
-                log.warning("the training of round %d cannot be repeated: %s", each.round, error)
-                self._to_repeat.clear()
-                return
-            self._repeated[each.round] = each, payload
-            if payload_digest(payload).hex() != each.payload:
-                log.warning("the training of round %d came out otherwise than before the restart", each.round)
+        sequences = self.trainer.live.sequences_max
+        try:
+            while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
+                self._repeat_one(self._to_repeat.popleft())
+        finally:  # what the owner has set, or this life has found out, is for what comes
+            self.trainer.live.sequences_max = sequences
+
+    def _repeat_one(self, each: Trained) -> None:
+        _use_threads(each.threads)
+        self.trainer.live.sequences_max = each.sequences
+        try:
+            payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
+        except (DataError, MemoryShortError, TrainingError) as error:
+            log.warning("the training of round %d cannot be repeated: %s", each.round, error)
+            self._to_repeat.clear()
+            return
+        self._repeated[each.round] = each, payload
+        if payload_digest(payload).hex() != each.payload:
+            log.warning("the training of round %d came out otherwise than before the restart", each.round)
 
     def _train_now(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
         for kept in self.trainer.kept_rounds:

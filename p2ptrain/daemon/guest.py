@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pydantic import ValidationError
 
-from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.config_text import allowed
 from p2ptrain.errors import ConfigError, DeviceError
@@ -37,10 +36,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 5.0  # between looks at clock, battery and memory: a plug that is pulled costs some seconds of charge
 OVER_MEMORY = "over its memory limit"
-LESS_MEMORY = (
-    "Close other programs, set device.checkpointing = true or a small device.sequences_per_pass, "
-    "or take a run of a smaller model"
-)
+LESS_MEMORY = "Close other programs, set device.checkpointing = true, or take a run of a smaller model"
 OWNER = "paused by its owner"  # what each reason to pause begins with
 HOURS = "paused outside its hours"
 BATTERY = "paused on battery"
@@ -103,27 +99,26 @@ def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
 
 
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
-    """Tell what the run takes; ConfigError or DeviceError if the config, or this machine, has less."""
-    import torch  # noqa: PLC0415  # two seconds, in which an error of the user's could be told
+    """Tell what the run takes. ConfigError if the config allows less, DeviceError if this machine cannot have as much.
 
-    from p2ptrain.learn.memory import mega, need_of  # noqa: PLC0415
-    from p2ptrain.learn.trainer import find_device, passes_of  # noqa: PLC0415
+    What others take now may be free later, and a pass may be made smaller: both are only warned of.
+    """
+    from p2ptrain.learn.memory import rooms_of  # noqa: PLC0415  # torch: two seconds, in which an error could be told
+    from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
-    device, _ = find_device(config.device)
-    need = need_of(run, passes_of(config.device))
-    main, limit = need.main(device.type), config.limits.memory_bytes
-    takes = f"run {run.name} takes about {mega(main)} of main memory ({need.formula(device.type)})"
-    if limit and main > limit:
-        what = f"{takes}, and {mega(limit)} are allowed"
+    rooms = rooms_of(run, config.device)
+    log.info("run %s takes about %s", run.name, " and ".join(each.takes for each in rooms))
+    limit = config.limits.memory_bytes
+    if limit and rooms[0].needed > limit:
+        what = f"run {run.name} takes about {rooms[0].takes}, and {mega(limit)} are allowed"
         raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or train a run of a smaller model")
-    if main > (free := free_memory_bytes() + psutil.Process().memory_info().rss):  # what it has counts
-        raise DeviceError(f"{takes}, and {mega(free)} are free", fix=LESS_MEMORY)
-    if device.type == "cuda":
-        taken, free = f"{mega(need.trainer)} of {device} ({need.of_trainer()})", torch.cuda.mem_get_info(device)[0]
-        if need.trainer > free:
-            raise DeviceError(f"run {run.name} takes about {taken}, and {mega(free)} are free", fix=LESS_MEMORY)
-        takes += f" and {taken}"
-    log.info("%s", takes)
+    for each in rooms:
+        if each.level == "failed":
+            least = f"{mega(each.least)} even with one sequence a pass"
+            what = f"run {run.name} takes about {each.takes}, {least}, and there are {mega(each.total)}"
+            raise DeviceError(what, fix=LESS_MEMORY)
+        if each.level == "warning":
+            log.warning("only %s of %s are free now. %s", mega(each.free), each.what, LESS_MEMORY)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.library import Library, leaves_of, read_state
 from p2ptrain.errors import DataError
+from p2ptrain.learn.shortage import is_out_of_memory
 from p2ptrain.learn.trainer import Capture
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.diary import Trained
 from p2ptrain.store.records import Batch
 from p2ptrain.store.store import Store
 
-NO_MEMORY = re.compile(r"allocate memory|out of memory")  # how torch says so, on processors with no kind of its own
 FRESH_SECONDS = 60.0  # until a payload that arrived is counted by the core, or is of no use
 LAST_CHANCE = 0.75  # of the rounds whose history is kept, without a checkpoint
 RETRY_SECONDS = 5.0  # between tries to write one then
@@ -54,7 +53,7 @@ class Moment:
         try:
             return cls(number, branch, head, root, device.trained, device.trainer.capture())
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not NO_MEMORY.search(str(error)):
+            if not is_out_of_memory(error):
                 raise
             raise DataError("there is no memory for a copy of the state") from error
 

@@ -12,7 +12,8 @@ from p2ptrain.config import RunConfig
 from p2ptrain.doctor.findings import Finding
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Need, mega
+from p2ptrain.learn.memory import Need
+from p2ptrain.learn.shortage import mega
 from p2ptrain.store.lock import FIX, LOCK_NAME, LOCK_SUFFIX, beside
 
 PROBE_BYTES = 64 * 2**20  # more than what a disk takes into its own memory at no cost; a guess

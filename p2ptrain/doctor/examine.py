@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon import control
 from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
@@ -30,8 +29,7 @@ from p2ptrain.errors import (
     SilentDaemonError,
 )
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Need, Passes, need_of
-from p2ptrain.learn.trainer import passes_of
+from p2ptrain.learn.memory import Need, need_of, rooms_of
 from p2ptrain.net import inquiry
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.store.records import remembered_peers
@@ -142,30 +140,24 @@ def look_at_ports(patient: Patient) -> list[Finding]:
 def look_at_run(patient: Patient) -> list[Finding]:
     """What the run takes of this machine; it is the one that runs here, that a peer has told of, or the largest of
     those on the disk."""
-    try:
-        passes = passes_of(patient.config.device)
-    except DeviceError:  # which has its own line
-        passes = Passes()
     if patient.run is None:
         stored = stored_runs(patient.config)
         if patient.status is not None:
             stored = [run for run in stored if run.run_id == patient.status["run_id"]]
-        needs = [(need_of(run, passes), run) for run in stored]
+        needs = [(need_of(run), run) for run in stored]
         if not needs:
             fix = "Name a node of the run with --bootstrap, to learn what it takes"
             return [Finding("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
         patient.need, patient.run = max(needs, key=lambda each: each[0].parameters)
     else:
-        patient.need = need_of(patient.run, passes)
+        patient.need = need_of(patient.run)
     need, run, config = patient.need, patient.run, patient.config
-    device = machine.chosen_device(config.device, patient.hardware)
-    number = int(device.partition(":")[2] or 0)
-    gpu = patient.hardware.gpus[number] if number < len(patient.hardware.gpus) else None
-    available = free_memory_bytes()
-    if patient.is_answering:  # what it has taken is its own
-        available += _taken_by(patient.directory)
     found = [Finding("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
-    found += machine.check_memory(need, device, available, config.limits.memory_bytes, gpu)
+    try:
+        taken = _taken_by(patient.directory) if patient.is_answering else None  # what it has taken is its own
+        found += machine.check_memory(rooms_of(run, config.device, taken), config.limits.memory_bytes)
+    except DeviceError as error:
+        found.append(Finding("memory", "failed", str(error)))
     directory = run_directory(config, bytes.fromhex(run.run_id))
     contributors = max(patient.members, CONTRIBUTORS_USUAL)
     free, used = psutil.disk_usage(str(disk.standing(directory))).free, _size_of(directory)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from p2ptrain.config import DeviceConfig, TrackingConfig
+from p2ptrain.daemon.guest import LESS_MEMORY
 from p2ptrain.daemon.wandb_run import require_wandb
 from p2ptrain.doctor.findings import Finding, refused
 from p2ptrain.errors import ConfigError, DeviceError
-from p2ptrain.learn.memory import Need, mega
+from p2ptrain.learn.memory import Room
+from p2ptrain.learn.shortage import mega
 from p2ptrain.net.process import CONNECTIONS_HIGH, find_binary
 from p2ptrain.net.transport import TransportError
 
@@ -30,6 +32,7 @@ QUIC_WEAKNESS = "quic-go 0.40 in p2pd can be made to use up its memory (CVE-2024
 FILES_NEEDED = 1_024  # of one process: a stream has one here and a connection one in p2pd, beside 64 of HTTP
 FILES_LEAST = CONNECTIONS_HIGH + 64  # less does not even hold the connections
 TIGHT = 1.1  # what is needed is an estimate, and wrong by a tenth
+CLOSE = "It is close: close other programs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,26 +163,21 @@ def try_device(name: str) -> None:
     check_exactness(64, torch.device(name))
 
 
-def check_memory(need: Need, device: str, available: int, limit: int, gpu: Gpu | None) -> list[Finding]:
-    """`available` is what the system could give a process now, `limit` what the config allows; 0: no limit."""
-    main = need.main(device)
-    found = [_fits("memory", main, available, f"{need.parameters:,} parameters: {need.formula(device)}", "is free")]
-    if limit and main > limit:
-        text = f"{mega(main)} are needed, and limits.memory_bytes allows {mega(limit)}"
+def check_memory(rooms: Sequence[Room], limit: int) -> list[Finding]:
+    """As the start judges it. `limit` is what the config allows of main memory; 0: no limit."""
+    found = []
+    for each in rooms:
+        text = f"{each.takes} are needed; {mega(each.free)} of {mega(each.total)} are free"
+        name = "memory" if each is rooms[0] else "device memory"
+        if each.level == "good":
+            close = each.needed * TIGHT > each.free
+            found.append(Finding(name, "warning" if close else "good", text, CLOSE if close else ""))
+        else:
+            found.append(Finding(name, each.level, text, LESS_MEMORY))
+    if limit and rooms[0].needed > limit:
+        text = f"{mega(rooms[0].needed)} are needed, and limits.memory_bytes allows {mega(limit)}"
         found.append(Finding("memory limit", "failed", text, "Raise limits.memory_bytes, or train a smaller run"))
-    if device.startswith("cuda") and gpu is not None:
-        parts = f"{need.of_trainer()}, and CUDA itself"
-        found.append(_fits("device memory", need.on_device(), gpu.total_bytes, parts, "has the device"))
     return found
-
-
-def _fits(what: str, needed: int, there: int, why: str, has: str) -> Finding:
-    text = f"{mega(needed)} are needed ({why}), {mega(there)} {has}"
-    if needed > there:
-        return Finding(what, "failed", text, "Close other programs, take a larger machine, or a run of a smaller model")
-    if needed * TIGHT > there:
-        return Finding(what, "warning", text, "It is close: close other programs")
-    return Finding(what, "good", text)
 
 
 def check_files(soft: int, hard: int) -> Finding:

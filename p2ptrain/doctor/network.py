@@ -19,7 +19,7 @@ from p2ptrain.config import HttpConfig, NetworkConfig
 from p2ptrain.daemon import http
 from p2ptrain.doctor.findings import Finding, refused
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
-from p2ptrain.learn.memory import mega
+from p2ptrain.learn.shortage import mega
 from p2ptrain.net import inquiry
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.blobs import BlobName, all_pieces

@@ -17,11 +17,10 @@ destroy a sparse signal, whose coefficients most peers do not send.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from p2ptrain.config import BASIS_PEAK, EXACT_MAX, SCALE_SPREAD_BITS, RecipeConf
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.codec import Contribution, PayloadFormat, read_exponents, unpack
 from p2ptrain.learn.schedule import exact_float
+from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import (
     FP32_EXACT_MAX,
     Block,
@@ -49,8 +49,6 @@ EXACTNESS_FIX = (
     "precision or flush-to-zero mode; or choose another device"
 )
 INT16_MAX, INT32_MAX = 2**15 - 1, 2**31 - 1
-CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +79,6 @@ def apply_payloads(
 
     votes = where_it_fits(votes_on, parameters[0].device)
     apply_votes(layout, recipe, votes, learning_rate, parameters)
-
-
-def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
-    """Do it on `device`, or on the CPU if the device has no memory left: on this path both give the same bits.
-
-    So a game that takes a GPU's memory makes a round slower, and never costs a node its place in it.
-    """
-    try:
-        return work(device)
-    except torch.OutOfMemoryError:
-        pass  # here the traceback, and with it what the work had made, is let go of
-    return work(CPU)
 
 
 def common_scales(exponents: Sequence[NDArray[np.int8]]) -> tuple[int, ...]:
@@ -209,7 +195,9 @@ def _update(
 
 def _move(rows: Tensor, keep: float, update: Tensor | None) -> None:
     """Allocates nothing on a device: a block is applied as a whole, or not yet."""
-    here = rows if update is None else rows.to(update.device)
+    here = rows
+    if update is not None and rows.device != update.device:  # one of them is on the CPU: there both come together
+        here, update = rows.cpu(), update.cpu()
     if keep != 1.0:
         here.mul_(keep)
     if update is not None:

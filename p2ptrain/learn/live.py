@@ -14,15 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
-from p2ptrain.learn.memory import mega
 from p2ptrain.learn.model import Transformer
+from p2ptrain.learn.shortage import SETTINGS_THAT_HELP, SMALLER, is_out_of_memory, memory_taken
 
 log = logging.getLogger("p2ptrain.learn")
-CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"  # torch has no error of its own for a CPU: it names its allocator
-SETTINGS_THAT_HELP = "device.sequences_per_pass, device.checkpointing = true and autocast take less"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class LiveModel:
             taken = memory_taken(batch.device)
             if sequences == 1:
                 what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {taken}"
-                raise MemoryShortError(f"{what}. {SETTINGS_THAT_HELP}, or join a run of a smaller model")
+                raise MemoryShortError(f"{what}. {SMALLER}, and so does a run of a smaller model")
             what = "out of memory in a pass of %d sequences (%s): going on with %d a pass. %s"
             log.warning(what, sequences, taken, -(-sequences // 2), SETTINGS_THAT_HELP)
             self.sequences_max = sequences = -(-sequences // 2)
@@ -95,26 +92,15 @@ class LiveModel:
 
     def _backward(self, batch: Tensor, sequences: int) -> float | None:
         """The mean loss, whose gradient is in `gradient`; None if the memory does not last."""
-        total = torch.zeros((), device=batch.device)
         self.gradient.zero_()
         try:
+            total = torch.zeros((), device=batch.device)
             for part in torch.split(batch, sequences):
                 loss = self.loss(part) * (len(part) / len(batch))
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
             return float(total)  # where it is waited for a device
-        except (torch.OutOfMemoryError, MemoryError):
-            return None
-        except RuntimeError as error:
-            if CPU_OUT_OF_MEMORY not in str(error):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
             return None
-
-
-def memory_taken(device: torch.device) -> str:
-    """For a person: how much there is, and who has it."""
-    if device.type != "cuda":
-        return f"{mega(free_memory_bytes())} of main memory are free"
-    free, there = torch.cuda.mem_get_info(device)
-    own = torch.cuda.memory_reserved(device)
-    return f"{device} has {mega(there)}: this node {mega(own)}, others {mega(there - free - own)}, free {mega(free)}"

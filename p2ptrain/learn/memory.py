@@ -7,20 +7,24 @@ nothing of it was compared yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import psutil
 import torch
 
-from p2ptrain.config import ModelConfig, RunConfig
+from p2ptrain.capacity import free_memory_bytes, memory_bytes
+from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig
+from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.codec import PayloadFormat
 from p2ptrain.learn.model import Transformer, logits_rows, parameter_count
 from p2ptrain.learn.root import FLOAT_BYTES
+from p2ptrain.learn.shortage import mega
 from p2ptrain.learn.transform import Layout, block_chunks
 
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
 CHECKPOINTING_BYTES = 90 * 10**6  # of main memory: torch's way of computing a layer again imports its compiler
-CUDA_CONTEXT_BYTES = 600 * 10**6  # what CUDA and its libraries take of a device; a guess, by its kind 300 to 900 MB
 PAYLOADS_BYTES = 256 * 2**20  # the most that is kept in memory of contributions (store/payloads.py)
 KEPT_COPIES = 2  # contributions whose fate is open as a rule: that of this round, and that of the last
 # Copies of the weights beside the live ones: agreed, this round's start, and AdamW's two moments.
@@ -28,6 +32,10 @@ OPTIMIZER_COPIES = {"distro": 0, "demo": 0, "local": 4}
 OPTIMIZER_COPIES_UNKNOWN = 4  # a recipe of somebody else's: taken for one as hungry as any of ours
 SAVED_MOMENTS = {"distro": 0, "demo": 0, "local": 2}
 WITHIN_OPERATIONS = 1.03  # of a pass: what operations also allocate for themselves; measured on a CPU
+# Between blocks below 32 MiB glibc leaves holes, more of them where fp32 and bf16 take turns; measured. Larger blocks
+# go back to the system, as do all with checkpointing, and torch's allocator for CUDA is taken to leave none.
+HOLES, HOLES_HALF, HOLES_UP_TO_BYTES = 1.18, 1.4, 2**25
+CUDA_LIBRARIES_BYTES = 64 * 2**20  # what cuBLAS allocates through torch, for two threads; a guess
 COEFFICIENT_BYTES = 48  # of one that is being chosen, as several arrays of it exist at a time; measured
 BLOCK_COPIES = 4  # of a block of votes in fp64, while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # up to so many, votes are counted in as many bytes as is assumed here
@@ -68,10 +76,6 @@ class Need:
         rest = self.program + self.payloads + self.checkpoint
         return rest if device.startswith("cuda") else rest + self.trainer
 
-    def on_device(self) -> int:
-        """Memory of a CUDA device."""
-        return CUDA_CONTEXT_BYTES + self.trainer
-
     def of_trainer(self) -> str:
         """How `trainer` came about, for a person."""
         parts = {
@@ -100,9 +104,66 @@ class Need:
         return (checkpoints_kept + 1) * self.checkpoint + self.state + history_rounds * contributors * self.payload
 
 
-def mega(size: int) -> str:
-    """Bytes, as a person compares them."""
-    return f"{size / 10**9:,.1f} GB" if size >= 10**10 else f"{size / 10**6:,.0f} MB"
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a run takes of one memory, and what there is."""
+
+    what: str  # main memory, or a device
+    needed: int
+    least: int  # with one sequence a pass
+    free: int
+    total: int
+    formula: str
+
+    @property
+    def takes(self) -> str:
+        return f"{mega(self.needed)} of {self.what} ({self.formula})"
+
+    @property
+    def level(self) -> Literal["good", "warning", "failed"]:
+        if self.least > self.total:
+            return "failed"
+        return "warning" if self.needed > self.free else "good"
+
+
+def rooms_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> list[Room]:
+    """Main memory first, then the device's own, if it has one. DeviceError: it is not there.
+
+    taken: by the node already, of what is not free; this process's, if it is not told
+    """
+    device, autocast = find_device(config)
+    passes = Passes(autocast, config.checkpointing, config.sequences_per_pass, device.type)
+    need, least = need_of(run, passes), need_of(run, replace(passes, sequences_max=1))
+    if taken is None:
+        memory = psutil.Process().memory_info()
+        taken = int(memory.rss - getattr(memory, "shared", 0))
+    kind = device.type
+    free, total = free_memory_bytes() + taken, memory_bytes()
+    rooms = [Room("main memory", need.main(kind), least.main(kind), free, total, need.formula(kind))]
+    if kind == "cuda":
+        try:
+            free, total = torch.cuda.mem_get_info(device)
+        except RuntimeError as error:  # others have taken all of it
+            fix = "Close other programs that use it, or set device.name"
+            raise DeviceError(f"{device} cannot be opened: {str(error).splitlines()[0]}", fix=fix) from error
+        rooms.append(Room(str(device), need.trainer, least.trainer, free, total, need.of_trainer()))
+    return rooms
+
+
+def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
+    """The device to train on, and whether to train in bf16 there."""
+    name = config.name if config.name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"{torch.cuda.device_count()} CUDA devices found"
+        raise DeviceError(f"device {name} is not there ({found})", fix="Set device.name to cpu or to one that is")
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    autocast = config.autocast == "bf16" or (config.autocast == "auto" and (fast or _cpu_has_bf16(device)))
+    return device, autocast
+
+
+def _cpu_has_bf16(device: torch.device) -> bool:
+    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def need_of(run: RunConfig, passes: Passes = Passes()) -> Need:
@@ -119,20 +180,30 @@ def need_of(run: RunConfig, passes: Passes = Passes()) -> Need:
     vote_bytes = 2 if contributions * run.recipe.vote_max <= INT16_MAX else 4
     work = BLOCK_COPIES * 8 * layout.area * min(layout.chunks, block_chunks(torch.device(passes.device)))
     saved = SAVED_MOMENTS.get(name, 2) * state
+    holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
+    libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     return Need(
         parameters=parameters,
         state=state,
         payload=form.payload_bytes,
         residual=residual,
-        optimizer=OPTIMIZER_COPIES.get(name, OPTIMIZER_COPIES_UNKNOWN) * state,
-        activations=int(WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
-        codec=max(
-            COEFFICIENT_BYTES * coefficients + (state if saved else 0), vote_bytes * layout.chunks * layout.area + work
-        ),
+        optimizer=OPTIMIZER_COPIES.get(name, OPTIMIZER_COPIES_UNKNOWN) * state + libraries,
+        activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
+        codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
         checkpoint=state + residual + saved + KEPT_COPIES * coefficients * 2 * FLOAT_BYTES,  # an index and a value
     )
+
+
+def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
+    """What a pass takes over what is alive in it, on a CPU."""
+    tokens, most = sequences * model.sequence_length, HOLES_HALF if is_half else HOLES
+    wide, rest = (2 * 8 * model.ffn_dim, 36 * model.dim) if not is_half else (8 * model.ffn_dim, 32 * model.dim)
+    if FLOAT_BYTES * tokens * model.dim >= HOLES_UP_TO_BYTES:
+        return 1.0
+    is_all_small = (2 if is_half else 4) * tokens * model.ffn_dim < HOLES_UP_TO_BYTES
+    return most if is_all_small else 1.0 + (most - 1.0) * rest / (rest + wide)
 
 
 def activations(model: ModelConfig, sequences: int, passes: Passes) -> int:
@@ -142,16 +213,19 @@ def activations(model: ModelConfig, sequences: int, passes: Passes) -> int:
     """
     tokens, vocabulary = sequences * model.sequence_length, model.vocab_size
     dim, shared, ffn = model.dim, model.dim // model.heads * model.kv_heads, model.ffn_dim
-    is_half = passes.autocast
+    is_half, on_cuda = passes.autocast, passes.device == "cuda"
     rows = min(tokens, logits_rows(vocabulary, passes.device))
     # A layer keeps what its operations read; in half precision also its weights as they were cast.
     numbers = 32 * dim + 4 * shared + 8 * ffn if is_half else 36 * dim + 8 * shared + 16 * ffn
+    if on_cuda:  # there a norm is one operation, and fp32 attention has heads of its own for each query
+        numbers += 8 * (dim - shared) - 8 * dim if not is_half else -8 * dim
     layer = tokens * (numbers + 4 * model.heads + 8)
     if is_half:
         layer += 2 * (2 * dim * dim + 2 * dim * shared + 3 * dim * ffn)
     kept = model.layers * (4 * tokens * dim if passes.checkpointing else layer)
     # On top of that, the loss, or the backward pass of the last layer.
-    loss = (12 if is_half else 16) * tokens * dim + 7 * vocabulary * dim + (6 if is_half else 4) * rows * vocabulary
+    of_logits = (6 if is_half else 4) + (4 if on_cuda else 0)  # a logarithm of sums takes another block there
+    loss = (12 if is_half else 16) * tokens * dim + 7 * vocabulary * dim + of_logits * rows * vocabulary
     last = tokens * (20 * dim + (2 if is_half else 4) * ffn)
     if passes.checkpointing:  # which is computed again
         last += layer - (14 if is_half else 8) * tokens * dim

@@ -107,7 +107,8 @@ class Attention(nn.Module):
         if stream.device.type == "cuda" and queries.dtype == torch.float32:
             # There no fused kernel takes shared heads in fp32, and without one all weights of attention are kept.
             shared = queries.shape[1] // keys.shape[1]
-            keys, values = (each.repeat_interleave(shared, dim=1) for each in (keys, values))
+            if shared > 1:
+                keys, values = (each.repeat_interleave(shared, dim=1) for each in (keys, values))
         # Query head h reads key and value head h // (heads / kv_heads).
         mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))

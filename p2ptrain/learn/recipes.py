@@ -37,6 +37,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.selection import largest
+from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import Layout
 
 KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, with overlap
@@ -83,8 +84,8 @@ class Residual:
         else:  # a sign has no size: all of the coefficient counts as told
             contribution = Contribution(indices, signs)
             removed = chosen
-        self.kept[round_number] = Kept(indices, removed)
         self._put(indices, chosen - removed)
+        self.kept[round_number] = Kept(indices, removed)
         return contribution
 
     def forget(self, round_number: int) -> bool:
@@ -105,13 +106,21 @@ class Residual:
         self.kept.clear()
 
     def _at(self, indices: Indices) -> NDArray[np.float32]:
-        return self.coefficients.gather(1, self._places(indices)).cpu().numpy()
+        def look(device: torch.device) -> NDArray[np.float32]:
+            return self.coefficients.to(device).gather(1, places.to(device)).cpu().numpy()
+
+        places = torch.from_numpy(indices.astype(np.int64))
+        return where_it_fits(look, self.coefficients.device)
 
     def _put(self, indices: Indices, values: NDArray[np.float32]) -> None:
-        self.coefficients.scatter_(1, self._places(indices), torch.from_numpy(values).to(self.coefficients.device))
+        def put(device: torch.device) -> None:
+            here = self.coefficients.to(device)
+            here.scatter_(1, places.to(device), torch.from_numpy(values).to(device))
+            if here is not self.coefficients:
+                self.coefficients.copy_(here)
 
-    def _places(self, indices: Indices) -> Tensor:
-        return torch.from_numpy(indices.astype(np.int64)).to(self.coefficients.device)
+        places = torch.from_numpy(indices.astype(np.int64))
+        where_it_fits(put, self.coefficients.device)
 
 
 def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
@@ -206,12 +215,13 @@ class LocalRecipe:
         self.mean.lerp_(gradient, 1 - beta1)
         self.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         bias1, bias2 = 1 - beta1 ** int(self.steps), 1 - beta2 ** int(self.steps)
-        denominator = self.square.sqrt().div_(bias2**0.5).add_(ADAM_EPSILON)
+        # In the gradient's place: nothing here asks for memory, so that no step is left half done.
+        denominator = torch.sqrt(self.square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
         self.live.weights.mul_(1 - rate * float(config.inner_weight_decay))
         self.live.weights.addcdiv_(self.mean, denominator, value=-rate / bias1)
 
     def contribute(self, round_number: int) -> Contribution:
-        moved = self.start - self.live.weights
+        moved = torch.sub(self.start, self.live.weights, out=self.live.gradient)  # which is of no more use
         self.residual.add(self.live.parts(moved), float(self.config.decay))
         return self.residual.take(round_number, self.config)
 

@@ -8,11 +8,14 @@ fourfold on a CPU. Equal magnitudes may be chosen either way: nobody checks what
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from p2ptrain.learn.codec import Indices
+from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import block_chunks
 
 GROUP = 8  # coefficients a group; smaller leaves more to partition, larger lets more by
@@ -33,9 +36,12 @@ def largest(coefficients: Tensor, k: int) -> Indices:
 
 def _largest_by_topk(coefficients: Tensor, k: int, at_a_time: int) -> Indices:
     """In blocks, because the magnitudes of all would take as much memory as the model."""
-    blocks = torch.split(coefficients, at_a_time)
-    found = [block.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values.short() for block in blocks]
-    return torch.cat(found).cpu().numpy().view(np.uint16)  # one copy: each waits for all that a device has to do
+
+    def chosen(block: Tensor, device: torch.device) -> Tensor:
+        return block.to(device).abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values.short()
+
+    found = [where_it_fits(partial(chosen, block), block.device) for block in torch.split(coefficients, at_a_time)]
+    return torch.cat([each.cpu() for each in found]).numpy().view(np.uint16)
 
 
 def _largest_of_block(magnitudes: Tensor, k: int) -> Indices:

@@ -31,21 +31,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from p2ptrain.capacity import cores
+from p2ptrain.capacity import cores, return_large_blocks
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.codec import PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import LiveModel, StepResult, memory_taken
-from p2ptrain.learn.memory import Passes
+from p2ptrain.learn.live import LiveModel, StepResult
+from p2ptrain.learn.memory import find_device
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Kept, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_root
 from p2ptrain.learn.sample import Wish, sample
 from p2ptrain.learn.schedule import learning_rate
+from p2ptrain.learn.shortage import told
 from p2ptrain.learn.transform import Layout
 
 STATE_FORMAT = "p2ptrain trainer 1"
@@ -54,31 +55,18 @@ ADOPTED_VALUES = 2**22  # taken over at a time: 16 MiB in place of a second copy
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
-    """The device to train on, and whether to train in bf16 there. Sets torch's thread count."""
+    """As `find_device`; also sets how many threads torch uses."""
     torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the person
     return find_device(config)
 
 
-def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
-    """The same, and nothing is set."""
-    name = config.name if config.name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"{torch.cuda.device_count()} CUDA devices found"
-        raise DeviceError(f"device {name} is not there ({found})", fix="Set device.name to cpu or to one that is")
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    autocast = config.autocast == "bf16" or (config.autocast == "auto" and (fast or _cpu_has_bf16(device)))
-    return device, autocast
-
-
-def passes_of(config: DeviceConfig) -> Passes:
-    """The same, as far as memory goes."""
-    device, autocast = find_device(config)
-    return Passes(autocast, config.checkpointing, config.sequences_per_pass, device.type)
-
-
-def _cpu_has_bf16(device: torch.device) -> bool:
-    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+def _check_compiler() -> None:
+    try:
+        torch.compile(torch.sin)(torch.ones(2))
+    except (RuntimeError, OSError) as error:  # without one, the first step would fail
+        first = str(error).strip().splitlines()[0]
+        fix = "Install a C++ compiler (apt-get install g++), or set device.compile = false"
+        raise DeviceError(f"torch.compile does not work here: {first}", fix=fix) from error
 
 
 def check_data(run: RunConfig, dataset: TokenDataset) -> None:
@@ -128,10 +116,13 @@ class Trainer:
         self.run, self.dataset = run, dataset
         self.device, autocast = open_device(device)
         check_exactness(run.recipe.chunk, self.device)
+        if device.checkpointing:
+            return_large_blocks()
         model = Transformer(run.model, checkpointing=device.checkpointing)
         if initial:
             initialise(model, run.seed)
         if device.compile:
+            _check_compiler()
             model.compile_layers()
         self.live = LiveModel(model.to(self.device), autocast=autocast, sequences_max=device.sequences_per_pass)
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
@@ -163,8 +154,9 @@ class Trainer:
         results = []
         for step in range(recipe.local_steps):
             chosen = positions[step * each : (step + 1) * each]
-            batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
-            results.append(self.recipe.local_step(step, batch, chosen.tolist()))
+            with told("training", self.device):
+                batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
+                results.append(self.recipe.local_step(step, batch, chosen.tolist()))
             on_step(results[-1])
         self._trained = round_number
         return results
@@ -174,7 +166,8 @@ class Trainer:
         assert self._trained == round_number, "a contribution follows its training"
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
-        return pack(self.recipe.contribute(round_number), self.form)
+        with told("making a contribution", self.device):
+            return pack(self.recipe.contribute(round_number), self.form)
 
     # A trainer that loaded an older state may not know of a contribution that was announced after that state was
     # saved. Then nothing of it left the residual: there is nothing to restore, and what a manifest took of it is
@@ -247,16 +240,14 @@ class Trainer:
 
     @contextmanager
     def _agreed_weights(self) -> Iterator[None]:
-        """The model has the agreed weights meanwhile, and then its own again. MemoryShortError: the device is full."""
-        try:
+        """The model has the agreed weights meanwhile, and then its own again."""
+        with told("looking at the agreed weights", self.device):
             own = self.live.weights.clone()
             self.live.weights.copy_(self.recipe.agreed)
             try:
                 yield
             finally:
                 self.live.weights.copy_(own)
-        except torch.OutOfMemoryError as error:
-            raise MemoryShortError(f"no memory is left for it: {memory_taken(self.device)}") from error
 
     @torch.no_grad()
     def sample(self, wish: Wish, on_token: Callable[[], None] = lambda: None) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -31,10 +31,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX
+from p2ptrain.learn.shortage import where_it_fits
 
 # Chunks in work at a time. On a CPU their fp64 block of 1 MiB (chunks of 64) stays in a core's cache. Elsewhere each
 # operation costs a launch of some microseconds, and a block of 32 MiB is worth it; a guess, not measured on a GPU yet.
 BLOCK_CHUNKS, DEVICE_BLOCK_CHUNKS = 32, 1_024
+PROJECTED_CHUNKS = 256  # chunks that are partly padding, at a time
 FP32_EXACT_MAX = 2**24  # below it every integer is an fp32
 
 # round(2**13.5 * cos(pi * n / 128)) for n from 0 to 64. A table, because the cosines of two C libraries
@@ -144,10 +146,13 @@ class Layout:
             )
 
     def matrix(self, tensors: Sequence[Tensor], group: Group) -> Tensor:  # [rows, columns]
-        """The group's matrix: a view of its one tensor, or a copy of its vectors end to end."""
+        """The group's matrix: a view of its one tensor, or a copy of its vectors end to end.
+
+        The copy is in main memory, where it finds room: it is small, and between two groups nothing may fail.
+        """
         if len(group.members) == 1 and group.columns * group.rows == tensors[group.members[0]].numel():
             return tensors[group.members[0]].reshape(group.rows, group.columns)
-        flat = torch.cat([tensors[index].reshape(-1) for index in group.members])
+        flat = torch.cat([tensors[index].reshape(-1).cpu() for index in group.members])
         return pad(flat, (0, group.rows * group.columns - flat.numel())).view(group.rows, group.columns)
 
     def store(self, matrix: Tensor, tensors: Sequence[Tensor], group: Group) -> None:
@@ -187,22 +192,37 @@ class Layout:
 
         tensors: the parameters' gradients, or whatever has their shapes; residual: [chunks, area] fp32
         """
-        c, basis = self.chunk, orthonormal_basis(self.chunk, residual.device)
+        c = self.chunk
         for group in self.groups:
             matrix = self.matrix(tensors, group)
             for block in self.blocks(group, residual.device):
-                rows = self._padded(matrix[block.rows], group, block)
-                half = torch.mm(rows.reshape(-1, c), basis.T)
-                full = torch.matmul(basis, half.view(block.chunk_rows, c, -1))
+                full = where_it_fits(partial(self._transformed, matrix[block.rows], group, block), residual.device)
                 target = residual[block.chunks].view(block.chunk_rows, group.chunk_columns, c, c)
-                target.mul_(keep).add_(full.view(block.chunk_rows, c, group.chunk_columns, c).permute(0, 2, 1, 3))
+                here = target.to(full.device)
+                here.mul_(keep).add_(full.view(block.chunk_rows, c, group.chunk_columns, c).permute(0, 2, 1, 3))
+                if here is not target:
+                    target.copy_(here)
+
+    def _transformed(self, rows: Tensor, group: Group, block: Block, device: torch.device) -> Tensor:
+        c, basis = self.chunk, orthonormal_basis(self.chunk, device)
+        padded = self._padded(rows.to(device), group, block)
+        half = torch.mm(padded.reshape(-1, c), basis.T)
+        return torch.matmul(basis, half.view(block.chunk_rows, c, -1))
 
     def project(self, residual: Tensor, chunks: Tensor, masks: Tensor) -> None:
         """Take out of the residual what falls on padding, as cropping the decoded tensor would."""
-        if chunks.numel():
-            c, basis = self.chunk, orthonormal_basis(self.chunk, residual.device)
-            decoded = basis.T @ residual[chunks].view(-1, c, c) @ basis
-            residual[chunks] = (basis @ (decoded * masks) @ basis.T).view(-1, self.area)
+        numbers = chunks.tolist()
+        for start in range(0, len(numbers), PROJECTED_CHUNKS):
+            some = slice(start, start + PROJECTED_CHUNKS)
+            views = [residual[number] for number in numbers[some]]
+            found = where_it_fits(partial(self._projected, views, masks[some]), residual.device)
+            for view, projected in zip(views, found, strict=True):
+                view.copy_(projected)
+
+    def _projected(self, views: Sequence[Tensor], real: Tensor, device: torch.device) -> Tensor:  # [n, area]
+        c, basis = self.chunk, orthonormal_basis(self.chunk, device)
+        chunks = torch.stack([view.to(device) for view in views]).view(-1, c, c)
+        return (basis @ (basis.T @ chunks @ basis * real.to(device)) @ basis.T).view(-1, self.area)
 
 
 def first_stage_dtype(votes_bound: int, device: torch.device) -> torch.dtype:

@@ -1,0 +1,65 @@
+"""When a device has no memory left: telling that from a mistake, and what can be done all the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from p2ptrain.capacity import free_memory_bytes
+from p2ptrain.errors import MemoryShortError
+
+CPU = torch.device("cpu")
+# A CPU, cuBLAS, and a driver whose GPU others have filled have no error of their own kind.
+SIGNS = re.compile(r"allocate memory|out of memory|ALLOC_FAILED")
+SMALLER = 'device.checkpointing = true or device.autocast = "bf16" needs less memory'
+SETTINGS_THAT_HELP = f"A smaller device.sequences_per_pass, {SMALLER}"
+T = TypeVar("T")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(SIGNS.search(str(error)))
+
+
+def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
+    """Do it on `device`, or on the CPU if the device has no memory left.
+
+    So a game that takes a GPU's memory makes a round slower, and never costs a node its place in it. `work` must have
+    changed nothing when it fails. On the exact path both give the same bits.
+    """
+    try:
+        return work(device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return work(CPU)  # here the traceback, and with it what the work had made, is let go of
+
+
+@contextmanager
+def told(what: str, device: torch.device) -> Iterator[None]:
+    """MemoryShortError, with what is taken of the device, if there is no memory for it."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryShortError(f"out of memory while {what}: {memory_taken(device)}. {SETTINGS_THAT_HELP}") from error
+
+
+def memory_taken(device: torch.device) -> str:
+    """For a person: how much there is, and who has it."""
+    if device.type != "cuda":
+        return f"{mega(free_memory_bytes())} of main memory are free"
+    free, there = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    return f"{device} has {mega(there)}: tensors of this node {mega(own)}, free {mega(free)}"
+
+
+def mega(size: int) -> str:
+    """Bytes, as a person compares them."""
+    return f"{size / 10**9:,.1f} GB" if size >= 10**10 else f"{size / 10**6:,.0f} MB"
