@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from p2ptrain.cli import app
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config_text import allowed, fields, sections, to_toml
+from p2ptrain.core.complaints import MEANINGS
 from p2ptrain.web.app import App
 from p2ptrain.web.metrics import Metrics
 from p2ptrain.web.models import Status
@@ -231,6 +232,10 @@ def _http() -> Iterator[str]:
         yield f"\n## {name}\n\n{schema.get('description', '')}\n\n| field | type | what it is |\n|---|---|---|\n"
         for field, each in schema["properties"].items():
             yield _row(_code(field), _type(each), each.get("description", ""))
+    yield "\n## Code\n\nEvery complaint, the worst first. What to do: [Recover](../how-to/recover.md).\n\n"
+    yield "| code | severity | `/readyz` | the text |\n|---|---|---|---|\n"
+    for code, meaning in MEANINGS.items():
+        yield _row(_code(code), meaning.severity, "503" if meaning.hinders else "200", meaning.text)
 
 
 def _address(get: dict[str, Any], anywhere: dict[str, Any]) -> tuple[str, str]:

@@ -239,6 +239,11 @@ class Bench:
     # What is to be expected
 
     @property
+    def health(self) -> tuple[str, ...]:
+        """What the node complains of."""
+        return tuple(each.text for each in self.node.snapshot().complaints)
+
+    @property
     def state(self) -> AgreedState:
         return self.node.line.state
 
@@ -348,6 +353,11 @@ class Store:
         self.scores = b""
         self.halted: ev.Halted | None = None
         self.checkpoints = [(base.head, 0, ROOT0)]  # after which manifest; round and root
+
+    @property
+    def health(self) -> tuple[str, ...]:
+        """What the node complains of."""
+        return tuple(each.text for each in self.node.snapshot().complaints)
 
     @property
     def state(self) -> AgreedState:

@@ -18,13 +18,14 @@ from test_store_records import lived
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.snapshot import Standing, standings_of
 from p2ptrain.core.tally import AUTHORS_MAX, Tallies
 from p2ptrain.daemon import rounds as module
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.daemon import Daemon, save_last
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds, told
-from p2ptrain.daemon.status import health_of, peers_of, status_of, unreadiness_of
+from p2ptrain.daemon.status import complaints_of, peers_of, status_of, unreadiness_of
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.learn.data import manifest_digest
@@ -474,10 +475,11 @@ async def test_records_that_cannot_be_written_are_told_and_stop_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(Records, "write", refuse)
             await daemon.rounds.save()
-            told = "records are not written: records.sqlite: cannot be written"
-            assert told in health_of(driver, driver.node.snapshot())
-            assert not [each for each in unreadiness_of(daemon) if each.startswith(("records", "degraded"))]
+            told = complaint(Code.RECORDS_NOT_WRITTEN, why="records.sqlite: cannot be written")
+            assert told in complaints_of(driver)
+            assert Code.DEGRADED not in {each.code for each in complaints_of(driver)}
+            assert told.text not in unreadiness_of(daemon)
             await until(lambda: driver.node.work.applied_round >= 6)
         await daemon.rounds.save()
-        assert not [each for each in health_of(driver, driver.node.snapshot()) if each.startswith("records")]
+        assert told not in complaints_of(driver)
         assert len(daemon.edges.keeping.store.records.past(100).rounds) >= 6

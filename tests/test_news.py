@@ -7,11 +7,12 @@ from logging import INFO, WARNING
 import msgspec
 from core_known import KEYS, RUN, Bench
 
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.snapshot import Snapshot
 from p2ptrain.daemon.news import DROPS_SECONDS, LOOKS, NAMES_MAX, Drops, News
 from p2ptrain.identity import peer_id_of
 
-DISK = "degraded: the disk is full"
+DISK, BEHIND = complaint(Code.DEGRADED, why="the disk is full"), complaint(Code.CATCHING_UP)
 
 
 def snapshot(members: int = 3, branch: bytes = RUN) -> Snapshot:
@@ -44,9 +45,9 @@ def test_another_branch_is_told_as_trouble() -> None:
 
 def test_a_complaint_is_told_when_it_lasts_and_when_it_is_over() -> None:
     news = News()
-    told = [news.look(snapshot(), [DISK, "catching up"]) for _ in range(LOOKS + 2)]
-    assert told == [[]] * (LOOKS - 1) + [[(WARNING, DISK), (INFO, "catching up")]] + [[]] * 2
-    assert news.look(snapshot(), ["catching up"]) == [(INFO, f"over: {DISK}")]
+    told = [news.look(snapshot(), [DISK, BEHIND]) for _ in range(LOOKS + 2)]
+    assert told == [[]] * (LOOKS - 1) + [[(WARNING, DISK.text), (INFO, "catching up")]] + [[]] * 2
+    assert news.look(snapshot(), [BEHIND]) == [(INFO, f"over: {DISK.text}")]
 
 
 def test_a_complaint_that_passes_at_once_is_not_told() -> None:
@@ -54,6 +55,14 @@ def test_a_complaint_that_passes_at_once_is_not_told() -> None:
     for _ in range(5):
         assert news.look(snapshot(), [DISK]) == []
         assert news.look(snapshot(), []) == []
+
+
+def test_a_complaint_whose_figures_change_is_told_once() -> None:
+    news = News()
+    disks = [complaint(Code.DEGRADED, why=f"{number} bytes are left") for number in range(9)]
+    told = [line for disk in disks for line in news.look(snapshot(), [disk])]
+    assert told == [(WARNING, disks[LOOKS - 1].text)]
+    assert news.look(snapshot(), []) == [(INFO, f"over: {disks[LOOKS - 1].text}")]
 
 
 def test_what_is_dropped_is_told_at_once_and_then_now_and_then() -> None:

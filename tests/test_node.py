@@ -493,4 +493,4 @@ def test_rounds_follow_one_another() -> None:
         assert [type(effect) for effect in effects] == [ev.Persist, ev.Apply, ev.Train]
         assert (bench.state.round, bench.state.root_round) == (number, number - 1)
     assert bench.node.context.counters["contributions taken"] == 5
-    assert bench.node.snapshot().health == ()
+    assert bench.health == ()

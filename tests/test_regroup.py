@@ -84,15 +84,15 @@ def essential(effects: list[ev.Effect]) -> list[ev.Effect]:
 def test_who_hears_nobody_for_the_time_of_a_stall_calls() -> None:
     bench = alone()
     assert until(bench, LOST - 0.1) == []
-    assert bench.node.snapshot().health == ()
+    assert bench.health == ()
     assert until(bench, LOST) == [call(ME)]
-    assert bench.node.snapshot().health == ("stalled: the quorum is lost",)
+    assert bench.health == ("stalled: the quorum is lost",)
 
 
 def test_with_halt_nobody_is_called() -> None:
     bench = alone(on_quorum_loss="halt")
     assert until(bench, 1_000.0) == []
-    assert "stalled: the quorum is lost" in bench.node.snapshot().health
+    assert "stalled: the quorum is lost" in bench.health
 
 
 def test_as_long_as_a_quorum_is_heard_it_is_only_slow() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.tally import Tally
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Snapshot(Struct, frozen=True):
     peers: int
     held: int  # contributions on offer
     waiting_for: int  # contributions that collecting still waits for
-    health: tuple[str, ...]  # what is not as it should be; empty: nothing
+    complaints: tuple[Complaint, ...]  # the worst first
     counters: dict[str, int]
     observed: dict[str, int]  # how often each reason (reputation.py) was noted, in this life
     scores: tuple[tuple[bytes, float], ...]  # points against connected peers, the worst first
@@ -80,7 +81,7 @@ def snapshot_of(node: Node) -> Snapshot:
         peers=len(context.peers),
         held=len(node.parts.offers.by_name),
         waiting_for=len(here.waiting) if here.closed_at is None else 0,
-        health=tuple(health_of(node)),
+        complaints=tuple(complaints_of(node)),
         counters=dict(sorted(context.counters.items())),
         observed=dict(sorted(context.reputation.counters().items())),
         scores=tuple(sorted(scores, key=lambda pair: (-pair[1], pair[0]))),
@@ -120,20 +121,20 @@ def phase_of(node: Node) -> str:
     return "train" if node.work.training is not None else "collect"
 
 
-def health_of(node: Node) -> list[str]:
+def complaints_of(node: Node) -> list[Complaint]:
     """Everything that a person should know of, the worst first."""
     context, state, work = node.context, node.line.state, node.work
     found = {
-        "halted: two certificates for one round, more than f members lie": context.is_halted,
-        "split: another branch went its own way too long ago, an operator has to choose": node.catching_up.is_split,
-        "banned": context.me in state.banned,
-        "quarantined: own state is not the certified one": work.is_quarantined,
-        "stalled: the quorum is lost": node.regrouping.is_stalled,
-        "catching up": work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
-        "silent: what this identity has said before is not known": not context.may_speak(state.branch, state.round + 1),
-        "not admitted": context.me not in state.place,
-        "no peers": not context.peers and state.members != (context.me,),
-        "crash-only: fewer than four members, a liar is not tolerated": state.roster.is_crash_only,
+        Code.HALTED: context.is_halted,
+        Code.SPLIT: node.catching_up.is_split,
+        Code.BANNED: context.me in state.banned,
+        Code.QUARANTINED: work.is_quarantined,
+        Code.STALLED: node.regrouping.is_stalled,
+        Code.CATCHING_UP: work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
+        Code.SILENT: not context.may_speak(state.branch, state.round + 1),
+        Code.NOT_ADMITTED: context.me not in state.place,
+        Code.NO_PEERS: not context.peers and state.members != (context.me,),
+        Code.CRASH_ONLY: state.roster.is_crash_only,
     }
-    waiting = [node.trust.why] if node.trust is not None else []
-    return waiting + [what for what, holds in found.items() if holds]
+    waiting = [node.trust.complaint] if node.trust is not None else []
+    return by_gravity([*waiting, *(complaint(code) for code, holds in found.items() if holds)])

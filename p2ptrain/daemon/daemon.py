@@ -16,6 +16,7 @@ from typing import Any
 
 from p2ptrain.config import LimitsConfig, RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code
 from p2ptrain.daemon.device import StoppedError
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
@@ -26,7 +27,7 @@ from p2ptrain.daemon.notify import Beat, notify
 from p2ptrain.daemon.orders import obey
 from p2ptrain.daemon.progress import Progress, line_of
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
-from p2ptrain.daemon.status import health_of, peers_of, rounds_of, status_of
+from p2ptrain.daemon.status import complaints_of, peers_of, rounds_of, status_of
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.sample import Wish, read_wish
@@ -221,10 +222,11 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
         snapshot = driver.node.snapshot()
         dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
         lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
-        for level, text in [*news.look(snapshot, health_of(driver, snapshot)), *lost]:
+        complaints = complaints_of(driver)
+        for level, text in [*news.look(snapshot, complaints), *lost]:
             log.log(level, "%s", text)
         progress.tell()
-        beat.look(lambda: line_of(status_of(daemon)), any(each.startswith("halted") for each in snapshot.health))
+        beat.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
 
 
 async def _remember(daemon: Daemon) -> None:

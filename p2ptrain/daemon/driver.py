@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.context import Signer
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
 from p2ptrain.core.messages import payload_digest
@@ -61,8 +62,8 @@ class Driver:
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
         self.applied_at: float | None = None  # in the loop's time, the last round
-        self.pauses: dict[str, str] = {}  # why it is not to train, by kind
-        self.memory_trouble = ""  # what is wrong with the memory it takes
+        self.pauses: dict[Code, Complaint] = {}  # why it is not to train
+        self.memory_trouble: Complaint | None = None
         self._may_train = asyncio.Event()
         self._may_train.set()
         self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
@@ -277,14 +278,14 @@ class Driver:
     def is_paused(self) -> bool:
         return bool(self.pauses)
 
-    def pause(self, kind: str, why: str) -> None:
+    def pause(self, why: Complaint) -> None:
         """Begin no other training. To the core, and to the others, this is a node that trains slowly."""
-        self.pauses[kind] = why
+        self.pauses[why.code] = why
         self._may_train.clear()
 
-    def resume(self, kind: str) -> None:
+    def resume(self, code: Code) -> None:
         """As far as this reason goes: there may be others."""
-        self.pauses.pop(kind, None)
+        self.pauses.pop(code, None)
         if not self.pauses:
             self._may_train.set()
 

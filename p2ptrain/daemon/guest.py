@@ -29,16 +29,13 @@ from pydantic import ValidationError
 
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.config_text import allowed
+from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from p2ptrain.daemon.driver import Driver
 
 LOOK_SECONDS = 5.0  # between looks at clock, battery and memory: a plug that is pulled costs some seconds of charge
-OVER_MEMORY = "over its memory limit"
-OWNER = "paused by its owner"  # what each reason to pause begins with
-HOURS = "paused outside its hours"
-BATTERY = "paused on battery"
 # What `p2ptrain limit` changes here, by its option.
 KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
 
@@ -58,13 +55,12 @@ def is_within(hours: str, now: datetime) -> bool:
     return start <= time < end if start < end else time >= start or time < end
 
 
-def reasons_to_pause(limits: LimitsConfig, now: datetime, is_on_battery: bool) -> dict[str, str]:
-    """By how each begins, in words for a person."""
-    found = {}
+def reasons_to_pause(limits: LimitsConfig, now: datetime, is_on_battery: bool) -> list[Complaint]:
+    found = []
     if not is_within(limits.hours, now):
-        found[HOURS] = f"{HOURS}, {limits.hours}: it trains again from {limits.hours[:5]}"
+        found.append(complaint(Code.OUTSIDE_HOURS, hours=limits.hours, until=limits.hours[:5]))
     if is_on_battery and limits.on_battery == "pause":
-        found[BATTERY] = f"{BATTERY}: it trains again when the machine is plugged in; limits.on_battery says so"
+        found.append(complaint(Code.ON_BATTERY))
     return found
 
 
@@ -73,12 +69,10 @@ def rest_seconds(worked: float, percent: int) -> float:
     return worked * (100 - percent) / percent
 
 
-def over_memory(limits: LimitsConfig, resident: int) -> str:
-    """A complaint; empty: there is none."""
+def over_memory(limits: LimitsConfig, resident: int) -> Complaint | None:
     if not limits.memory_bytes or resident <= limits.memory_bytes:
-        return ""
-    much = f"{resident / 2**20:,.0f} MiB are in use, and limits.memory_bytes allows {limits.memory_bytes / 2**20:,.0f}"
-    return f"{OVER_MEMORY}: {much}; end it, or raise the limit"
+        return None
+    return complaint(Code.OVER_MEMORY, used_bytes=resident, limit_bytes=limits.memory_bytes)
 
 
 def _changes(order: dict[str, Any]) -> dict[str, Any]:
@@ -174,12 +168,11 @@ class Guest:
         """Pause and resume as it should be now."""
         driver, limits = self._driver, self.limits
         now = reasons_to_pause(limits, self._clock(), limits.on_battery == "pause" and self._battery())
-        for kind in (HOURS, BATTERY):  # the health says which hold, and what comes and goes there is told (news.py)
-            if kind in now:
-                driver.pause(kind, now[kind])
-            else:
-                driver.resume(kind)
-        driver.memory_trouble = over_memory(limits, self._resident()) if limits.memory_bytes else ""
+        for each in now:  # the health says which hold, and what comes and goes there is told (news.py)
+            driver.pause(each)
+        for code in {Code.OUTSIDE_HOURS, Code.ON_BATTERY} - {each.code for each in now}:
+            driver.resume(code)
+        driver.memory_trouble = over_memory(limits, self._resident()) if limits.memory_bytes else None
 
     async def watch(self) -> None:
         while True:

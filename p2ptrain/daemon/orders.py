@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.daemon.guest import OWNER
-from p2ptrain.daemon.status import PAUSED, limits_of
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.daemon.status import limits_of
 from p2ptrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,19 +35,19 @@ async def obey(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
             return _limit(daemon, order)
         case "checkpoint":
             return {"round": await save_now(daemon)}
-    return {"is_paused": daemon.driver.is_paused, "pauses": [*daemon.driver.pauses.values()]}
+    return {"is_paused": daemon.driver.is_paused, "pauses": [each.text for each in daemon.driver.pauses.values()]}
 
 
 def _pause(daemon: Daemon) -> None:
-    if OWNER not in daemon.driver.pauses:
+    if Code.PAUSED not in daemon.driver.pauses:
         log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
-        daemon.driver.pause(OWNER, PAUSED)
+        daemon.driver.pause(complaint(Code.PAUSED))
 
 
 def _resume(daemon: Daemon) -> None:
-    if OWNER in daemon.driver.pauses:
+    if Code.PAUSED in daemon.driver.pauses:
         log.info("its owner lets it train again")
-        daemon.driver.resume(OWNER)
+        daemon.driver.resume(Code.PAUSED)
 
 
 def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:

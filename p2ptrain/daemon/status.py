@@ -6,14 +6,15 @@ web/models.py describes every key, for whoever reads it over HTTP or with `p2ptr
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from p2ptrain import __version__
+from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.snapshot import Standing, standings_of
-from p2ptrain.daemon.guest import OVER_MEMORY, OWNER
 from p2ptrain.daemon.rounds import told
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
@@ -21,7 +22,6 @@ from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.store.records import PeerRecord
 
 if TYPE_CHECKING:
-    from p2ptrain.core.snapshot import Snapshot
     from p2ptrain.daemon.daemon import Daemon
     from p2ptrain.daemon.driver import Driver
     from p2ptrain.daemon.edges import Edges
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
 CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
 VERSION = 1  # of the answers' description
-PAUSED = f"{OWNER}: it trains no further; `p2ptrain resume` goes on"
-# Complaints with which a node takes part all the same.
-UNREADY = ("crash-only", "paused", OVER_MEMORY, "checkpoints are not saved", "records are not written")
 # Kinds of blobs (net/blobs.py), by what a person calls them.
 BULK_PURPOSES = {"payloads": ("payload",), "states": ("state",), "data": ("data", "manifest", "tokenizer")}
 WAYS = ("sent", "received")
@@ -44,6 +41,7 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
     me = peer_id_of(snapshot.me)
     driver, edges, rounds = daemon.driver, daemon.edges, daemon.rounds
     swarm = rounds.swarm_tokens_per_second
+    complaints = complaints_of(driver)
     return {
         "version": VERSION,
         "release": __version__,
@@ -83,7 +81,8 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "is_admitted": snapshot.is_admitted,
         "held": snapshot.held,
         "waiting_for": snapshot.waiting_for,
-        "health": health_of(driver, snapshot),
+        "health": [each.text for each in complaints],
+        "complaints": [asdict(each) for each in complaints],
         "http": daemon.http,
         "loop_lag_seconds": round(daemon.lag.worst, 4),
         "uptime_seconds": round(daemon.uptime, 1),
@@ -103,20 +102,22 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
     }
 
 
-def health_of(driver: Driver, snapshot: Snapshot) -> list[str]:
+def complaints_of(driver: Driver) -> list[Complaint]:
     """All that is not as it should be, the worst first."""
     keeping = driver.edges.keeping
-    disk = [f"degraded: {trouble}"] if (trouble := driver.disk_trouble) else []
-    disk += [f"checkpoints are not saved: {trouble}"] if (trouble := keeping.checkpoint_trouble) else []
-    records = [f"records are not written: {trouble}"] if (trouble := keeping.records_trouble) else []
-    memory = [driver.memory_trouble] if driver.memory_trouble else []
-    return [*disk, *snapshot.health, *records, *memory, *driver.pauses.values()]
+    disk = {
+        Code.DEGRADED: driver.disk_trouble,
+        Code.CHECKPOINTS_NOT_SAVED: keeping.checkpoint_trouble,
+        Code.RECORDS_NOT_WRITTEN: keeping.records_trouble,
+    }
+    found = [complaint(code, why=why) for code, why in disk.items() if why]
+    found += [driver.memory_trouble] if driver.memory_trouble else []
+    return by_gravity([*found, *driver.node.snapshot().complaints, *driver.pauses.values()])
 
 
 def unreadiness_of(daemon: Daemon) -> list[str]:
     """Why the node does not take part as it should; nothing: it does."""
-    complaints = health_of(daemon.driver, daemon.driver.node.snapshot())
-    return [each for each in complaints if not each.startswith(UNREADY)]
+    return [each.text for each in complaints_of(daemon.driver) if each.hinders]
 
 
 # ---------------------------------------------------------------------------------------------------
