@@ -23,6 +23,7 @@ class Code(StrEnum):
     BANNED = "banned"
     QUARANTINED = "quarantined"
     STALLED = "stalled"
+    FEW_HEARD = "few_heard"
     NO_PEERS = "no_peers"
     CHECKPOINTS_NOT_SAVED = "checkpoints_not_saved"
     RECORDS_NOT_WRITTEN = "records_not_written"
@@ -99,6 +100,12 @@ MEANINGS: dict[Code, Meaning] = {
         "error", True, "stalled: the quorum is lost", "Too few members answer",
         "Rounds wait until enough of them are back. Look at your own connection first; if others are gone, those "
         "left regroup by themselves.",
+    ),
+    Code.FEW_HEARD: Meaning(
+        "error", True, "few heard: {heard} of {members} members in the last {seconds} s, and {quorum} decide",
+        "Too few members are heard",
+        "No round is decided until enough of them are heard again. Look at your own connection first, and then at the "
+        "other nodes.",
     ),
     Code.NO_PEERS: Meaning(
         "error", True, "no peers", "Nobody can be reached",

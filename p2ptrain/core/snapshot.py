@@ -129,12 +129,12 @@ def complaints_of(node: Node) -> list[Complaint]:
         Code.SPLIT: node.catching_up.is_split,
         Code.BANNED: context.me in state.banned,
         Code.QUARANTINED: work.is_quarantined,
-        Code.STALLED: node.regrouping.is_stalled,
         Code.CATCHING_UP: work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
         Code.SILENT: not context.may_speak(state.branch, state.round + 1),
         Code.NOT_ADMITTED: context.me not in state.place,
         Code.NO_PEERS: not context.peers and state.members != (context.me,),
         Code.CRASH_ONLY: state.roster.is_crash_only,
     }
-    waiting = [node.trust.complaint] if node.trust is not None else []
-    return by_gravity([*waiting, *(complaint(code) for code, holds in found.items() if holds)])
+    told = [complaint(code) for code, holds in found.items() if holds]
+    told += [each for each in (node.regrouping.complaint, node.trust and node.trust.complaint) if each]
+    return by_gravity(told)
