@@ -17,7 +17,7 @@ import typer
 from daemon_known import TEST_SECONDS, swarm_in
 from docs_known import PAGES, ROOT, boxes_of, is_seen, outside_boxes, reader_in
 
-from p2ptrain.cli import app
+from p2ptrain.cli import app, exits
 from p2ptrain.core.complaints import MEANINGS
 
 DOCS = ROOT / "docs"
@@ -92,6 +92,17 @@ def test_the_reference_has_every_command_key_metric_and_address(generate: Module
     for text in made.values():
         assert "None" not in text
         assert str(ROOT) not in text
+
+
+def test_every_exit_status_and_every_command_that_chooses_one_are_told(generate: ModuleType) -> None:
+    assert [*exits.MEANINGS] == [*exits.ExitStatus]
+    assert {*exits.FOUND} <= {" ".join(words) for words in generate.command_names()}
+    sources = "".join(path.read_text() for path in Path(exits.__file__).parent.glob("*.py"))
+    functions = re.findall(
+        r"^def _?(\w+)\((?:(?!^def )(?:.|\n))*?typer\.Exit\(ExitStatus\.FAILED\)", sources, re.MULTILINE
+    )
+    assert {name.split("_")[0] for name in functions} == {words.split()[-1] for words in exits.FOUND}
+    assert sources.count("Exit(") == sources.count("Exit(ExitStatus.FAILED)"), "by their names"
 
 
 def test_writing_the_reference_twice_changes_nothing(

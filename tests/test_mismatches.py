@@ -14,7 +14,7 @@ from test_cli import p2ptrain
 from test_crash_points import dataset, lived  # noqa: F401  # a fixture
 
 from p2ptrain import files
-from p2ptrain.cli import HARDWARE
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.core import events as ev
 from p2ptrain.daemon import launch
 from p2ptrain.errors import HardwareError
@@ -131,5 +131,5 @@ def test_its_exit_status_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(launch, "join", end)
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity(bytes(range(32))).peer_id}"
-    assert p2ptrain(capsys, "join", "--bootstrap", address)[::2] == (HARDWARE, "suspect it\n")
-    assert HARDWARE == 4
+    assert p2ptrain(capsys, "join", "--bootstrap", address)[::2] == (4, "suspect it\n")
+    assert ExitStatus.HARDWARE == 4
