@@ -241,7 +241,7 @@ class Bench:
     @property
     def health(self) -> tuple[str, ...]:
         """What the node complains of."""
-        return tuple(each.text for each in self.node.snapshot().complaints)
+        return tuple(each.text for each in self.node.view().complaints)
 
     @property
     def state(self) -> AgreedState:
@@ -353,11 +353,6 @@ class Store:
         self.scores = b""
         self.halted: ev.Halted | None = None
         self.checkpoints = [(base.head, 0, ROOT0)]  # after which manifest; round and root
-
-    @property
-    def health(self) -> tuple[str, ...]:
-        """What the node complains of."""
-        return tuple(each.text for each in self.node.snapshot().complaints)
 
     @property
     def state(self) -> AgreedState:

@@ -7,7 +7,6 @@ time of the loop, so that nothing depends on threads.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -192,9 +191,8 @@ class ScriptedNode:
     """In the core's place: it notes what it hears, and answers as the test says."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.context = SimpleNamespace(me=ME, run=run, counters=Counter())
-        self.work = SimpleNamespace(unsettled=frozenset(), applied_round=0, is_stopping=False, is_quarantined=False)
-        self.line = SimpleNamespace(state=SimpleNamespace(place={key: seat for seat, key in enumerate(KEYS[:4])}))
+        state = SimpleNamespace(place={key: seat for seat, key in enumerate(KEYS[:4])})
+        self.seen = SimpleNamespace(me=ME, run=run, state=state, is_stopping=False, is_quarantined=False)
         self.deadline: float | None = None
         self.handled: list[tuple[float, ev.Event]] = []
         self.answer: Callable[[ev.Event], list[ev.Effect]] = lambda event: []
@@ -203,6 +201,9 @@ class ScriptedNode:
     def events(self) -> list[ev.Event]:
         """What it has heard, but for the beginning and the end."""
         return [event for _, event in self.handled if not isinstance(event, ev.Started | ev.StopRequested)]
+
+    def view(self) -> SimpleNamespace:
+        return self.seen
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         self.handled.append((now, event))

@@ -35,8 +35,10 @@ class Script:
         self.heard: list[tuple[float, ev.Event]] = []
         self.replies: dict[type, Callable[[Any], list[ev.Effect]]] = {}
         self.times: list[float] = []
-        self.regrouping = self
         self.is_stalled = False
+
+    def view(self) -> Script:
+        return self
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         self.heard.append((round(self.cluster.now, 5), event))

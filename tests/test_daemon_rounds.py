@@ -19,7 +19,7 @@ from test_store_records import lived
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.core.snapshot import Standing, standings_of
+from p2ptrain.core.snapshot import Standing
 from p2ptrain.core.tally import AUTHORS_MAX, Tallies
 from p2ptrain.daemon import rounds as module
 from p2ptrain.daemon.assembly import Launch, assemble
@@ -260,7 +260,7 @@ def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
     bench.do(ev.PeerLost(B))
     bench.do(ev.MalformedReceived(KEYS[9], "junk"))
     bench.hear_offer(announced(A, inline=True))  # so quickly that nobody else is waited for
-    assert standings_of(bench.node) == [
+    assert bench.node.view().standings() == [
         Standing(A, True, True, True, 0.0, False, 1, 0, 0, {}, {}),
         Standing(C, True, True, True, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
         Standing(KEYS[9], True, False, False, 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
@@ -426,7 +426,7 @@ async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
     stack.push_async_callback(asyncio.wait, [running])
     stack.callback(running.cancel)
     await daemon.driver.has_begun.wait()
-    await until(lambda: running.done() or daemon.driver.node.work.applied_round >= rounds)
+    await until(lambda: running.done() or daemon.driver.node.view().applied_round >= rounds)
     if running.done():
         running.result()
     return daemon
@@ -441,10 +441,10 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         await daemon.rounds.save(all_of_it=True)
         first = daemon.rounds.last()[:5]
         assert [each.round for each in first] == [1, 2, 3, 4, 5]
-        me = daemon.driver.node.context.me
+        me = daemon.driver.node.view().me
         assert all((each.contributors, each.loss, each.tokens) == ((me,), 1.0, 64) for each in first)
         assert all(each.train_seconds > 0 and each.mine_taken == (each.round,) for each in first)
-        assert [each.root for each in first] == [daemon.driver.node.work.roots[number] for number in range(1, 6)]
+        assert [each.root for each in first] == [daemon.driver.node.view().roots[number] for number in range(1, 6)]
         monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
         daemon.driver.device.not_finite = 3
         status = status_of(daemon)
@@ -479,7 +479,7 @@ async def test_records_that_cannot_be_written_are_told_and_stop_nothing(
             assert told in complaints_of(driver)
             assert Code.DEGRADED not in {each.code for each in complaints_of(driver)}
             assert told.text not in unreadiness_of(daemon)
-            await until(lambda: driver.node.work.applied_round >= 6)
+            await until(lambda: driver.node.view().applied_round >= 6)
         await daemon.rounds.save()
         assert told not in complaints_of(driver)
         assert len(daemon.edges.keeping.store.records.past(100).rounds) >= 6

@@ -132,7 +132,7 @@ async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_disk_that_takes_no
             each.driver.give(ev.PeerSeen(PEER))
             await now_is(DISK_SECONDS)
             assert not life.done()
-            each.node.work.is_stopping = True
+            each.node.seen.is_stopping = True
             await now_is(4 * DISK_SECONDS)
             assert life.result() == "the disk takes nothing: the disk is full"
 

@@ -261,7 +261,7 @@ async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_w
         wrong = bytearray(right)
         wrong[PIECE_BYTES + 5] ^= flipped
         each.trainer.round, each.trainer.state = 9, bytes(wrong)
-        each.node.work.is_quarantined = True
+        each.node.seen.is_quarantined = True
         doing(each, ev.CatchUp(((9, bytes(32)), (8, root_of(NEWER))), (PEER,), 1))
         await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
         assert "differ" not in caplog.text

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import pytest
-from test_house_rules import MODULES, Finding, Rule, parsed
+from test_house_rules import MODULES, Finding, Rule, dotted, layer, parsed
 
 from p2ptrain.core.complaints import MEANINGS
+from p2ptrain.core.node import Node
 
 HEADS = re.compile("|".join(re.escape(re.split("[:,]", each.text)[0]) for each in MEANINGS.values()))
 
@@ -23,6 +24,30 @@ def nobody_looks_into_the_words_of_a_complaint(path: PurePosixPath, tree: ast.Mo
                 yield node.lineno, "go by the code of a complaint, not by its words"
 
 
+# A liar is the honest node around which it stands, and lies with what that node knows.
+INSIDE = {f"p2ptrain/sim/{name}.py" for name in ("rewriting", "round_lies", "branch_lies", "noise", "collusion")}
+WINDOW = {"handle", "deadline", "view", "limits"}
+
+
+def parts_of_the_core() -> set[str]:
+    """All that a node has and others are not to look at."""
+    tree = parsed(PurePosixPath("p2ptrain/core/node.py"))
+    own = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute) and dotted(each.value) == "self"]
+    return {each.attr for each in own if not each.attr.startswith("_")} - WINDOW
+
+
+def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
+    """`node.line`, `driver.node.work`, `core.here`: what the core is made of is its own business."""
+    if layer(path) == "core" or str(path) in INSIDE:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in PARTS:
+            whose = dotted(node.value).split(".")[-1]
+            if whose in ("node", "core", "_node", "_core"):
+                yield node.lineno, f"{whose}.{node.attr}: ask {whose}.view()"
+
+
+PARTS = parts_of_the_core()
 RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # what breaks each, and what does not
     nobody_looks_into_the_words_of_a_complaint: (
         [
@@ -31,13 +56,32 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
         ],
         [("p2ptrain/cli.py", 'name.startswith("p2ptrain")\nmode = "crash-only"')],
     ),
+    the_core_is_seen_through_its_window: (
+        [
+            ("p2ptrain/daemon/a.py", "round = driver.node.line.state.round"),
+            ("p2ptrain/daemon/a.py", "def f(node):\n    return node.work.is_quarantined"),
+            ("p2ptrain/sim/checkers.py", "view = core.here.agreement.view"),
+            ("benchmarks/a.py", "node.context.now"),
+        ],
+        [
+            ("p2ptrain/daemon/a.py", "driver.node.view().state; node.handle(event, now); node.deadline; self.line = 1"),
+            ("p2ptrain/core/inbox.py", "self.node.line.state"),
+            ("p2ptrain/sim/noise.py", "core.here"),
+        ],
+    ),
 }
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps(rule: Rule) -> None:
-    modules = [path for path in MODULES if path.parts[0] == "p2ptrain"]
+    modules = [path for path in MODULES if path.parts[0] != "tests"]
     assert [f"{path}:{line}: {what}" for path in modules for line, what in rule(path, parsed(path))] == []
+
+
+def test_the_exceptions_and_the_window_are_there() -> None:
+    assert {*map(PurePosixPath, INSIDE)} <= {*MODULES}
+    assert {"context", "line", "parts", "here", "work"} <= PARTS
+    assert all(hasattr(Node, name) for name in WINDOW - {"deadline"})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

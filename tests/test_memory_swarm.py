@@ -49,8 +49,8 @@ class Member:
 
     @property
     def applied(self) -> int:
-        self.roots |= self.daemon.driver.node.work.roots
-        return self.daemon.driver.node.work.applied_round
+        self.roots |= self.daemon.driver.node.view().roots
+        return self.daemon.driver.node.view().applied_round
 
     @property
     def status(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Member:
 
     @property
     def members(self) -> tuple[bytes, ...]:
-        return self.daemon.driver.node.line.state.members
+        return self.daemon.driver.node.view().state.members
 
     async def start(self) -> None:
         ready = asyncio.Event()
@@ -158,7 +158,7 @@ class Swarm:
         assert len(by_round) >= least
         assert len({next(iter(roots)) for roots in by_round.values()}) == len(by_round)  # every round changes it
         for node in self.nodes:
-            assert not node.daemon.driver.node.line.state.banned
+            assert not node.daemon.driver.node.view().state.banned
 
 
 @asynccontextmanager

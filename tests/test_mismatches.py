@@ -32,11 +32,8 @@ def path(tmp_path: Path) -> Path:
 async def miscalculate(tmp_path: Path, number: int) -> None:
     """One start of a node, which comes to one wrong state."""
     async with bench(tmp_path) as each, each.running():
-        each.node.context.counters["root mismatches"] += 1
-        each.node.work.applied_round = number
+        each.node.answer = lambda event: [ev.NoteWrongState(number)] if event == ev.PeerSeen(PEER) else []
         each.driver.give(ev.PeerSeen(PEER))
-        each.driver.give(ev.PeerLost(PEER))  # one wrong state counts once
-        await each.heard(ev.PeerLost(PEER))
         await until(lambda: number in each.store.mismatches.rounds)
 
 
@@ -53,11 +50,9 @@ async def test_the_third_wrong_state_ends_a_node_that_was_started_again_after_ea
 async def test_three_wrong_states_of_one_life_end_it(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         async with bench(tmp_path) as each, each.running() as task:
+            each.node.answer = lambda event: [ev.NoteWrongState(event.peer[0])] if type(event) is ev.PeerSeen else []
             for number in (10, 60, 108):
-                each.node.context.counters["root mismatches"] += 1
-                each.node.work.applied_round = number
                 each.driver.give(ev.PeerSeen(bytes([number]) * 32))
-                await each.heard(ev.PeerSeen(bytes([number]) * 32))
             await asyncio.wait([task])
     assert raised.group_contains(HardwareError, match="in rounds 10, 60, 108,")
 

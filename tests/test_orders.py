@@ -54,7 +54,7 @@ async def test_a_run_of_which_all_are_paused_waits_and_goes_on(tmp_path: Path) -
         await made.reach(3)
         for node in made.nodes:
             await node.daemon.answer({"do": "pause"})
-        await until(lambda: all(node.daemon.driver.node.work.training for node in made.nodes))
+        await until(lambda: all(node.daemon.driver.node.view().phase == "train" for node in made.nodes))
         stood = made.newest
         for node in made.nodes:
             await node.daemon.answer({"do": "resume"})

@@ -19,7 +19,7 @@ def complaints(seconds: int, **changes: Any) -> dict[int, list[int]]:
 
     def look(cluster: Cluster, second: int) -> None:
         for node in cluster.nodes:
-            if node.core is not None and Code.FEW_HEARD in {each.code for each in node.core.snapshot().complaints}:
+            if node.core is not None and Code.FEW_HEARD in {each.code for each in node.core.view().complaints}:
                 told[node.index].append(second)
 
     def prepare(cluster: Cluster) -> None:

@@ -397,4 +397,4 @@ def test_what_waits_for_a_machine_that_sleeps_is_bounded() -> None:
     node.asleep_until = 50.0
     for _ in range(INBOX_MAX + 10):
         cluster.give(node, ev.Tick())
-    assert len(node.inbox) == INBOX_MAX
+    assert len(node.held_up) == INBOX_MAX

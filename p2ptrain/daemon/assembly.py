@@ -107,7 +107,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         driver.peer_seen,
         driver.peer_lost,
         rng,
-        roster=lambda: node.line.state.members if driver.has_begun.is_set() else (),
+        roster=lambda: node.view().state.members if driver.has_begun.is_set() else (),
     )
     remembered = store.records.addresses()
     for address in remembered:
@@ -117,7 +117,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, library, place, intake.blame)
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
-    keeping = Keeping(store, library, every, needed=lambda: node.parts.payloads.held)
+    keeping = Keeping(store, library, every, needed=lambda: node.view().payloads)
     keeping.history_rounds = run.agreement.history_rounds
     stack.callback(keeping.close)
     if config.network.bootstrap and not remembered:  # by which this run is known again, if they are away next time

@@ -152,7 +152,7 @@ class Daemon:
         """
         if self.run.admission.policy != "invite":
             self.leave()
-        elif self.driver.has_begun.is_set() and self.driver.node.snapshot().is_admitted:
+        elif self.driver.has_begun.is_set() and self.driver.node.view().is_admitted:
             self._stop("going away; the node stays admitted (`p2ptrain leave` gives that up)", keeps_place=True)
         else:
             self._stop("going away; the node is not admitted yet: start it with its ticket again", keeps_place=True)
@@ -168,7 +168,7 @@ class Daemon:
     def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
         """What any peer may ask."""
         edges, has_begun = self.edges, self.driver.has_begun.is_set()
-        state = self.driver.node.line.state if has_begun else edges.keeping.store.genesis
+        state = self.driver.node.view().state if has_begun else edges.keeping.store.genesis
         is_ours = isinstance(question, inquiry.AskRuns) or question.run_id == edges.run_id
         match question:
             case inquiry.AskRuns():
@@ -219,11 +219,10 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
-        snapshot = driver.node.snapshot()
         dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
         lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
         complaints = complaints_of(driver)
-        for level, text in [*news.look(snapshot, complaints), *lost]:
+        for level, text in [*news.look(driver.node.view().state, complaints), *lost]:
             log.log(level, "%s", text)
         progress.tell()
         beat.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
@@ -251,10 +250,10 @@ async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
 
 async def save_last(daemon: Daemon) -> None:
     """The last round's checkpoint, unless its state came out wrong, and what else is not on the disk yet."""
-    node, device = daemon.driver.node, daemon.driver.device
+    view, device = daemon.driver.node.view(), daemon.driver.device
     number = device.trainer.round
-    entry, root = node.line.entry(number), node.work.roots.get(number)
-    if entry is not None and root and not node.work.is_quarantined:
+    entry, root = view.entry(number), view.roots.get(number)
+    if entry is not None and root and not view.is_quarantined:
         await daemon.edges.keeping.checkpoint(device, entry.manifest, root, now=True)
     await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
     await daemon.rounds.save(all_of_it=True)

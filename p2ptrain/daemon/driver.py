@@ -72,7 +72,6 @@ class Driver:
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._mismatches = 0  # that are noted
         self._group: asyncio.TaskGroup
         self._actions: dict[type, Callable[[Any], object]] = {
             ev.Publish: self._publish,
@@ -84,6 +83,7 @@ class Driver:
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
             ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
             ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
+            ev.NoteWrongState: lambda effect: self._spawn(self.edges.keeping.note_mismatch(effect.round), "mismatch"),
             ev.CatchUp: self._catch_up,
             ev.Disconnect: self._disconnect,
             ev.Stop: self._stop,
@@ -103,7 +103,7 @@ class Driver:
         self.give(ev.PeerLost(peer))
 
     def _is_admitted(self, peer: bytes) -> bool:
-        return self.has_begun.is_set() and peer in self.node.line.state.place
+        return self.has_begun.is_set() and peer in self.node.view().state.place
 
     # -----------------------------------------------------------------------------------------------
     # The loops
@@ -156,9 +156,6 @@ class Driver:
                 if self.on_event is not None:
                     self.on_event(now, event, effects)
             self.has_begun.set()
-            if (mismatches := self.node.context.counters["root mismatches"]) != self._mismatches:
-                self._mismatches = mismatches
-                self._spawn(self.edges.keeping.note_mismatch(self.node.work.applied_round), "mismatch")
             if effects:
                 self.effects.extend(effects)
                 self._has_effects.set()
@@ -193,7 +190,7 @@ class Driver:
             except DataError as error:
                 if not self.disk_trouble:
                     log.error("%s; nothing is said or applied until it can be saved", error)
-                elif self.node.work.is_stopping and not self.stopped.done():  # not even that it leaves can be said
+                elif self.node.view().is_stopping and not self.stopped.done():  # not even that it leaves can be said
                     self.stopped.set_result(f"the disk takes nothing: {error}")
                 self.disk_trouble = str(error)
                 await asyncio.sleep(DISK_SECONDS)
@@ -295,7 +292,7 @@ class Driver:
             async with asyncio.timeout(DATA_SECONDS):
                 positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
                 await self.edges.fetching.data(positions)
-            kept = self.node.work.unsettled
+            kept = frozenset(effect.unsettled)
             payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
             if trained is not None:
                 await self.edges.keeping.note(trained)
@@ -308,7 +305,7 @@ class Driver:
             return
         name = payload_digest(payload)
         self.edges.keeping.put(name, payload)
-        is_inline = len(payload) <= self.node.context.run.agreement.inline_bytes_max
+        is_inline = len(payload) <= self.node.view().run.agreement.inline_bytes_max
         self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
@@ -320,7 +317,7 @@ class Driver:
             if payload is None:
                 return
             good.append(payload)
-        mine = [taken.round for taken in manifest.taken if taken.author == self.node.context.me]
+        mine = [taken.round for taken in manifest.taken if taken.author == self.node.view().me]
         try:
             root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
         except StoppedError:
@@ -365,7 +362,7 @@ class Driver:
                 number, root, state = await self.edges.fetching.state(
                     effect.roots, effect.sources, self.device.state_bytes, like
                 )
-            await self.device.adopt(number, state, self.node.work.is_quarantined)
+            await self.device.adopt(number, state, self.node.view().is_quarantined)
         except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
             log.info("the state cannot be had yet: %s", error)
             self.give(ev.CatchUpFailed(str(error), effect.attempt))

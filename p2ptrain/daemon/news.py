@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from p2ptrain.core.complaints import Code, Complaint
-from p2ptrain.core.snapshot import Snapshot
+from p2ptrain.core.state import AgreedState
 from p2ptrain.identity import peer_id_of
 
 NAMES_MAX = 8  # peers that one line names
@@ -29,21 +29,21 @@ class News:
         self._looks: dict[Code, int] = {}  # for how many a complaint has stood
         self._told: dict[Code, str] = {}  # complaints that were told, and how
 
-    def look(self, snapshot: Snapshot, complaints: Sequence[Complaint]) -> list[Line]:
+    def look(self, state: AgreedState, complaints: Sequence[Complaint]) -> list[Line]:
         """The lines since the last look, when these were the complaints of the node and its edges."""
-        lines = [*self._of_roster(snapshot), *self._of_health(complaints)]
-        self._members, self._branch = frozenset(snapshot.members), snapshot.branch
+        lines = [*self._of_roster(state), *self._of_health(complaints)]
+        self._members, self._branch = frozenset(state.members), state.branch
         return lines
 
-    def _of_roster(self, snapshot: Snapshot) -> Iterable[Line]:
+    def _of_roster(self, state: AgreedState) -> Iterable[Line]:
         if self._members is None:
             return
-        now = frozenset(snapshot.members)
+        now = frozenset(state.members)
         count = "1 member" if len(now) == 1 else f"{len(now)} members"
-        if snapshot.branch != self._branch:
+        if state.branch != self._branch:
             yield (
                 logging.WARNING,
-                f"went on from round {snapshot.round} on branch {snapshot.branch.hex()[:16]}, {count}",
+                f"went on from round {state.round + 1} on branch {state.branch.hex()[:16]}, {count}",
             )
         if come := now - self._members:
             yield logging.INFO, f"{_names(come)} got a seat: {count}"

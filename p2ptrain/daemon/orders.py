@@ -73,10 +73,10 @@ def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
 
 async def save_now(daemon: Daemon) -> int:
     """The round whose state has been saved."""
-    keeping, device, node = daemon.edges.keeping, daemon.driver.device, daemon.driver.node
+    keeping, device, view = daemon.edges.keeping, daemon.driver.device, daemon.driver.node.view()
     for _ in range(SAVES_MAX):
         number = device.trainer.round
-        entry, root = node.line.entry(number), node.work.roots.get(number)
+        entry, root = view.entry(number), view.roots.get(number)
         if entry is None or not root:
             if any(each.round == number for each in keeping.store.checkpoints.present()):
                 return number  # a state that was taken over was saved then

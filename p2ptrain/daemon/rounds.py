@@ -23,7 +23,7 @@ import msgspec
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
-from p2ptrain.core.snapshot import Standing, phase_of, standings_of
+from p2ptrain.core.snapshot import Standing
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.errors import DataError
@@ -84,7 +84,7 @@ class Rounds:
         """After the core has handled an event."""
         if self._phase:
             self._seconds[self._phase] += now - self._at
-        self._at, self._phase = now, phase_of(self.node)
+        self._at, self._phase = now, self.node.view().phase
         if isinstance(event, ev.Applied):
             self._note_applied(event)
 
@@ -93,9 +93,9 @@ class Rounds:
         self.mine = msgspec.structs.replace(self.mine, energy_joules=(self.mine.energy_joules or 0.0) + joules)
 
     def _note_applied(self, event: ev.Applied) -> None:
-        entry = self.node.line.entry(event.round)
+        entry = self.node.view().entry(event.round)
         is_ours = entry is not None and entry.manifest.branch == event.branch
-        if entry is None or not is_ours or self.node.work.applied_round != event.round:
+        if entry is None or not is_ours or self.node.view().applied_round != event.round:
             return  # of a line that was left meanwhile
         counts, seconds = self._counts(), self._seconds
         since = {name: counts[name] - self._before[name] for name in counts}
@@ -107,7 +107,7 @@ class Rounds:
         )
         if (event.branch, event.round) in self._applied:
             return
-        me = self.node.context.me
+        me = self.node.view().me
         record = RoundRecord(
             branch=event.branch,
             round=event.round,
@@ -165,7 +165,7 @@ class Rounds:
 
     def _note_standings(self) -> tuple[int, Counter[str]]:
         """Add what peers have done since the last round: contributions that were late, and those refused, by reason."""
-        before, self._tallied = self._tallied, {each.peer: each for each in standings_of(self.node)}
+        before, self._tallied = self._tallied, {each.peer: each for each in self.node.view().standings()}
         late, refused = 0, Counter[str]()
         for now in self._tallied.values():
             was = before.get(now.peer)
@@ -194,7 +194,7 @@ class Rounds:
         )
         if _facts(record) != _facts(known):
             self._keep_peer(record)
-        is_mine = now.peer == self.node.context.me
+        is_mine = now.peer == self.node.view().me
         self.mine = msgspec.structs.replace(
             self.mine,
             applied=self.mine.applied + applied * is_mine,

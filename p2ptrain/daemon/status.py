@@ -14,7 +14,7 @@ import msgspec
 
 from p2ptrain import __version__
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
-from p2ptrain.core.snapshot import Standing, standings_of
+from p2ptrain.core.snapshot import Standing
 from p2ptrain.daemon.rounds import told
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
@@ -37,27 +37,27 @@ WAYS = ("sent", "received")
 
 def status_of(daemon: Daemon) -> dict[str, Any]:
     """Where the node stands. A key is never renamed; new ones may come."""
-    snapshot, device = daemon.driver.node.snapshot(), daemon.driver.device
-    me = peer_id_of(snapshot.me)
+    view, device = daemon.driver.node.view(), daemon.driver.device
+    state, roots = view.state, view.roots
     driver, edges, rounds = daemon.driver, daemon.edges, daemon.rounds
     swarm = rounds.swarm_tokens_per_second
     complaints = complaints_of(driver)
     return {
         "version": VERSION,
         "release": __version__,
-        "run_id": snapshot.run_id.hex(),
+        "run_id": view.run_id.hex(),
         "run_name": daemon.run.name,
-        "peer_id": me,
+        "peer_id": peer_id_of(view.me),
         "addresses": edges.transport.addresses(),
-        "branch": snapshot.branch.hex(),
-        "head": snapshot.head.hex(),
-        "round": snapshot.round,
-        "phase": snapshot.phase,
-        "view": snapshot.view,
-        "applied_round": snapshot.applied_round,
+        "branch": state.branch.hex(),
+        "head": state.head.hex(),
+        "round": state.round + 1,
+        "phase": view.phase,
+        "view": view.view,
+        "applied_round": view.applied_round,
         "since_applied_seconds": daemon.since_applied,
-        "state_root": snapshot.root.hex(),
-        "certified_round": snapshot.certified_round,
+        "state_root": roots.get(view.applied_round, b"").hex(),
+        "certified_round": state.root_round,
         "loss": device.loss,
         "step": device.step,
         "tokens": device.tokens,
@@ -69,24 +69,24 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "device": str(device.trainer.device),
         "is_paused": driver.is_paused,
         "peers": sorted(peer_id_of(peer) for peer in edges.connections.linked),
-        "roster": [peer_id_of(key) for key in snapshot.members],
-        "quorum": snapshot.quorum,
+        "roster": [peer_id_of(key) for key in state.members],
+        "quorum": state.roster.quorum,
         "fault_tolerance": {
-            "liars": snapshot.tolerated,
-            "crashes": len(snapshot.members) - snapshot.quorum,
-            "mode": "byzantine" if snapshot.tolerated else "crash-only",
+            "liars": state.roster.tolerated,
+            "crashes": len(state.members) - state.roster.quorum,
+            "mode": "byzantine" if state.roster.tolerated else "crash-only",
         },
-        "admitted": snapshot.admitted,
-        "is_member": snapshot.is_member,
-        "is_admitted": snapshot.is_admitted,
-        "held": snapshot.held,
-        "waiting_for": snapshot.waiting_for,
+        "admitted": len(state.admitted),
+        "is_member": view.is_member,
+        "is_admitted": view.is_admitted,
+        "held": view.held,
+        "waiting_for": view.waiting_for,
         "health": [each.text for each in complaints],
         "complaints": [asdict(each) for each in complaints],
         "http": daemon.http,
         "loop_lag_seconds": round(daemon.lag.worst, 4),
         "uptime_seconds": round(daemon.uptime, 1),
-        "roots": {str(number): root.hex() for number, root in sorted(driver.node.work.roots.items())[-ROOTS_TOLD:]},
+        "roots": {str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
         "payload_bytes": device.payload_bytes,
         "state_bytes": device.state_bytes,
         "bytes": edges.transport.counters(),
@@ -94,11 +94,11 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "limits": limits_of(daemon),
         "queued_frames": edges.lines.queued_frames,
         "disk_free_bytes": edges.keeping.free_bytes,
-        "counters": snapshot.counters
+        "counters": view.counters
         | dict(driver.counters)
         | edges.lines.counters()
         | {"trainings not finite": device.not_finite, "damaged files": edges.keeping.store.damaged_files},
-        "observed": snapshot.observed,
+        "observed": view.observed,
     }
 
 
@@ -112,7 +112,7 @@ def complaints_of(driver: Driver) -> list[Complaint]:
     }
     found = [complaint(code, why=why) for code, why in disk.items() if why]
     found += [driver.memory_trouble] if driver.memory_trouble else []
-    return by_gravity([*found, *driver.node.snapshot().complaints, *driver.pauses.values()])
+    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses.values()])
 
 
 def unreadiness_of(daemon: Daemon) -> list[str]:
@@ -169,10 +169,10 @@ def traffic_of(edges: Edges) -> dict[str, dict[str, int]]:
 
 def peers_of(daemon: Daemon) -> dict[str, Any]:
     """Who is connected, and who else may contribute; and what we think of them."""
-    node, linked = daemon.driver.node, daemon.edges.connections.linked
-    known = {each.peer: each for each in standings_of(node)}
+    view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
+    known = {each.peer: each for each in view.standings()}
     everyone = sorted({*linked, *(peer for peer, each in known.items() if each.is_connected or each.is_admitted)})
-    me = node.context.me
+    me = view.me
     return {
         "version": VERSION,
         "peers": [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != me],
@@ -181,8 +181,8 @@ def peers_of(daemon: Daemon) -> dict[str, Any]:
 
 
 def _peer(daemon: Daemon, peer: bytes, standing: Standing | None) -> dict[str, Any]:
-    state, connections = daemon.driver.node.line.state, daemon.edges.connections
-    is_me = peer == daemon.driver.node.context.me
+    view, connections = daemon.driver.node.view(), daemon.edges.connections
+    is_me = peer == view.me
     if is_me:
         addresses = daemon.edges.transport.addresses()
     else:
@@ -194,8 +194,8 @@ def _peer(daemon: Daemon, peer: bytes, standing: Standing | None) -> dict[str, A
         "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
         "latency_seconds": None if is_me else latency_of(connections, peer),
         "is_connected": is_me or peer in connections.linked,
-        "is_member": peer in state.members,
-        "is_admitted": peer in state.place,
+        "is_member": peer in view.state.members,
+        "is_admitted": peer in view.state.place,
         "offered": record.offered,
         "applied": record.applied,
         "late": record.late,

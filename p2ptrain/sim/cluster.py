@@ -198,7 +198,7 @@ class Cluster:
         node.core = None
         node.life += 1
         node.queue.clear()
-        node.inbox.clear()
+        node.held_up.clear()
         node.questions.clear()
         node.written, node.is_writing, node.fuse = 0, False, None
         node.tick_at, node.asleep_until = NEVER, 0.0
@@ -288,8 +288,8 @@ class Cluster:
         if core is None:
             return
         if node.asleep_until > self.now:
-            if len(node.inbox) < INBOX_MAX:
-                node.inbox.append(event)
+            if len(node.held_up) < INBOX_MAX:
+                node.held_up.append(event)
             return
         local = node.offset + node.rate * self.now
         effects: Sequence[Effect | ToSome]
@@ -352,8 +352,8 @@ class Cluster:
     def wake(self, node: SimNode) -> None:
         """The machine goes on: what waited comes in."""
         node.asleep_until = 0.0
-        events, life = list(node.inbox), node.life
-        node.inbox.clear()
+        events, life = list(node.held_up), node.life
+        node.held_up.clear()
         for event in events:
             if node.life == life:
                 self.give(node, event)

@@ -63,6 +63,7 @@ class Driver:
             ev.Train: self._train,
             ev.Apply: self._apply,
             ev.Return: self._return,
+            ev.NoteWrongState: self._note_wrong_state,
             ev.CatchUp: self._catch_up,
             ev.AskHistory: self._ask_history,
             ev.SendHistory: self._send_history,
@@ -130,7 +131,7 @@ class Driver:
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
         """Ever: then others may have had good reason to follow whoever was left."""
-        counters = node.core.context.counters if node.core else {}
+        counters = node.core.view().counters if node.core else {}
         return bool(self.cluster.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
 
     # -----------------------------------------------------------------------------------------------
@@ -333,6 +334,9 @@ class Driver:
 
     def _return(self, node: SimNode, effect: ev.Return) -> None:
         self.cluster.metrics.returned[node.index] += 1
+
+    def _note_wrong_state(self, node: SimNode, effect: ev.NoteWrongState) -> None:
+        self.cluster.metrics.mismatches[node.index] += 1
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """One after the other."""

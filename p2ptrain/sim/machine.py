@@ -86,7 +86,7 @@ class SimNode:
         self.offset, self.rate = 0.0, 1.0
         self.tick_at = NEVER  # local time of the next Tick that is on the heap
         self.asleep_until = 0.0
-        self.inbox: deque[Event] = deque()
+        self.held_up: deque[Event] = deque()
         # Effects that wait for the disk; the first `written` persists among them are on it.
         self.queue: deque[Effect | ToSome] = deque()
         self.written = 0
