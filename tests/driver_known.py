@@ -331,7 +331,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
 def doing(each: Bench, *effects: ev.Effect) -> None:
     """Have the core want this."""
-    each.driver.effects.extend(effects)
+    each.driver.effects.add(effects)
     each.driver._has_effects.set()
 
 

@@ -1,8 +1,8 @@
 """The driver: events from the intake into the core, and its effects out to the edges.
 
-Effects are carried out in order, and what follows a `Persist` waits for the disk; all that waits to be persisted when
-the disk becomes free goes in one write. What takes long (training, applying, fetching) is a task of its own and comes
-back as an event. Nothing here decides about rounds.
+In which order effects are carried out, and which wait for the disk, is the effect queue's business
+(core/effect_queue.py). What takes long (training, applying, fetching) is a task of its own and comes back as an event.
+Nothing here decides about rounds.
 
 What comes in from peers, and the queue of events, are in intake.py.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.context import Signer
+from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.core.node import Node
@@ -56,7 +57,7 @@ class Driver:
             self.edges.keeping.put(name, payload)
 
         self.intake = Intake(signer, device, self.counters, self._is_admitted, keep)
-        self.effects: deque[ev.Effect] = deque()
+        self.effects: EffectQueue[ev.Effect] = EffectQueue()
         self.outbox: deque[bytes] = deque()
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -68,7 +69,6 @@ class Driver:
         self._may_train.set()
         self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
         self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event()
-        self._written = 0  # of the effects that wait, how many records are on the disk
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,6 +83,7 @@ class Driver:
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
             ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
             ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
+            ev.Persist: lambda effect: None,  # it is on the disk
             ev.NoteWrongState: lambda effect: self._spawn(self.edges.keeping.note_mismatch(effect.round), "mismatch"),
             ev.CatchUp: self._catch_up,
             ev.Disconnect: self._disconnect,
@@ -157,7 +158,7 @@ class Driver:
                     self.on_event(now, event, effects)
             self.has_begun.set()
             if effects:
-                self.effects.extend(effects)
+                self.effects.add(effects)
                 self._has_effects.set()
             count += 1
             if count % EVENTS_IN_A_ROW == 0:
@@ -167,20 +168,15 @@ class Driver:
         while True:
             await self._has_effects.wait()
             self._has_effects.clear()
-            while self.effects:
-                effect = self.effects[0]
-                if isinstance(effect, ev.Persist):
-                    if not self._written:
-                        await self._write()
-                    self._written -= 1
-                    self.effects.popleft()
-                else:
-                    self.effects.popleft()
-                    self._actions[type(effect)](effect)
+            while records := self.effects.carry_out(self._act):
+                await self._write(records)
+                self.effects.written()
 
-    async def _write(self) -> None:
-        """All that waits to be persisted, in one go; if the disk does not take it, again, until it does."""
-        records = [effect.record for effect in self.effects if isinstance(effect, ev.Persist)]
+    def _act(self, effect: ev.Effect) -> None:
+        self._actions[type(effect)](effect)
+
+    async def _write(self, records: Sequence[ev.Record]) -> None:
+        """In one go; if the disk does not take it, again, until it does."""
         while True:
             try:
                 await self.edges.keeping.on_disk(self.edges.keeping.store.write, records)
@@ -199,7 +195,6 @@ class Driver:
         if self.disk_trouble:
             log.warning("the disk takes data again")
         self.disk_trouble = ""
-        self._written = len(records)
 
     async def _publish_for_ever(self) -> None:
         while True:

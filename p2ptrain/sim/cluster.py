@@ -180,12 +180,10 @@ class Cluster:
         """SIGKILL: what was not persisted is gone, and of what was being written, as much as fate leaves."""
         if node.core is None:
             return
-        if node.is_writing:
-            writing = [effect for effect in node.queue if isinstance(effect, Persist)]
-            kept = 0
-            while kept < len(writing) and self.rng.random() < self.scenario.disk.kept:
-                kept += 1
-            self.driver.write(node, [persist.record for persist in writing[:kept]])
+        writing, kept = node.queue.writing, 0
+        while kept < len(writing) and self.rng.random() < self.scenario.disk.kept:
+            kept += 1
+        self.driver.write(node, writing[:kept])
         self._end(node)
         node.shelf.keep(node.disk.payloads)
 
@@ -200,7 +198,7 @@ class Cluster:
         node.queue.clear()
         node.held_up.clear()
         node.questions.clear()
-        node.written, node.is_writing, node.fuse = 0, False, None
+        node.fuse = None
         node.tick_at, node.asleep_until = NEVER, 0.0
         node.device.training, node.device.busy_until = None, 0.0
         node.was_stalled = False

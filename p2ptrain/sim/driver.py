@@ -1,8 +1,8 @@
 """The driver of simulated nodes: carries out effects, as the daemon does with the real world.
 
-Effects are carried out in order, and what follows a `Persist` waits for the disk; all that waits to be persisted when
-the disk becomes free goes in one write. Training, applying and fetching take their time and come back as events. The
-state of a model is a chain of digests: what is applied to the same state gives the same state, and nothing else does.
+In which order, and what waits for the disk, is the effect queue's business, here as there (core/effect_queue.py).
+Training, applying and fetching take their time and come back as events. The state of a model is a chain of digests:
+what is applied to the same state gives the same state, and nothing else does.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Driver:
             ev.Train: self._train,
             ev.Apply: self._apply,
             ev.Return: self._return,
+            ev.Persist: lambda node, effect: None,  # it is on the disk
             ev.NoteWrongState: self._note_wrong_state,
             ev.CatchUp: self._catch_up,
             ev.AskHistory: self._ask_history,
@@ -75,42 +76,27 @@ class Driver:
     # The order of effects, and the disk
 
     def carry_out(self, node: SimNode, effects: Sequence[ev.Effect | ToSome]) -> None:
-        node.queue.extend(effects)
-        if not (node.is_writing or node.is_carrying):
-            self._go_on(node)
+        node.queue.add(effects)
+        self._go_on(node)
 
     def _go_on(self, node: SimNode) -> None:
         """Carry out what waits, as far as the disk allows."""
-        queue, actions = node.queue, self._actions  # when the process ends, nothing waits any more
-        node.is_carrying = True
-        while queue:
-            effect = queue[0]
-            if type(effect) is ev.Persist:
-                if not node.written:
-                    self._begin_to_write(node)
-                    break
-                node.written -= 1
-                queue.popleft()
-            else:
-                queue.popleft()
-                actions[type(effect)](node, effect)
+
+        def act(effect: ev.Effect | ToSome) -> None:
+            self._actions[type(effect)](node, effect)
             if node.fuse is not None:
                 node.fuse -= 1
                 if node.fuse <= 0:
                     self.cluster.kill(node)
-        node.is_carrying = False
 
-    def _begin_to_write(self, node: SimNode) -> None:
-        waiting = sum(type(effect) is ev.Persist for effect in node.queue)
-        mean = self.slow_disks.get(node.index, self.cluster.scenario.disk.fsync_seconds)
-        node.is_writing = True
-        seconds = self.rng.expovariate(1.0 / mean) if mean else 0.0
-        self.cluster.timer(node, self.cluster.now + seconds, self._written, node, waiting)
+        if records := node.queue.carry_out(act):
+            mean = self.slow_disks.get(node.index, self.cluster.scenario.disk.fsync_seconds)
+            seconds = self.rng.expovariate(1.0 / mean) if mean else 0.0
+            self.cluster.timer(node, self.cluster.now + seconds, self._written, node, records)
 
-    def _written(self, node: SimNode, waiting: int) -> None:
-        records = [effect.record for effect in node.queue if type(effect) is ev.Persist][:waiting]
+    def _written(self, node: SimNode, records: Sequence[ev.Record]) -> None:
         self.write(node, records)
-        node.is_writing, node.written = False, waiting
+        node.queue.written()
         self._go_on(node)
 
     def write(self, node: SimNode, records: Sequence[ev.Record]) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.events import CatchUp, Effect, Event, Train
 from p2ptrain.core.node import Node
 from p2ptrain.sim.disk import Disk
@@ -87,12 +88,8 @@ class SimNode:
         self.tick_at = NEVER  # local time of the next Tick that is on the heap
         self.asleep_until = 0.0
         self.held_up: deque[Event] = deque()
-        # Effects that wait for the disk; the first `written` persists among them are on it.
-        self.queue: deque[Effect | ToSome] = deque()
-        self.written = 0
-        self.is_writing = False
+        self.queue: EffectQueue[Effect | ToSome] = EffectQueue()
         self.fuse: int | None = None  # effects until a SIGKILL
-        self.is_carrying = False
         self.questions: dict[int, int] = {}  # histories asked for: by peer, which question
         self.was_stalled = False
         self.busy = 0  # ticks in a row that left another one due
