@@ -144,8 +144,8 @@ async def test_every_few_rounds_the_state_is_saved_and_served(tmp_path: Path) ->
         for number in range(1, 9):
             doing(each, ev.Apply(held(each, number)))
             await until(lambda: len(of_kind(each, ev.Applied)) == number)  # noqa: B023
-        await until(lambda: len(each.edges.library.states()) == 2)
-        [(newest, root), (older, _)] = each.edges.library.states()
+        await until(lambda: len(each.edges.library.states.places()) == 2)
+        [(newest, root), (older, _)] = each.edges.library.states.places()
         assert (newest, older, root) == (8, 4, root_of(each.trainer.state))
         peer = await each.serve(PEER)
         mine = await each.serve(OTHER, connected=False)

@@ -267,8 +267,7 @@ async def site(
     port = listener.getsockname()[1]
     told = Told()
     app = App(told, Guard(host, port, allowed, token), "1.2.3", assets)
-    server = Server(app.application)
-    app.places = server.places
+    server = Server(app.application, app.places)
     await server.start(listener)
     here = Site(told, app, server, port, address)
     try:

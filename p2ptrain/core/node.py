@@ -64,6 +64,7 @@ class Node:
     def __init__(self, run: RunConfig, run_id: bytes, me: bytes, signer: Signer, rng: Random) -> None:
         self.context = Context(run, run_id, me, signer, rng)
         self.deadline: float | None = None
+        self.has_started = False
         self.parts: Parts
         self.line: Line
         self.here: Round
@@ -209,6 +210,7 @@ class Node:
         self._begin_round()
         if again := self.work.say_again():
             context.publish(*again)
+        self.has_started = True
 
     def _stand_by(self, records: list[ev.Said]) -> None:
         """We have been in this round before: what was said holds, and what it rests on is here again."""

@@ -34,7 +34,7 @@ class Standing(Struct, frozen=True):
 
 
 class View:
-    """A node as it is now, whenever something is asked of it; not before it has started."""
+    """A node as it is now, whenever something is asked of it. Before it has started, only who it is can be asked."""
 
     __slots__ = ("_node",)
 
@@ -52,6 +52,14 @@ class View:
     @property
     def me(self) -> bytes:
         return self._node.context.me
+
+    @property
+    def has_started(self) -> bool:
+        return self._node.has_started
+
+    def is_in(self, peer: bytes) -> bool:
+        """Whether a peer is admitted, as far as this node knows by now."""
+        return self.has_started and peer in self.state.place
 
     # -----------------------------------------------------------------------------------------------
     # The round, and what was agreed on before it

@@ -45,6 +45,7 @@ REACHED_SECONDS = 60.0  # between saves of when each address was reached last
 SAMPLE_SECONDS_MAX = 60.0  # in which this node trains nothing; a swarm waits for it about as long
 
 log = logging.getLogger("p2ptrain.daemon")
+Lines = Callable[[], list[LogLine]]
 
 
 class Lag:
@@ -75,14 +76,16 @@ def _since_boot() -> float:
 class Daemon:
     """One node of one run, running."""
 
-    def __init__(self, run: RunConfig, driver: Driver, edges: Edges, rounds: Rounds, limits: LimitsConfig) -> None:
-        self.run, self.driver, self.edges, self.rounds = run, driver, edges, rounds
+    def __init__(
+        self, run: RunConfig, driver: Driver, rounds: Rounds, limits: LimitsConfig, http: str | None, lines: Lines
+    ) -> None:
+        """`http` is where it is shown, `lines` is what it has said lately."""
+        self.run, self.driver, self.edges, self.rounds = run, driver, driver.edges, rounds
+        self.http, self.lines = http, lines
         self.lag = Lag()
         self.guest = Guest(limits, driver)
         device = driver.device.trainer.device
         self.energy = Energy(lambda: meter_of(device), rounds.note_energy, lambda: not driver.is_paused)
-        self.http: str | None = None  # where this is shown
-        self.lines: Callable[[], list[LogLine]] = list  # what it has said lately
         self.is_leaving = self.keeps_place = False
         self._began = monotonic()
 
@@ -167,8 +170,8 @@ class Daemon:
 
     def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
         """What any peer may ask."""
-        edges, has_begun = self.edges, self.driver.has_begun.is_set()
-        state = self.driver.node.view().state if has_begun else edges.keeping.store.genesis
+        edges, view = self.edges, self.driver.node.view()
+        state = view.state if view.has_started else edges.keeping.store.genesis
         is_ours = isinstance(question, inquiry.AskRuns) or question.run_id == edges.run_id
         match question:
             case inquiry.AskRuns():
@@ -176,7 +179,7 @@ class Daemon:
             case inquiry.AskConfig():
                 return inquiry.Config(self.run.canonical() if is_ours else b"")
             case inquiry.AskStates():
-                return inquiry.States(edges.library.states() if is_ours else ())
+                return inquiry.States(edges.library.states.places() if is_ours else ())
             case inquiry.AskPeers():
                 if not is_ours:
                     return inquiry.Peers()

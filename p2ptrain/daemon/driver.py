@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, Complaint
-from p2ptrain.core.context import Signer
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
 from p2ptrain.core.messages import payload_digest
@@ -41,22 +40,18 @@ SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
 DATA_SECONDS = 120.0  # for the training data of a round to come
 CATCH_UP_SECONDS = 3_600.0  # for a state to come; a fetch that stalls ends sooner
 
+OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # no effects: the core did not survive it
+
 log = logging.getLogger("p2ptrain.daemon")
 
 
 class Driver:
-    """Joins a core to a device and to edges, which tell it what they hear and are given to it before it runs."""
+    """Joins a core to a device and to its edges."""
 
-    edges: Edges
-
-    def __init__(self, node: Node, signer: Signer, device: Device) -> None:
-        self.node, self.device = node, device
-        self.counters: Counter[str] = Counter()
-
-        def keep(name: bytes, payload: bytes) -> None:
-            self.edges.keeping.put(name, payload)
-
-        self.intake = Intake(signer, device, self.counters, self._is_admitted, keep)
+    def __init__(self, node: Node, device: Device, intake: Intake, edges: Edges, on_event: OnEvent) -> None:
+        """`on_event` hears of each event when the core has handled it: when, which, and to what effect."""
+        self.node, self.device, self.intake, self.edges = node, device, intake, edges
+        self.counters = intake.counters
         self.effects: EffectQueue[ev.Effect] = EffectQueue()
         self.outbox: deque[bytes] = deque()
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
@@ -67,7 +62,7 @@ class Driver:
         self.memory_trouble: Complaint | None = None
         self._may_train = asyncio.Event()
         self._may_train.set()
-        self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
+        self._on_event = on_event
         self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
@@ -90,21 +85,8 @@ class Driver:
             ev.Stop: self._stop,
         }
 
-    # -----------------------------------------------------------------------------------------------
-    # What our own edges report
-
     def give(self, event: ev.Event) -> None:
         self.intake.give(event)
-
-    def peer_seen(self, peer: bytes) -> None:
-        self.give(ev.PeerSeen(peer))
-
-    def peer_lost(self, peer: bytes) -> None:
-        self.edges.lines.forget(peer)
-        self.give(ev.PeerLost(peer))
-
-    def _is_admitted(self, peer: bytes) -> bool:
-        return self.has_begun.is_set() and peer in self.node.view().state.place
 
     # -----------------------------------------------------------------------------------------------
     # The loops
@@ -154,8 +136,7 @@ class Driver:
             try:
                 effects = self.node.handle(event, now)
             finally:  # an event that the core does not survive is the one that matters most
-                if self.on_event is not None:
-                    self.on_event(now, event, effects)
+                self._on_event(now, event, effects)
             self.has_begun.set()
             if effects:
                 self.effects.add(effects)
