@@ -83,7 +83,7 @@ async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME
             await daemon.rounds.save(all_of_it=True)
         except TimeoutError as error:  # what it says of itself meanwhile
             driver = daemon.driver
-            found = [each.text for each in complaints_of(driver)] if driver.has_begun.is_set() else ["it has not begun"]
+            found = [each.text for each in complaints_of(daemon)] if driver.has_begun.is_set() else ["it has not begun"]
             raise TimeoutError("; ".join(found)) from error
         finally:
             running.cancel()

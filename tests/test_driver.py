@@ -14,7 +14,8 @@ from net_known import at, skipping_time, until
 
 from p2ptrain.core import events as ev
 from p2ptrain.daemon import driver as driver_module
-from p2ptrain.daemon.driver import DISK_SECONDS, OUTBOX_MAX
+from p2ptrain.daemon.driver import DISK_SECONDS
+from p2ptrain.daemon.outbox import OUTBOX_MAX
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.line import Deliver
 

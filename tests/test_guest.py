@@ -158,8 +158,11 @@ class Machine:
     def __init__(self) -> None:
         self.now, self.is_unplugged, self.resident = at("12:00"), False, 0
 
-    def guest(self, limits: LimitsConfig, driver: Any) -> Guest:
-        return Guest(limits, driver, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident)
+    def guest(self, limits: LimitsConfig, daemon: Any) -> Guest:
+        driver = daemon.driver
+        return Guest(
+            limits, driver.pauses, driver.device, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
+        )
 
 
 @skipping_time
@@ -168,7 +171,7 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         await made.reach(3)
         node, machine = made.nodes[3], Machine()
         daemon = node.daemon
-        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon.driver)
+        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon)
         guest.look()
         await made.reach(made.newest + 6)
         before = node.status["counters"].get("contributions taken", 0)
@@ -192,7 +195,7 @@ async def test_the_owners_pause_and_the_machines_are_lifted_each_by_itself(tmp_p
     async with swarm(tmp_path) as made:
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
-        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon.driver)
+        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon)
         machine.is_unplugged = True
         guest.look()
         told = await daemon.answer({"do": "pause"})
@@ -202,11 +205,11 @@ async def test_the_owners_pause_and_the_machines_are_lifted_each_by_itself(tmp_p
         guest.look()
         told = await daemon.answer({"do": "resume"})
         assert told == {"is_paused": True, "pauses": [UNPLUGGED.text]}
-        assert not daemon.driver._may_train.is_set()
+        assert daemon.driver.pauses
         machine.is_unplugged = False
         guest.look()
         assert await daemon.answer({"do": "resume"}) == {"is_paused": False, "pauses": []}
-        assert daemon.driver._may_train.is_set()
+        assert not daemon.driver.pauses
 
 
 @skipping_time
@@ -216,12 +219,12 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
     async with swarm(tmp_path) as made:
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
-        daemon.guest = machine.guest(LimitsConfig(), daemon.driver)
+        daemon.guest = machine.guest(LimitsConfig(), daemon)
         with caplog.at_level(logging.INFO, "p2ptrain.daemon"):
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
         assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
         assert daemon.driver.device.percent == 25
-        assert daemon.driver.is_paused  # without waiting for the next look
+        assert daemon.driver.pauses  # without waiting for the next look
         assert "limits: hours = '22:00-07:00', device_percent = 25" in caplog.text
         for option, wrong in (("hours", "7-8"), ("hours", "07:00-07:00"), ("percent", 0), ("percent", "9"),
                               ("percent", True), ("memory", -1), ("battery", "perhaps"), ("hours", 7)):  # fmt: skip
@@ -230,7 +233,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
             assert repr(wrong) in str(raised.value)
         assert await daemon.answer({"do": "limit"}) == told
         told = await daemon.answer({"do": "limit", "hours": "", "percent": 100, "memory": 1_000})
-        assert not daemon.driver.is_paused
+        assert not daemon.driver.pauses
         machine.resident = 2_000
         daemon.guest.look()
         (told,) = made.nodes[0].status["complaints"]

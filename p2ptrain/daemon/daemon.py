@@ -83,9 +83,9 @@ class Daemon:
         self.run, self.driver, self.edges, self.rounds = run, driver, driver.edges, rounds
         self.http, self.lines = http, lines
         self.lag = Lag()
-        self.guest = Guest(limits, driver)
+        self.guest = Guest(limits, driver.pauses, driver.device)
         device = driver.device.trainer.device
-        self.energy = Energy(lambda: meter_of(device), rounds.note_energy, lambda: not driver.is_paused)
+        self.energy = Energy(lambda: meter_of(device), rounds.note_energy, lambda: not driver.pauses)
         self.is_leaving = self.keeps_place = False
         self._began = monotonic()
 
@@ -224,7 +224,7 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
         await asyncio.sleep(TELL_SECONDS)
         dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
         lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
-        complaints = complaints_of(driver)
+        complaints = complaints_of(daemon)
         for level, text in [*news.look(driver.node.view().state, complaints), *lost]:
             log.log(level, "%s", text)
         progress.tell()

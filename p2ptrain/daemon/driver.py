@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
 from p2ptrain.core.messages import payload_digest
@@ -25,7 +23,9 @@ from p2ptrain.core.state import Taken
 from p2ptrain.daemon.device import Device, StoppedError
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import ignore
+from p2ptrain.daemon.guest import Pauses
 from p2ptrain.daemon.intake import Intake
+from p2ptrain.daemon.outbox import Outbox
 from p2ptrain.errors import DataError, RemoteProtocolError, TrainingError
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.line import Ask, Deliver, TellHistory
@@ -33,7 +33,6 @@ from p2ptrain.net.transport import TransportError
 from p2ptrain.store.store import PayloadLostError
 
 EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
-OUTBOX_MAX = 1_024  # messages that wait to be published; beyond it the oldest goes, and is said again in time
 EVENTS_IN_A_ROW = 32  # until others on the loop get their turn
 DISK_SECONDS = 5.0  # between tries to write to a disk in trouble
 SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
@@ -52,24 +51,21 @@ class Driver:
         """`on_event` hears of each event when the core has handled it: when, which, and to what effect."""
         self.node, self.device, self.intake, self.edges = node, device, intake, edges
         self.counters = intake.counters
+        self.pauses = Pauses()
+        self._outbox = Outbox(edges.publish, self.counters)
         self.effects: EffectQueue[ev.Effect] = EffectQueue()
-        self.outbox: deque[bytes] = deque()
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
         self.applied_at: float | None = None  # in the loop's time, the last round
-        self.pauses: dict[Code, Complaint] = {}  # why it is not to train
-        self.memory_trouble: Complaint | None = None
-        self._may_train = asyncio.Event()
-        self._may_train.set()
         self._on_event = on_event
-        self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event()
+        self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._group: asyncio.TaskGroup
+        self._group = asyncio.TaskGroup()
         self._actions: dict[type, Callable[[Any], object]] = {
-            ev.Publish: self._publish,
+            ev.Publish: lambda effect: self._outbox.put(effect.envelope),
             ev.Send: lambda effect: self.edges.lines.post(effect.peer, Deliver(effect.envelopes)),
             ev.Ask: lambda effect: self.edges.lines.post(effect.peer, Ask(effect.names)),
             ev.AskHistory: lambda effect: self.edges.lines.ask_history(effect.peer, effect.branch, effect.round),
@@ -93,28 +89,20 @@ class Driver:
 
     async def run(self, started: ev.Started) -> str:
         """Until the node has nothing more to do; why."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
+        async with self._group as group:
             self.intake.begin(started, self._spawn)
             tasks = [
                 group.create_task(self._handle_for_ever(), name="events"),
                 group.create_task(self._carry_out_for_ever(), name="effects"),
-                group.create_task(self._publish_for_ever(), name="outbox"),
+                group.create_task(self._outbox.run(), name="outbox"),
             ]
             why = await self.stopped
             self.intake.end()
             self.device.is_stopping = True
-            await self._drain()
+            await self._outbox.drain()
             for task in (*tasks, *self._tasks):
                 task.cancel()
         return why
-
-    async def _drain(self) -> None:
-        """What was said last should still go out."""
-        for _ in range(50):
-            if not self.outbox:
-                return
-            await asyncio.sleep(0.02)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._group.create_task(work, name=name)
@@ -177,18 +165,6 @@ class Driver:
             log.warning("the disk takes data again")
         self.disk_trouble = ""
 
-    async def _publish_for_ever(self) -> None:
-        while True:
-            await self._has_outbox.wait()
-            self._has_outbox.clear()
-            while self.outbox:
-                try:
-                    await self.edges.publish(self.outbox[0])
-                except TransportError as error:
-                    self.counters["messages not published"] += 1
-                    log.debug("not published: %s", error)
-                self.outbox.popleft()
-
     def _send_history(self, effect: ev.SendHistory) -> None:
         encoded = encode_history(effect.history)
         if len(encoded) > HISTORY_BYTES_MAX:  # thousands of changes of a roster of hundreds
@@ -196,13 +172,6 @@ class Driver:
             log.warning("a history of %d bytes is more than a peer may be sent: it has to ask another", len(encoded))
             return
         self.edges.lines.post(effect.peer, TellHistory(encoded))
-
-    def _publish(self, effect: ev.Publish) -> None:
-        if len(self.outbox) >= OUTBOX_MAX:
-            self.outbox.popleft()
-            self.counters["messages not published"] += 1
-        self.outbox.append(effect.envelope)
-        self._has_outbox.set()
 
     # -----------------------------------------------------------------------------------------------
     # Payloads
@@ -247,23 +216,8 @@ class Driver:
     # -----------------------------------------------------------------------------------------------
     # The device
 
-    @property
-    def is_paused(self) -> bool:
-        return bool(self.pauses)
-
-    def pause(self, why: Complaint) -> None:
-        """Begin no other training. To the core, and to the others, this is a node that trains slowly."""
-        self.pauses[why.code] = why
-        self._may_train.clear()
-
-    def resume(self, code: Code) -> None:
-        """As far as this reason goes: there may be others."""
-        self.pauses.pop(code, None)
-        if not self.pauses:
-            self._may_train.set()
-
     async def _train(self, effect: ev.Train) -> None:
-        await self._may_train.wait()
+        await self.pauses.are_over()
         try:
             async with asyncio.timeout(DATA_SECONDS):
                 positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)

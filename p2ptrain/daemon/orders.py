@@ -35,19 +35,19 @@ async def obey(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
             return _limit(daemon, order)
         case "checkpoint":
             return {"round": await save_now(daemon)}
-    return {"is_paused": daemon.driver.is_paused, "pauses": [each.text for each in daemon.driver.pauses.values()]}
+    return {"is_paused": bool(daemon.driver.pauses), "pauses": [each.text for each in daemon.driver.pauses]}
 
 
 def _pause(daemon: Daemon) -> None:
     if Code.PAUSED not in daemon.driver.pauses:
         log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
-        daemon.driver.pause(complaint(Code.PAUSED))
+        daemon.driver.pauses.begin(complaint(Code.PAUSED))
 
 
 def _resume(daemon: Daemon) -> None:
     if Code.PAUSED in daemon.driver.pauses:
         log.info("its owner lets it train again")
-        daemon.driver.resume(Code.PAUSED)
+        daemon.driver.pauses.end(Code.PAUSED)
 
 
 def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:

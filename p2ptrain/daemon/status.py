@@ -23,7 +23,6 @@ from p2ptrain.store.records import PeerRecord
 
 if TYPE_CHECKING:
     from p2ptrain.daemon.daemon import Daemon
-    from p2ptrain.daemon.driver import Driver
     from p2ptrain.daemon.edges import Edges
     from p2ptrain.net.connections import Connections
 
@@ -41,7 +40,7 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
     state, roots = view.state, view.roots
     driver, edges, rounds = daemon.driver, daemon.edges, daemon.rounds
     swarm = rounds.swarm_tokens_per_second
-    complaints = complaints_of(driver)
+    complaints = complaints_of(daemon)
     return {
         "version": VERSION,
         "release": __version__,
@@ -67,7 +66,7 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "contribution_tokens": rounds.contribution_tokens,
         "mine": msgspec.structs.asdict(rounds.mine) | {"share": round(rounds.mine.share, 6)},
         "device": str(device.trainer.device),
-        "is_paused": driver.is_paused,
+        "is_paused": bool(driver.pauses),
         "peers": sorted(peer_id_of(peer) for peer in edges.connections.linked),
         "roster": [peer_id_of(key) for key in state.members],
         "quorum": state.roster.quorum,
@@ -102,22 +101,22 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
     }
 
 
-def complaints_of(driver: Driver) -> list[Complaint]:
+def complaints_of(daemon: Daemon) -> list[Complaint]:
     """All that is not as it should be, the worst first."""
-    keeping = driver.edges.keeping
+    driver, keeping, guest = daemon.driver, daemon.edges.keeping, daemon.guest
     disk = {
         Code.DEGRADED: driver.disk_trouble,
         Code.CHECKPOINTS_NOT_SAVED: keeping.checkpoint_trouble,
         Code.RECORDS_NOT_WRITTEN: keeping.records_trouble,
     }
     found = [complaint(code, why=why) for code, why in disk.items() if why]
-    found += [driver.memory_trouble] if driver.memory_trouble else []
-    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses.values()])
+    found += [guest.over_memory] if guest.over_memory else []
+    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses])
 
 
 def unreadiness_of(daemon: Daemon) -> list[str]:
     """Why the node does not take part as it should; nothing: it does."""
-    return [each.text for each in complaints_of(daemon.driver) if each.hinders]
+    return [each.text for each in complaints_of(daemon) if each.hinders]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -187,7 +186,7 @@ def _peer(daemon: Daemon, peer: bytes, standing: Standing | None) -> dict[str, A
         addresses = daemon.edges.transport.addresses()
     else:
         addresses = list(connections.known[peer].addresses) if peer in connections.known else []
-    record = daemon.rounds.peers.get(peer) or PeerRecord(peer)
+    record = daemon.rounds.peers.by_key.get(peer) or PeerRecord(peer)
     return {
         "peer_id": peer_id_of(peer),
         "addresses": addresses,
