@@ -76,27 +76,28 @@ class Driver:
     # The order of effects, and the disk
 
     def carry_out(self, node: SimNode, effects: Sequence[ev.Effect | ToSome]) -> None:
-        node.queue.add(effects)
+        node.process.queue.add(effects)
         self._go_on(node)
 
     def _go_on(self, node: SimNode) -> None:
         """Carry out what waits, as far as the disk allows."""
+        process = node.process
 
         def act(effect: ev.Effect | ToSome) -> None:
             self._actions[type(effect)](node, effect)
-            if node.fuse is not None:
-                node.fuse -= 1
-                if node.fuse <= 0:
+            if process.fuse is not None:
+                process.fuse -= 1
+                if process.fuse <= 0:
                     self.cluster.kill(node)
 
-        if records := node.queue.carry_out(act):
+        if records := process.queue.carry_out(act):
             mean = self.slow_disks.get(node.index, self.cluster.scenario.disk.fsync_seconds)
             seconds = self.rng.expovariate(1.0 / mean) if mean else 0.0
             self.cluster.timer(node, self.cluster.now + seconds, self._written, node, records)
 
     def _written(self, node: SimNode, records: Sequence[ev.Record]) -> None:
         self.write(node, records)
-        node.queue.written()
+        node.process.queue.written()
         self._go_on(node)
 
     def write(self, node: SimNode, records: Sequence[ev.Record]) -> None:
@@ -200,14 +201,14 @@ class Driver:
         cluster = self.cluster
         cluster.metrics.sent(node, "asked", REQUEST_BYTES)
         index = cluster.key_index.get(effect.peer, -1)
-        question = node.questions[index] = next(self.questions)
+        question = node.process.questions[index] = next(self.questions)
         is_there = self._tell(node, effect.peer, ev.HistoryAsked(node.key, effect.branch, effect.round))
         seconds = HISTORY_SECONDS if is_there else DIAL_SECONDS
         cluster.timer(node, cluster.now + seconds, self._give_up, node, index, question, effect.peer)
 
     def _give_up(self, node: SimNode, index: int, question: int, peer: bytes) -> None:
-        if node.questions.get(index) == question:
-            del node.questions[index]
+        if node.process.questions.get(index) == question:
+            del node.process.questions[index]
             self.cluster.give(node, ev.HistoryFailed(peer, "no answer"))
 
     def _send_history(self, node: SimNode, effect: ev.SendHistory) -> None:
@@ -219,7 +220,7 @@ class Driver:
             self.cluster.timer(peer, at, self._history_came, peer, node, encoded)
 
     def _history_came(self, node: SimNode, peer: SimNode, encoded: bytes) -> None:
-        if node.questions.pop(peer.index, None) is None:
+        if node.process.questions.pop(peer.index, None) is None:
             return  # nobody asked
         event: ev.Event
         try:

@@ -77,9 +77,9 @@ class Metrics:
         if node.core is None:
             return
         is_stalled = node.core.view().is_stalled
-        if is_stalled and not node.was_stalled:
+        if is_stalled and not node.process.was_stalled:
             self.stalls[node.index] += 1
-        node.was_stalled = is_stalled
+        node.process.was_stalled = is_stalled
 
     # -----------------------------------------------------------------------------------------------
     # What comes of it
