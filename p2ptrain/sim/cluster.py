@@ -68,6 +68,28 @@ class Timer:
         self.action, self.arguments = action, arguments
 
 
+class Decoder:
+    """Decodes and verifies a message once for all nodes."""
+
+    def __init__(self, verifier: FakeSigner) -> None:
+        self._verifier = verifier
+        self._known: dict[bytes, Received] = {}
+
+    def __call__(self, envelope: bytes) -> Received | None:
+        """None if nobody takes it."""
+        received = self._known.get(envelope)
+        if received is None:
+            try:
+                received = decode(envelope, self._verifier)
+            except RemoteProtocolError:
+                return None
+            if len(self._known) >= DECODED_MAX:
+                for old in list(self._known)[: DECODED_MAX // 2]:
+                    del self._known[old]
+            self._known[envelope] = received
+        return received
+
+
 class Cluster:
     """A swarm of simulated nodes."""
 
@@ -92,8 +114,7 @@ class Cluster:
         self.observers: list[Observer] = []
         self.trace: blake3 | None = None
         self.rng = self.stream("cluster")
-        self.verifier = FakeSigner(self.run_id, b"")
-        self.decoded: dict[bytes, Received] = {}
+        self.decode = Decoder(FakeSigner(self.run_id, b""))
         self.network = Network(scenario.links, self.stream("network"))
         self.metrics = Metrics()
         self.driver = Driver(self)
@@ -353,20 +374,6 @@ class Cluster:
                 self.give(node, event)
         if node.core is not None and node.core.deadline is not None:
             self._schedule_tick(node, node.core.deadline)
-
-    def decode(self, envelope: bytes) -> Received | None:
-        """A message, decoded and verified once for all; None if nobody takes it."""
-        received = self.decoded.get(envelope)
-        if received is None:
-            try:
-                received = decode(envelope, self.verifier)
-            except RemoteProtocolError:
-                return None
-            if len(self.decoded) >= DECODED_MAX:
-                for old in list(self.decoded)[: DECODED_MAX // 2]:
-                    del self.decoded[old]
-            self.decoded[envelope] = received
-        return received
 
     # -----------------------------------------------------------------------------------------------
     # The end
