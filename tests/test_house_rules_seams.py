@@ -47,6 +47,21 @@ def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -
                 yield node.lineno, f"{whose}.{node.attr}: ask {whose}.view()"
 
 
+# Where objects are made and joined: what is set on one there was missing when it was made.
+JOINTS = {f"p2ptrain/daemon/{name}.py" for name in ("assembly", "launch")}
+BEGINS_WITH_AN_EVENT = PurePosixPath("p2ptrain/core/node.py")  # a node is made of what its first event tells
+
+
+def an_object_is_whole_when_it_is_made(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        target = node.target if isinstance(node, ast.AnnAssign) and node.value is None else None
+        if isinstance(target, ast.Attribute) and path != BEGINS_WITH_AN_EVENT:
+            yield node.lineno, f"{dotted(target)} has no value yet"
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and str(path) in JOINTS and dotted(node.value) != "self":
+            yield node.lineno, f"{dotted(node)} is set from outside: hand it over when it is made"
+
+
 PARTS = parts_of_the_core()
 RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # what breaks each, and what does not
     nobody_looks_into_the_words_of_a_complaint: (
@@ -69,6 +84,18 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
             ("p2ptrain/sim/noise.py", "core.here"),
         ],
     ),
+    an_object_is_whole_when_it_is_made: (
+        [
+            ("p2ptrain/daemon/driver.py", "class A:\n    def __init__(self):\n        self.edges: Edges"),
+            ("p2ptrain/daemon/assembly.py", "driver.edges = edges"),
+            ("p2ptrain/daemon/launch.py", "owner.daemon = http.daemon = daemon"),
+        ],
+        [
+            ("p2ptrain/daemon/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
+            ("p2ptrain/daemon/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
+            ("p2ptrain/daemon/orders.py", "bucket.rate = rate"),
+        ],
+    ),
 }
 
 
@@ -79,7 +106,7 @@ def test_the_package_keeps(rule: Rule) -> None:
 
 
 def test_the_exceptions_and_the_window_are_there() -> None:
-    assert {*map(PurePosixPath, INSIDE)} <= {*MODULES}
+    assert {*map(PurePosixPath, INSIDE | JOINTS), BEGINS_WITH_AN_EVENT} <= {*MODULES}
     assert {"context", "line", "parts", "here", "work"} <= PARTS
     assert all(hasattr(Node, name) for name in WINDOW - {"deadline"})
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from p2ptrain.config import RunConfig
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.history import Entry
 from p2ptrain.core.state import AgreedState
@@ -36,22 +35,11 @@ class Standing(Struct, frozen=True):
 class View:
     """A node as it is now, whenever something is asked of it. Before it has started, only who it is can be asked."""
 
-    __slots__ = ("_node",)
+    __slots__ = ("_node", "me", "run", "run_id")
 
     def __init__(self, node: Node) -> None:
-        self._node = node
-
-    @property
-    def run(self) -> RunConfig:
-        return self._node.context.run
-
-    @property
-    def run_id(self) -> bytes:
-        return self._node.context.run_id
-
-    @property
-    def me(self) -> bytes:
-        return self._node.context.me
+        self._node, context = node, node.context
+        self.run, self.run_id, self.me = context.run, context.run_id, context.me
 
     @property
     def has_started(self) -> bool:

@@ -215,8 +215,7 @@ def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
         last = max(last, store.diary.entries[-1].number)
     if not trainings:
         store.diary.forget(last)
-    device.repeat(trainings)
-    device.trained = last
+    device.repeat(trainings, last)
 
 
 async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes) -> ev.Saved:

@@ -45,7 +45,6 @@ REACHED_SECONDS = 60.0  # between saves of when each address was reached last
 SAMPLE_SECONDS_MAX = 60.0  # in which this node trains nothing; a swarm waits for it about as long
 
 log = logging.getLogger("p2ptrain.daemon")
-Lines = Callable[[], list[LogLine]]
 
 
 class Lag:
@@ -77,7 +76,13 @@ class Daemon:
     """One node of one run, running."""
 
     def __init__(
-        self, run: RunConfig, driver: Driver, rounds: Rounds, limits: LimitsConfig, http: str | None, lines: Lines
+        self,
+        run: RunConfig,
+        driver: Driver,
+        rounds: Rounds,
+        limits: LimitsConfig,
+        http: str | None,
+        lines: Callable[[], list[LogLine]],
     ) -> None:
         """`http` is where it is shown, `lines` is what it has said lately."""
         self.run, self.driver, self.edges, self.rounds = run, driver, driver.edges, rounds

@@ -132,9 +132,10 @@ class Device:
         base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload).hex()
         return payload, Trained(self.trained, number, base, place, places, still, name, torch.get_num_threads())
 
-    def repeat(self, trainings: Iterable[Trained]) -> None:
-        """Do these again, when the state is there from which each was made."""
+    def repeat(self, trainings: Iterable[Trained], last: int) -> None:
+        """Do these again, when the state is there from which each was made, and count on behind the `last`."""
         self._to_repeat.extend(trainings)
+        self.trained = last
 
     def _repeat(self) -> None:
         while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
