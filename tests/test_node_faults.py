@@ -443,7 +443,10 @@ def test_a_node_whose_root_is_not_the_certified_one_catches_up_and_says_so() -> 
     roots = ((1, root_of(1)), (0, ROOT0))
     assert [(effect.roots, sorted(effect.sources)) for effect in found] == [(roots, sorted(bench.others))]
     assert ev.Train not in {type(effect) for effect in effects}
-    assert bench.node.context.counters["root mismatches"] == 1
+    assert bench.node.view().counters["root mismatches"] == 1
+    kinds = [type(effect) for effect in effects]
+    assert [effect for effect in effects if isinstance(effect, ev.NoteWrongState)] == [ev.NoteWrongState(1)]
+    assert kinds.index(ev.Persist) < kinds.index(ev.NoteWrongState), "what certifies the other state is saved first"
     assert bench.health == ("quarantined: own state is not the certified one",)
 
 

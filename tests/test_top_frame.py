@@ -57,6 +57,13 @@ def test_complaints_and_pauses_are_told_each_on_a_line() -> None:
     assert "all is as it should be" not in text
 
 
+def test_an_older_daemon_tells_its_complaints_as_texts_alone() -> None:
+    daemon = Answering()
+    del daemon.answers["status"]["complaints"]
+    daemon.answers["status"]["health"] = ["degraded: the disk is full"]
+    assert "degraded: the disk is full" in shown(look(daemon, 1.0))
+
+
 def test_bandwidth_is_what_went_between_two_looks() -> None:
     daemon = Answering()
     before = look(daemon, 10.0)
