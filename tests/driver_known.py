@@ -32,7 +32,7 @@ from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import Fetching
 from p2ptrain.daemon.intake import Intake
 from p2ptrain.daemon.keeping import Keeping
-from p2ptrain.daemon.library import Library, States
+from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
 from p2ptrain.learn.assignment import Positions, shard
@@ -301,7 +301,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     blamed: list[tuple[bytes, str]] = []
     done: list[tuple[Any, ...]] = []
     fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
-    states = States()
+    states = SavedStates()
     library = Library(run, store, states, data, fetcher)
 
     async def speaks(peer: bytes) -> bool:

@@ -9,7 +9,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Message, Vote, encode, signed_bytes
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.machine import Process, SimNode
+from p2ptrain.sim.machine import Lifetime, SimNode
 from p2ptrain.sim.scenario import Scenario, scenario_of
 
 
@@ -52,7 +52,7 @@ def scripted(nodes: int = 3, **changes: Any) -> tuple[Cluster, list[Script]]:
     scripts = []
     for node in cluster.nodes:
         script = Script(cluster, node)
-        node.process = Process(script)  # type: ignore[arg-type]
+        node.process = Lifetime(script)  # type: ignore[arg-type]
         node.life = 1
         scripts.append(script)
     return cluster, scripts

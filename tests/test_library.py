@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.daemon.library import STATES_SERVED, Library, States
+from p2ptrain.daemon.library import STATES_SERVED, Library, SavedStates
 from p2ptrain.net.blobs import BlobName
 
 NOBODY = b"n" * 32
@@ -19,7 +19,7 @@ NOBODY = b"n" * 32
 @pytest.fixture
 def library() -> Library:
     nothing: Any = None  # what is not a state is served from elsewhere
-    return Library(nothing, nothing, States(), nothing, nothing)
+    return Library(nothing, nothing, SavedStates(), nothing, nothing)
 
 
 def checkpoint(directory: Path, number: int) -> Any:

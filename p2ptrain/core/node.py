@@ -46,7 +46,7 @@ from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.round import Round
-from p2ptrain.core.snapshot import View
+from p2ptrain.core.snapshot import NodeView
 from p2ptrain.core.state import AgreedState
 from p2ptrain.core.trust import Trust
 from p2ptrain.core.work import Work
@@ -76,7 +76,7 @@ class Node:
         self.inbox: Inbox
         self.trust: Trust | None = None  # as long as no history has the head that we were told to trust
         self.recalled: dict[bytes, int] | None = None  # where members stand, while we do not know what we said
-        self._view = View(self)
+        self._view = NodeView(self)
         self._saved_scores = b""
         self._saved_scores_at = 0.0
         self._last = 0.0
@@ -480,7 +480,7 @@ class Node:
     # -----------------------------------------------------------------------------------------------
     # What others see
 
-    def view(self) -> View:
+    def view(self) -> NodeView:
         """All that others may see; not before the node has started."""
         return self._view
 

@@ -32,7 +32,7 @@ class Standing(Struct, frozen=True):
     observed: dict[str, int]  # what the points are for (reputation.py), of earlier starts too
 
 
-class View:
+class NodeView:
     """A node as it is now, whenever something is asked of it. Before it has started, only who it is can be asked."""
 
     __slots__ = ("_node", "me", "run", "run_id")

@@ -14,7 +14,7 @@ from random import Random, SystemRandom
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
-from p2ptrain.core.snapshot import View
+from p2ptrain.core.snapshot import NodeView
 from p2ptrain.core.state import genesis
 from p2ptrain.core.trust import is_on
 from p2ptrain.daemon.daemon import Daemon
@@ -26,7 +26,7 @@ from p2ptrain.daemon.fetching import Fetching
 from p2ptrain.daemon.guest import refuse_too_large
 from p2ptrain.daemon.intake import Intake
 from p2ptrain.daemon.keeping import Keeping
-from p2ptrain.daemon.library import Library, States
+from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
 from p2ptrain.errors import ConfigError, DataError
@@ -86,7 +86,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     signer = NotingSigner(RunSigner(launch.identity, run_id))
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
-    view, limits, states = node.view(), config.limits, States()
+    view, limits, states = node.view(), config.limits, SavedStates()
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
     stack.callback(keeping.close)
@@ -115,7 +115,13 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
 
 
 async def _connect(
-    stack: AsyncExitStack, launch: Launch, store: Store, states: States, keeping: Keeping, intake: Intake, view: View
+    stack: AsyncExitStack,
+    launch: Launch,
+    store: Store,
+    states: SavedStates,
+    keeping: Keeping,
+    intake: Intake,
+    view: NodeView,
 ) -> Edges:
     """The network's side, which tells the intake what it hears."""
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport

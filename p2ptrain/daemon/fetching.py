@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.library import States, read_state
+from p2ptrain.daemon.library import SavedStates, read_state
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.files import entries, forget, make_directory
@@ -48,7 +48,7 @@ class Fetching:
     connections: Connections
     fetcher: Fetcher
     dataset: TokenDataset
-    states: States
+    states: SavedStates
     directory: Path  # for states that are on their way
     blame: Callable[[bytes, str], None]
     late: dict[bytes, float] = field(default_factory=dict)  # peers that come last for training data, and until when

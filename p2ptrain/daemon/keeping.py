@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.daemon.device import Device
-from p2ptrain.daemon.library import States, leaves_of, read_state
+from p2ptrain.daemon.library import SavedStates, leaves_of, read_state
 from p2ptrain.errors import DataError
 from p2ptrain.learn.trainer import Capture
 from p2ptrain.store.checkpoints import Checkpoint
@@ -65,7 +65,7 @@ class Keeping:
     def __init__(
         self,
         store: Store,
-        states: States,
+        states: SavedStates,
         checkpoint_rounds: int,
         history_rounds: int,
         needed: Callable[[], Collection[bytes]],

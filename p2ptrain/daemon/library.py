@@ -24,7 +24,7 @@ QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
 log = logging.getLogger("p2ptrain.daemon")
 
 
-class States:
+class SavedStates:
     """Saved states that can be had here."""
 
     def __init__(self) -> None:
@@ -50,7 +50,9 @@ class States:
 class Library:
     """Of one node in one run."""
 
-    def __init__(self, run: RunConfig, store: Store, states: States, dataset: TokenDataset, fetcher: Fetcher) -> None:
+    def __init__(
+        self, run: RunConfig, store: Store, states: SavedStates, dataset: TokenDataset, fetcher: Fetcher
+    ) -> None:
         self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
         self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads; from several threads, a step at a time
 

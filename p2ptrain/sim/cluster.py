@@ -33,7 +33,7 @@ from p2ptrain.sim.disk import Checkpoint, Disk
 from p2ptrain.sim.driver import Driver
 from p2ptrain.sim.keys import FakeSigner, node_key
 from p2ptrain.sim.ledger import are_liars
-from p2ptrain.sim.machine import HELD_UP_MAX, NEVER, Clock, Device, Process, Shelf, SimNode
+from p2ptrain.sim.machine import HELD_UP_MAX, NEVER, Device, Lifetime, LocalClock, Shelf, SimNode
 from p2ptrain.sim.metrics import Metrics
 from p2ptrain.sim.network import Network
 from p2ptrain.sim.rewriting import ToSome
@@ -160,7 +160,7 @@ class Cluster:
         device = Device(0, self.genesis.root, self.genesis.head, pace)
         key = node_key(self.seed, index)
         signer = FakeSigner(self.run_id, key)
-        clock = Clock(draw.uniform(0.0, 10_000.0))
+        clock = LocalClock(draw.uniform(0.0, 10_000.0))
         node = SimNode(index, signer, self._new_disk(), device, Shelf(kept), clock, index not in self._liars)
         self.nodes.append(node)
         self.everyone.append(index)
@@ -187,7 +187,7 @@ class Cluster:
         head = next((each.head for each in node.disk.checkpoints if each.root == saved.applied_root), b"")
         node.device.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
         rng = Random(self.rng_name(node.index, node.life))
-        node.process = Process(Node(self.run_config, self.run_id, node.key, node.signer, rng))
+        node.process = Lifetime(Node(self.run_config, self.run_id, node.key, node.signer, rng))
         self.give(node, Started(saved, forgetful, node.ticket))
         self.connections.refresh(node)
 
@@ -213,7 +213,7 @@ class Cluster:
 
     def _end(self, node: SimNode) -> None:
         node.process.queue.clear()  # it may be at it just now
-        node.process = Process()
+        node.process = Lifetime()
         node.life += 1
         node.device.training, node.device.busy_until = None, 0.0
         self.connections.refresh(node)

@@ -68,7 +68,7 @@ class Device:
 
 
 @dataclass(slots=True)
-class Process:
+class Lifetime:
     """One life of a node: what is gone when it ends."""
 
     core: Node | None = None  # None: the process is down
@@ -84,7 +84,7 @@ class Process:
 
 
 @dataclass(slots=True)
-class Clock:
+class LocalClock:
     """A machine's own: local time is offset + rate * virtual time."""
 
     offset: float
@@ -106,11 +106,11 @@ class SimNode:
     """One node in the simulation."""
 
     def __init__(
-        self, index: int, signer: FakeSigner, disk: Disk, device: Device, shelf: Shelf, clock: Clock, honest: bool
+        self, index: int, signer: FakeSigner, disk: Disk, device: Device, shelf: Shelf, clock: LocalClock, honest: bool
     ) -> None:
         self.index, self.key, self.signer, self.honest = index, signer.key, signer, honest
         self.disk, self.device, self.shelf, self.clock = disk, device, shelf, clock
-        self.process = Process()
+        self.process = Lifetime()
         self.life = 0  # how often it was started, and has ended
         self.liar: Liar | None = None
         self.ticket = b""  # the invitation that it shows
