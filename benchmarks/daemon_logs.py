@@ -93,8 +93,10 @@ def life_in(directory: Path) -> Life:
             _note_event(life, event, now)
             for effect in effects:
                 _note_effect(life, effect, now, trusting)
-            life.has_state = life.has_state or (now if node.work.is_current else 0.0)
-            life.is_admitted = life.is_admitted or (now if header.me in node.line.state.place else 0.0)
+            view = node.view()
+            has_state = view.applied_round in view.roots and view.applied_round == view.state.round
+            life.has_state = life.has_state or (now if has_state else 0.0)
+            life.is_admitted = life.is_admitted or (now if view.is_admitted else 0.0)
     return life
 
 

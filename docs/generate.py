@@ -21,9 +21,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from pydantic import BaseModel
 
-from p2ptrain.cli import app
+from p2ptrain.cli import app, exits
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config_text import allowed, fields, sections, to_toml
+from p2ptrain.core.complaints import MEANINGS
 from p2ptrain.web.app import App
 from p2ptrain.web.metrics import Metrics
 from p2ptrain.web.models import Status
@@ -62,8 +63,14 @@ def main() -> int:
 
 def _commands() -> Iterator[str]:
     yield "# The commands\n\n" + NOTE.format(source="the commands' own help") + "\n"
-    yield "Exit status: 0 done, 1 failed, 2 a mistake in what was typed or written, 3 no daemon answers, "
-    yield "4 this machine's hardware is suspect, 130 Ctrl-C.\n"
+    yield "| exit status | why | what to do |\n|---|---|---|\n"
+    for status, told in exits.MEANINGS.items():
+        yield _row(_code(str(int(status))), *told)
+    yield "\nMore than 128 is another signal's number and 128; 137 is often the system's, for want of memory.\n"
+    yield "Status 1 of these commands may say what they found:\n\n"
+    yield "| command | what it found | what to do |\n|---|---|---|\n"
+    for command, told in exits.FOUND.items():
+        yield _row(_code(command), *told)
     for words in command_names():
         yield f"\n## {' '.join(['p2ptrain', *words])}\n\n```text\n{_help(words)}\n```\n"
 
@@ -231,6 +238,10 @@ def _http() -> Iterator[str]:
         yield f"\n## {name}\n\n{schema.get('description', '')}\n\n| field | type | what it is |\n|---|---|---|\n"
         for field, each in schema["properties"].items():
             yield _row(_code(field), _type(each), each.get("description", ""))
+    yield "\n## Code\n\nEvery complaint, the worst first. What to do: [Recover](../how-to/recover.md).\n\n"
+    yield "| code | severity | `/readyz` | the text |\n|---|---|---|---|\n"
+    for code, meaning in MEANINGS.items():
+        yield _row(_code(code), meaning.severity, "503" if meaning.hinders else "200", meaning.text)
 
 
 def _address(get: dict[str, Any], anywhere: dict[str, Any]) -> tuple[str, str]:

@@ -119,6 +119,7 @@ class LoggedSigner:
 def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None = None) -> Replayed:
     """Run the events of a log again; `signers` make those of other kinds than a daemon's."""
     node: Node | None = None
+    signer: Signer | None = None
     events = lives = 0
     try:
         with path.open("rb") as file:
@@ -128,13 +129,14 @@ def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None 
                 if not text.endswith(b"\n") and len(text) < LINE_BYTES_MAX:
                     break  # the process was killed as it wrote
                 if text.startswith(b"{"):
-                    node, lives = _node_of(_parsed(_HEADER, text, path, number), signers or {}), lives + 1
+                    node, signer = _node_of(_parsed(_HEADER, text, path, number), signers or {})
+                    lives += 1
                     continue
                 if node is None:
                     raise DataError(f"{path}: line {number}: events before any header")
                 now, event, expected, signatures = _parsed(_LINE, text, path, number)
-                if isinstance(node.context.signer, LoggedSigner):
-                    node.context.signer.waiting = list(signatures)
+                if isinstance(signer, LoggedSigner):
+                    signer.waiting = list(signatures)
                 events += 1
                 where = f"line {number}, {type(event).__name__} at {now:.6f} s"
                 try:
@@ -158,7 +160,7 @@ def _parsed(decoder: msgspec.json.Decoder[Header] | msgspec.json.Decoder[Line], 
         raise DataError(f"{path}: line {number} is damaged, or of another version: {error}") from error
 
 
-def _node_of(header: Header, signers: Mapping[str, Callable[[Header], Signer]]) -> Node:
+def _node_of(header: Header, signers: Mapping[str, Callable[[Header], Signer]]) -> tuple[Node, Signer]:
     if header.format != FORMAT:
         raise DataError(f"an event log of format {header.format}: this release reads format {FORMAT}")
     try:
@@ -170,4 +172,5 @@ def _node_of(header: Header, signers: Mapping[str, Callable[[Header], Signer]]) 
         raise DataError(
             f"an event log with signatures of kind {header.signer!r}: this release knows {', '.join(known)}"
         )
-    return Node(run, header.run_id, header.me, known[header.signer](header), Random(header.rng))
+    signer = known[header.signer](header)
+    return Node(run, header.run_id, header.me, signer, Random(header.rng)), signer

@@ -112,7 +112,7 @@ async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Cal
 
 
 def _applied(daemons: list[Any]) -> int:
-    return min(daemon.driver.node.work.applied_round for daemon in daemons)
+    return min(daemon.driver.node.view().applied_round for daemon in daemons)
 
 
 def make_history(root: Path, **changes: Any) -> tuple[RunConfig, list[Path]]:

@@ -239,6 +239,11 @@ class Bench:
     # What is to be expected
 
     @property
+    def health(self) -> tuple[str, ...]:
+        """What the node complains of."""
+        return tuple(each.text for each in self.node.view().complaints)
+
+    @property
     def state(self) -> AgreedState:
         return self.node.line.state
 

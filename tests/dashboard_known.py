@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Route, sync_playw
 
 from p2ptrain.web.app import ASSETS
 from p2ptrain.web.models import Answer, LogLine, Round, Status
-from tests.web_known import ME, OTHER, PEER, Site, a_round, site
+from tests.web_known import ME, OTHER, PEER, Site, a_round, site, told_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -226,7 +226,7 @@ def lively(node: Node, rounds: int = 340) -> None:
     root = f"{luck.getrandbits(256):064x}"
     traffic = {"gossip": (48, 61), "messages": (22, 25), "payloads": (740, 2_210), "states": (410, 0), "data": (0, 1.2)}
     node.told.now |= {
-        "run_name": "tiny-stories-124m", "peer_id": me, "device": "cuda:0", "health": [], "uptime_seconds": 8_123.0,
+        "run_name": "tiny-stories-124m", "peer_id": me, "device": "cuda:0", **told_of(), "uptime_seconds": 8_123.0,
         "round": rounds + 1, "applied_round": rounds, "certified_round": rounds, "roots": {str(rounds): root},
         "state_root": root, "loss": lived[-1]["loss"], "phase": "collect", "view": 0, "held": 6,
         "peers": [each["peer_id"] for each in peers if each["is_connected"]], "admitted": 11,

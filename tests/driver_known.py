@@ -7,7 +7,6 @@ time of the loop, so that nothing depends on threads.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,14 +30,16 @@ from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import Fetching
+from p2ptrain.daemon.intake import Intake
 from p2ptrain.daemon.keeping import Keeping
-from p2ptrain.daemon.library import Library
+from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
 from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.data import Manifest, Stream, TokenDataset, TokenizerName, manifest_digest, piece_digest
 from p2ptrain.learn.data import store_manifest as store_data_manifest
 from p2ptrain.learn.live import StepResult
+from p2ptrain.net.bulk import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
@@ -193,10 +194,9 @@ class ScriptedNode:
     """In the core's place: it notes what it hears, and answers as the test says."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.context = SimpleNamespace(me=ME, run=run, counters=Counter())
-        self.work = SimpleNamespace(unsettled=frozenset(), applied_round=0, is_stopping=False, is_quarantined=False)
-        self.line = SimpleNamespace(state=SimpleNamespace(place={key: seat for seat, key in enumerate(KEYS[:4])}))
+        self.seen = SimpleNamespace(me=ME, run=run, is_in=self.is_in, is_stopping=False, is_quarantined=False)
         self.deadline: float | None = None
+        self.has_started = False
         self.handled: list[tuple[float, ev.Event]] = []
         self.answer: Callable[[ev.Event], list[ev.Effect]] = lambda event: []
 
@@ -205,8 +205,15 @@ class ScriptedNode:
         """What it has heard, but for the beginning and the end."""
         return [event for _, event in self.handled if not isinstance(event, ev.Started | ev.StopRequested)]
 
+    def is_in(self, peer: bytes) -> bool:
+        return self.has_started and peer in KEYS[:4]
+
+    def view(self) -> SimpleNamespace:
+        return self.seen
+
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         self.handled.append((now, event))
+        self.has_started = True
         return [ev.Stop("the test is over")] if isinstance(event, ev.StopRequested) else self.answer(event)
 
 
@@ -243,6 +250,7 @@ class Bench:
     driver: Driver
     started: ev.Started
     done: list[tuple[Any, ...]]  # what was said, in order
+    handled: list[tuple[ev.Event, Any]]  # events, and the effects that the core answered with
     blamed: list[tuple[bytes, str]] = field(default_factory=list)
     servers: list[Node] = field(default_factory=list)
 
@@ -294,7 +302,8 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     blamed: list[tuple[bytes, str]] = []
     done: list[tuple[Any, ...]] = []
     fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
-    library = Library(run, store, data, fetcher)
+    states = SavedStates()
+    library = Library(run, store, states, data, fetcher)
 
     async def speaks(peer: bytes) -> bool:
         return True
@@ -302,10 +311,12 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     connections = Connections(transport, RUN, speaks, lambda peer: None, lambda peer: None, Random(0))
     lines: Any = NotedLines(done)
     place = tmp_path / "fetching"
-    fetching = Fetching(run, transport, connections, fetcher, data, library, place, lambda *each: blamed.append(each))
-    keeping = LoopKeeping(store, library, 4, needed=lambda: ())
+    fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
+    keeping = LoopKeeping(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
     keeping.writes, keeping.trouble, keeping.disk_seconds = [], [], 0.01
-    edges = Edges(RUN, transport, connections, lines, fetching, keeping, library)
+    free = TokenBucket(0)
+    server = Server(transport, RUN, library, upload=free, blame=lambda *each: None)
+    edges = Edges(RUN, transport, connections, lines, fetching, keeping, library, server, free, free)
     publish = transport.publish
 
     async def published(topic: str, data: bytes) -> None:
@@ -313,10 +324,13 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         await publish(topic, data)
 
     transport.publish = published  # type: ignore[method-assign]
-    driver = Driver(node, FakeSigner(ME), device)  # type: ignore[arg-type]
-    driver.edges = edges
+    intake = Intake(FakeSigner(ME), device, node.view().is_in, keeping.put)
+    handled: list[tuple[ev.Event, Any]] = []
+    driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]
     started = ev.Started(store.saved(None))
-    made = Bench(network, transport, run, base, store, node, device, edges, keeping, driver, started, done, blamed)
+    made = Bench(
+        network, transport, run, base, store, node, device, edges, keeping, driver, started, done, handled, blamed
+    )
     try:
         yield made
     finally:
@@ -331,7 +345,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
 def doing(each: Bench, *effects: ev.Effect) -> None:
     """Have the core want this."""
-    each.driver.effects.extend(effects)
+    each.driver.effects.add(effects)
     each.driver._has_effects.set()
 
 

@@ -9,7 +9,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Message, Vote, encode, signed_bytes
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.machine import Lifetime, SimNode
 from p2ptrain.sim.scenario import Scenario, scenario_of
 
 
@@ -35,8 +35,10 @@ class Script:
         self.heard: list[tuple[float, ev.Event]] = []
         self.replies: dict[type, Callable[[Any], list[ev.Effect]]] = {}
         self.times: list[float] = []
-        self.regrouping = self
         self.is_stalled = False
+
+    def view(self) -> Script:
+        return self
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         self.heard.append((round(self.cluster.now, 5), event))
@@ -49,7 +51,8 @@ def scripted(nodes: int = 3, **changes: Any) -> tuple[Cluster, list[Script]]:
     cluster = Cluster(nodes, 1, scenario(nodes, **changes))
     scripts = []
     for node in cluster.nodes:
-        node.core = script = Script(cluster, node)  # type: ignore[assignment]
+        script = Script(cluster, node)
+        node.process = Lifetime(script)  # type: ignore[arg-type]
         node.life = 1
         scripts.append(script)
     return cluster, scripts

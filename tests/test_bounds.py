@@ -248,7 +248,7 @@ def test_who_says_nothing_in_a_round_is_silent_and_who_only_trains_long_is_late(
         KEYS[2]: {Reason.LATE: 1},
         KEYS[3]: {Reason.SILENT: 1},
     }
-    seen = bench.node.snapshot()
-    assert seen.observed == {"late": 1, "silent": 1}
-    assert [peer for peer, score in seen.scores if score > 0.0] == sorted(KEYS[2:4])
-    assert len(seen.scores) == 3
+    assert bench.node.view().observed == {"late": 1, "silent": 1}
+    known = bench.node.view().standings()
+    assert [each.peer for each in known if each.points > 0.0] == sorted(KEYS[2:4])
+    assert [each.peer for each in known if each.is_connected] == sorted(bench.others)

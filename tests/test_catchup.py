@@ -310,7 +310,7 @@ def test_what_was_applied_on_a_branch_that_lost_is_fetched_anew() -> None:
     effects = meet(bench, line)
     found = [effect for effect in effects if isinstance(effect, ev.CatchUp)]
     assert [effect.roots[0] for effect in found] == [(3, root_of(3))]
-    assert "catching up" in bench.node.snapshot().health
+    assert "catching up" in bench.health
     effects = bench.do(ev.CaughtUp(3, root_of(3)))
     last = line.steps[-1].step
     assert isinstance(last, Entry)
@@ -380,9 +380,7 @@ def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -
     meet(bench, other, KEYS[2])
     assert beginning.branch != mine.branch
     assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
-    assert (
-        "split: another branch went its own way too long ago, an operator has to choose" in bench.node.snapshot().health
-    )
+    assert "split: another branch went its own way too long ago, an operator has to choose" in bench.health
 
 
 def parted(bench: Bench, rounds: int, *members: bytes) -> Line:
@@ -463,7 +461,7 @@ def test_two_certificates_for_one_round_stop_the_node() -> None:
     assert proof is not None
     assert ev.Persist(ev.Halted(*proof)) in effects
     assert proof == (bench.node.line.steps[0].step, line.steps[1].step)
-    assert bench.node.snapshot().health[0] == "halted: two certificates for one round, more than f members lie"
+    assert bench.health[0] == "halted: two certificates for one round, more than f members lie"
     bench.now += 10.0
     assert [effect for effect in bench.train(2) if not isinstance(effect, ev.Send)] == [ev.Return(2)]
 

@@ -321,7 +321,7 @@ def test_a_split_is_over_when_nobody_is_found_on_the_other_side_any_more() -> No
         assert bench.node.catching_up.is_split
     bench.wait(SPLIT_SECONDS)
     assert not bench.node.catching_up.is_split
-    assert not [why for why in bench.node.snapshot().health if why.startswith("split")]
+    assert not [why for why in bench.health if why.startswith("split")]
 
 
 def test_a_split_is_over_when_we_follow_another_line() -> None:

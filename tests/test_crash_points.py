@@ -20,7 +20,7 @@ from store_known import Power, PowerCut
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
-from p2ptrain.daemon.status import health_of
+from p2ptrain.daemon.status import complaints_of
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.identity import Identity
@@ -83,8 +83,8 @@ async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME
             await daemon.rounds.save(all_of_it=True)
         except TimeoutError as error:  # what it says of itself meanwhile
             driver = daemon.driver
-            health = health_of(driver, driver.node.snapshot()) if driver.has_begun.is_set() else ["it has not begun"]
-            raise TimeoutError("; ".join(health)) from error
+            found = [each.text for each in complaints_of(daemon)] if driver.has_begun.is_set() else ["it has not begun"]
+            raise TimeoutError("; ".join(found)) from error
         finally:
             running.cancel()
             await asyncio.wait([running])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -61,8 +60,6 @@ def test_a_log_that_cannot_be_written_ends_with_a_warning(tmp_path: Path, caplog
 @skipping_time
 async def test_an_event_that_the_core_does_not_survive_is_noted(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        noted: list[tuple[ev.Event, Sequence[ev.Effect] | None]] = []
-        each.driver.on_event = lambda now, event, effects: noted.append((event, effects))
 
         def answer(event: ev.Event) -> list[ev.Effect]:
             assert not isinstance(event, ev.PeerSeen), "too much"
@@ -72,4 +69,4 @@ async def test_an_event_that_the_core_does_not_survive_is_noted(tmp_path: Path) 
         each.driver.give(ev.PeerSeen(PEER))
         with pytest.raises(ExceptionGroup):
             await each.driver.run(each.started)
-        assert noted == [(each.started, []), (ev.PeerSeen(PEER), None)]
+        assert each.handled == [(each.started, []), (ev.PeerSeen(PEER), None)]

@@ -14,8 +14,6 @@ from time import monotonic
 import pytest
 
 from p2ptrain import replay
-from p2ptrain.core.node import Node
-from p2ptrain.core.snapshot import phase_of
 from tests.daemon_known import TEST_SECONDS, Daemon, Swarm, swarm_in
 
 PHASES = ("train", "collect", "agree", "apply")
@@ -32,7 +30,7 @@ class Shadow:
         self._path = daemon.events()[-1]
         self._file = self._path.open("rb")
         header = replay._parsed(replay._HEADER, self._file.readline(), self._path, 1)
-        self.node: Node = replay._node_of(header, {})
+        self.node, self._signer = replay._node_of(header, {})
         self._rest = b""
 
     def phase(self) -> str:
@@ -40,9 +38,9 @@ class Shadow:
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
             now, event, effects, signatures = replay._parsed(replay._LINE, line, self._path, 0)
-            self.node.context.signer.waiting = list(signatures)
+            self._signer.waiting = list(signatures)
             assert replay.effects_digest(self.node.handle(event, now)) == effects
-        return phase_of(self.node)
+        return self.node.view().phase
 
     def close(self) -> None:
         self._file.close()

@@ -18,13 +18,15 @@ from test_store_records import lived
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
-from p2ptrain.core.snapshot import Standing, standings_of
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.core.snapshot import Standing
 from p2ptrain.core.tally import AUTHORS_MAX, Tallies
+from p2ptrain.daemon import peer_history
 from p2ptrain.daemon import rounds as module
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.daemon import Daemon, save_last
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds, told
-from p2ptrain.daemon.status import health_of, peers_of, status_of, unreadiness_of
+from p2ptrain.daemon.status import complaints_of, peers_of, status_of, unreadiness_of
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.learn.data import manifest_digest
@@ -192,7 +194,8 @@ def test_contributions_are_counted_by_what_became_of_them(tmp_path: Path) -> Non
     bench.hear(announced(KEYS[9], 1))  # nobody who was admitted
     watched.apply()
     counts = {
-        each.peer: (each.offered, each.applied, each.late, each.refused) for each in watched.rounds.peers.values()
+        each.peer: (each.offered, each.applied, each.late, each.refused)
+        for each in watched.rounds.peers.by_key.values()
     }
     assert counts == {
         ME: (2, 2, 0, {}),
@@ -201,7 +204,7 @@ def test_contributions_are_counted_by_what_became_of_them(tmp_path: Path) -> Non
         C: (3, 2, 0, {"bad payload": 1}),
     }
     assert [each.refused for each in watched.rounds.last()] == [{}, {"two for one round": 1, "bad payload": 1}]
-    assert watched.rounds.peers[C].observed == {"malformed": 1}
+    assert watched.rounds.peers.by_key[C].observed == {"malformed": 1}
     assert (watched.rounds.mine.applied, watched.rounds.mine.applied_of_all, watched.rounds.mine.share) == (2, 8, 0.25)
 
 
@@ -220,7 +223,7 @@ def test_a_contribution_that_comes_too_late_is_counted_once(tmp_path: Path) -> N
         bench.hear_offer(late)
     watched.apply()
     assert [each.late for each in watched.rounds.last()] == [0, 1]
-    assert {each.peer: each.late for each in watched.rounds.peers.values() if each.late} == {C: 1}
+    assert {each.peer: each.late for each in watched.rounds.peers.by_key.values() if each.late} == {C: 1}
 
 
 def test_my_own_that_comes_too_late_is_counted(tmp_path: Path) -> None:
@@ -235,7 +238,7 @@ def test_my_own_that_comes_too_late_is_counted(tmp_path: Path) -> None:
     bench.train(2)
     watched.apply()
     record = watched.rounds.last()[-1]
-    assert (record.mine_taken, record.late, watched.rounds.peers[ME].late) == ((), 1, 1)
+    assert (record.mine_taken, record.late, watched.rounds.peers.by_key[ME].late) == ((), 1, 1)
 
 
 def test_points_get_a_row_when_they_have_grown_and_not_when_they_decay(tmp_path: Path) -> None:
@@ -259,7 +262,7 @@ def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
     bench.do(ev.PeerLost(B))
     bench.do(ev.MalformedReceived(KEYS[9], "junk"))
     bench.hear_offer(announced(A, inline=True))  # so quickly that nobody else is waited for
-    assert standings_of(bench.node) == [
+    assert bench.node.view().standings() == [
         Standing(A, True, True, True, 0.0, False, 1, 0, 0, {}, {}),
         Standing(C, True, True, True, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
         Standing(KEYS[9], True, False, False, 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
@@ -324,7 +327,7 @@ def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -
     records = Records(tmp_path / "records.sqlite")
     second = Watched(tmp_path, records.past(ROUNDS_KEPT))
     assert second.rounds.last() == first.rounds.last()
-    assert second.rounds.peers == first.rounds.peers
+    assert second.rounds.peers.by_key == first.rounds.peers.by_key
     assert second.rounds.mine == Mine(2, 8, 64, 7_200.0)
     for _ in range(3):  # the first two again, as after a checkpoint of the beginning
         second.round()
@@ -387,12 +390,12 @@ def test_what_happens_while_the_disk_is_at_it_is_written_the_next_time(tmp_path:
 def test_peers_beyond_the_bound_are_forgotten_the_longest_unchanged_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PEERS_MAX", 6)
+    monkeypatch.setattr(peer_history, "PEERS_MAX", 6)
     before = [PeerRecord(key, offered=1) for key in (A, *KEYS[8:12])]
     watched = Watched(tmp_path, Past(peers=before))
     watched.round()
-    assert [*watched.rounds.peers] == [KEYS[10], KEYS[11], *KEYS[:4]]
-    assert watched.rounds.peers[A].offered == 2
+    assert [*watched.rounds.peers.by_key] == [KEYS[10], KEYS[11], *KEYS[:4]]
+    assert watched.rounds.peers.by_key[A].offered == 2
 
 
 def test_the_speed_of_the_swarm_is_that_of_what_was_taken(tmp_path: Path) -> None:
@@ -425,7 +428,7 @@ async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
     stack.push_async_callback(asyncio.wait, [running])
     stack.callback(running.cancel)
     await daemon.driver.has_begun.wait()
-    await until(lambda: running.done() or daemon.driver.node.work.applied_round >= rounds)
+    await until(lambda: running.done() or daemon.driver.node.view().applied_round >= rounds)
     if running.done():
         running.result()
     return daemon
@@ -440,10 +443,10 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         await daemon.rounds.save(all_of_it=True)
         first = daemon.rounds.last()[:5]
         assert [each.round for each in first] == [1, 2, 3, 4, 5]
-        me = daemon.driver.node.context.me
+        me = daemon.driver.node.view().me
         assert all((each.contributors, each.loss, each.tokens) == ((me,), 1.0, 64) for each in first)
         assert all(each.train_seconds > 0 and each.mine_taken == (each.round,) for each in first)
-        assert [each.root for each in first] == [daemon.driver.node.work.roots[number] for number in range(1, 6)]
+        assert [each.root for each in first] == [daemon.driver.node.view().roots[number] for number in range(1, 6)]
         monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
         daemon.driver.device.not_finite = 3
         status = status_of(daemon)
@@ -474,10 +477,11 @@ async def test_records_that_cannot_be_written_are_told_and_stop_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(Records, "write", refuse)
             await daemon.rounds.save()
-            told = "records are not written: records.sqlite: cannot be written"
-            assert told in health_of(driver, driver.node.snapshot())
-            assert not [each for each in unreadiness_of(daemon) if each.startswith(("records", "degraded"))]
-            await until(lambda: driver.node.work.applied_round >= 6)
+            told = complaint(Code.RECORDS_NOT_WRITTEN, why="records.sqlite: cannot be written")
+            assert told in complaints_of(daemon)
+            assert Code.DEGRADED not in {each.code for each in complaints_of(daemon)}
+            assert told.text not in unreadiness_of(daemon)
+            await until(lambda: driver.node.view().applied_round >= 6)
         await daemon.rounds.save()
-        assert not [each for each in health_of(driver, driver.node.snapshot()) if each.startswith("records")]
+        assert told not in complaints_of(daemon)
         assert len(daemon.edges.keeping.store.records.past(100).rounds) >= 6

@@ -39,7 +39,7 @@ def test_what_the_core_forgets_of_a_peer_is_not_taken_from_what_was_counted(tmp_
         {},
         {"too many at once": 1},
     ]
-    record = watched.rounds.peers[gone]
+    record = watched.rounds.peers.by_key[gone]
     assert (record.offered, record.applied, record.late, record.refused) == (7, 6, 4, {"bad payload": 2})
     assert (watched.rounds.mine.applied, watched.rounds.mine.applied_of_all) == (4, 4 * 4 + 6)
 

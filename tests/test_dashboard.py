@@ -9,6 +9,7 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import Browser, Page
 
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.web import events
 from p2ptrain.web.guard import Guard
 from tests.dashboard_known import (
@@ -32,7 +33,7 @@ from tests.dashboard_known import (
     until_shown,
     until_text,
 )
-from tests.web_known import ME, PEER, a_round, complaints
+from tests.web_known import ME, PEER, a_round, every_complaint, told_of
 
 pytestmark = in_a_browser
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -130,9 +131,9 @@ def test_what_happens_shows_without_a_reload(browser: Browser, node: Node) -> No
         until_text(page, "log", "somebody got a seat: 3 members")
         node.told.known = [PEER | {"refused": {"too many at once": 7}}]
         until_text(page, "peers", "too many at once 7")
-        node.change(health=["stalled: the quorum is lost"])
+        node.change(**told_of(complaint(Code.STALLED)))
         until_text(page, "state-text", "Needs a look")
-        node.change(health=[])
+        node.change(**told_of())
         until_text(page, "state-text", "All is well")
         assert page.evaluate("() => window.mine") == "still here"
         assert numbers_on(page) == numbers_in(node.told.now)
@@ -151,7 +152,7 @@ def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(browse
                 "at least 3 members signed that after round 7 they had bit for bit the model of this node, and",
             ),
             ({"roster": [ME]}, "same", "Yes: this node alone has a vote, and signed its own model after round 7."),
-            ({"health": ["quarantined: own state is not the certified one"]}, "other", "differs from the certified"),
+            (told_of(complaint(Code.QUARANTINED)), "other", "differs from the certified"),
         ):
             node.change(**change)
             until_text(page, "agreement", words)
@@ -236,18 +237,16 @@ def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: B
 
 
 def test_every_complaint_is_in_words_for_people_and_in_its_own(browser: Browser, node: Node) -> None:
-    told = complaints()
+    told = every_complaint()
     with a_page(browser, node.url) as page:
         until_shown(page)
-        node.change(health=told)
-        until_text(page, "health", told[-1])
-        titles = page.locator("#health li b").all_inner_texts()
-        assert page.locator("#health li .raw").all_inner_texts() == [each.strip() for each in told]
-        assert len({*titles}) == len(titles) == len(told), "each has a sentence of its own"
-        assert "Something is not as it should be" not in titles
-        node.change(health=["paused for a reason that is new here", "new"])
-        until_text(page, "health", "paused for a reason that is new here")
-        assert page.locator("#health li b").all_inner_texts() == ["Paused", "Something is not as it should be"]
+        node.change(**told_of(*told))
+        until_text(page, "health", told[-1].text)
+        rows = page.locator("#health li")
+        assert rows.locator("b").all_inner_texts() == [each.title for each in told]
+        assert rows.locator("span:not(.raw)").all_inner_texts() == [each.advice for each in told]
+        assert rows.locator(".raw").all_inner_texts() == [each.text for each in told]
+        assert [row.get_attribute("data-severity") for row in rows.all()] == [each.severity for each in told]
 
 
 def test_a_run_without_rounds_or_peers_says_so(browser: Browser, node: Node) -> None:
@@ -300,7 +299,8 @@ def test_what_peers_say_is_text_and_nothing_else(browser: Browser, node: Node, s
     ]  # fmt: skip
     node.told.known = peers
     node.told.now |= {
-        "run_name": HOSTILE + LONG, "release": LONG, "roster": [each["peer_id"] for each in peers], "health": [HOSTILE],
+        "run_name": HOSTILE + LONG, "release": LONG, "roster": [each["peer_id"] for each in peers],
+        **told_of(complaint(Code.DEGRADED, why=HOSTILE)),
         "peer_id": HOSTILE,
     }  # fmt: skip
     with a_page(browser, node.url, screen=screen) as page:

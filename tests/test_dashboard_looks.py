@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
+from p2ptrain.core.complaints import Code, complaint
 from tests.dashboard_known import (
     DESK,
     PHONE,
@@ -25,6 +26,7 @@ from tests.dashboard_known import (
     until_shown,
     until_text,
 )
+from tests.web_known import told_of
 
 pytestmark = in_a_browser
 TEXT_CONTRAST, LARGE_CONTRAST, LINE_CONTRAST = 4.5, 3.0, 3.0  # WCAG 2.2, level AA
@@ -140,12 +142,10 @@ def test_text_and_lines_stand_out_from_what_lies_behind_them_by_day_and_by_night
 
 
 def _look_at_colours(page: Page, node: Node, *, is_dark: bool) -> None:
-    for health in (
-        [], ["stalled: the quorum is lost", "catching up", "crash-only: fewer than four members"],
-        ["quarantined: own state is not the certified one"],
-    ):  # fmt: skip
-        node.change(health=health)
-        until_text(page, "health", health[0] if health else "Nothing to complain of")
+    for codes in ([], [Code.STALLED, Code.CATCHING_UP, Code.CRASH_ONLY], [Code.QUARANTINED]):
+        told = told_of(*map(complaint, codes))
+        node.change(**told)
+        until_text(page, "health", [*told["health"], "Nothing to complain of"][0])
         texts = page.evaluate(TEXTS)
         assert len(texts) > 150
         faint = [
@@ -155,7 +155,7 @@ def _look_at_colours(page: Page, node: Node, *, is_dark: bool) -> None:
             < (LARGE_CONTRAST if pixels >= LARGE_PIXELS else TEXT_CONTRAST)
         ]
         assert faint == []
-    node.change(health=[])
+    node.change(**told_of())
     lines = {name: channels(colour)[0] for name, colour in page.evaluate(COLOURS).items()}
     card = lines.pop("card")
     assert {name for name, colour in lines.items() if contrast(colour, card) < LINE_CONTRAST} == set()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli import HARDWARE, USER_ERRED
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.daemon.notify import BEATS, TELL_SECONDS
 from p2ptrain.daemon.places import BASE_MAX
 from tests.deploy_known import DEPLOY, run, tool
@@ -64,7 +64,9 @@ def test_it_is_of_the_kind_that_the_node_speaks_to(unit: dict[str, list[str]]) -
     patience = int(unit["WatchdogSec"][0])
     assert patience / BEATS >= TELL_SECONDS, "or it beats more often than people read"
     assert unit["TimeoutStartSec"] == ["infinity"], "the run may be away for days"
-    assert unit["RestartPreventExitStatus"] == [f"{USER_ERRED} {HARDWARE}"], "a new start mends neither"
+    assert unit["RestartPreventExitStatus"] == [f"{ExitStatus.USER_ERRED} {ExitStatus.HARDWARE}"], (
+        "a new start mends neither"
+    )
 
 
 def test_its_directories_are_those_of_its_command(unit: dict[str, list[str]]) -> None:

@@ -79,8 +79,7 @@ def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
 
     again = Life(dataset, name)
     again.device.trainer.load(checkpoint)
-    again.device.trained = noted[-1].number
-    again.device.repeat(noted[2:])
+    again.device.repeat(noted[2:], noted[-1].number)
     again.payloads = dict(whole.payloads)  # they are on the disk, or the swarm has them
     for number in range(3, killed_in):  # what the log has is applied again
         again.apply(number)
@@ -97,7 +96,7 @@ def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
 
 def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, caplog: pytest.LogCaptureFixture) -> None:
     life = Life(dataset, "distro")
-    life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())])
+    life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())], life.device.trained)
     life.train(1)
     assert "the training of round 1 came out otherwise than before the restart" in caplog.text
     life.close()
@@ -111,7 +110,7 @@ def test_trainings_take_as_many_threads_as_they_are_told_and_are_repeated_with_a
         assert [each.threads for each in life.diary] == [before + 1]
         again = Life(dataset, "distro")
         torch.set_num_threads(before)
-        again.device.repeat(life.diary)
+        again.device.repeat(life.diary, life.device.trained)
         again.device._repeat()
         assert torch.get_num_threads() == before + 1
         again.close()
@@ -143,7 +142,7 @@ def test_trainings_are_repeated_with_as_many_sequences_a_pass_as_there_was_memor
     life.train(1)
     assert [each.sequences for each in life.diary] == [2]
     again = Life(dataset, "distro")
-    again.device.repeat(life.diary)
+    again.device.repeat(life.diary, life.device.trained)
     again.device._repeat()
     assert again.device.trainer.live.sequences_max == 0, "for what comes, what the owner has set"
     assert again.device._repeated[1][1] == life.payloads[1], "the same bits"
@@ -174,7 +173,7 @@ def test_a_training_that_finds_no_memory_contributes_nothing_and_the_next_state_
 
 def test_a_state_that_is_taken_over_ends_repeating(dataset: TokenDataset, tmp_path: Path) -> None:
     life = Life(dataset, "distro")
-    life.device.repeat([Trained(1, 1, 0, 0, 1, (), "0" * 64)])
+    life.device.repeat([Trained(1, 1, 0, 0, 1, (), "0" * 64)], life.device.trained)
     life.device._adopt(0, life.device.trainer.state_bytes())
     before = life.save(tmp_path / "before")
     life.device._repeat()

@@ -17,9 +17,8 @@ import typer
 from daemon_known import TEST_SECONDS, swarm_in
 from docs_known import PAGES, ROOT, boxes_of, is_seen, outside_boxes, reader_in
 
-from p2ptrain.cli import app
-from p2ptrain.core.snapshot import health_of
-from p2ptrain.web.metrics import KINDS
+from p2ptrain.cli import app, exits
+from p2ptrain.core.complaints import MEANINGS
 
 DOCS = ROOT / "docs"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -94,6 +93,17 @@ def test_the_reference_has_every_command_key_metric_and_address(generate: Module
     for text in made.values():
         assert "None" not in text
         assert str(ROOT) not in text
+
+
+def test_every_exit_status_and_every_command_that_chooses_one_are_told(generate: ModuleType) -> None:
+    assert [*exits.MEANINGS] == [*exits.ExitStatus]
+    assert {*exits.FOUND} <= {" ".join(words) for words in generate.command_names()}
+    sources = "".join(path.read_text() for path in Path(exits.__file__).parent.glob("*.py"))
+    functions = re.findall(
+        r"^def _?(\w+)\((?:(?!^def )(?:.|\n))*?typer\.Exit\(ExitStatus\.FAILED\)", sources, re.MULTILINE
+    )
+    assert {name.split("_")[0] for name in functions} == {words.split()[-1] for words in exits.FOUND}
+    assert sources.count("Exit(") == sources.count("Exit(ExitStatus.FAILED)"), "by their names"
 
 
 def test_writing_the_reference_twice_changes_nothing(
@@ -198,10 +208,8 @@ def test_a_command_that_is_not_there_would_be_found() -> None:
 def test_recover_tells_of_every_complaint() -> None:
     rows = [line for _, line in outside_boxes(DOCS / "how-to" / "recover.md") if line.startswith("| `")]
     told = [line.split("`")[1] for line in rows]
-    assert [words for words in KINDS if words not in told] == []
-    complaints = re.findall(r'^        "([a-z -]+)[:"]', Path(health_of.__code__.co_filename).read_text(), re.MULTILINE)
-    assert len(complaints) >= 9
-    assert [each for each in complaints if each not in told] == []
+    heads = [re.split("[:,]", meaning.text)[0] for meaning in MEANINGS.values()]
+    assert [each for each in heads if each not in told] == []
 
 
 def test_what_is_seen_is_compared_line_by_line() -> None:

@@ -14,7 +14,8 @@ from net_known import at, skipping_time, until
 
 from p2ptrain.core import events as ev
 from p2ptrain.daemon import driver as driver_module
-from p2ptrain.daemon.driver import DISK_SECONDS, OUTBOX_MAX
+from p2ptrain.daemon.driver import DISK_SECONDS
+from p2ptrain.daemon.outbox import OUTBOX_MAX
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.line import Deliver
 
@@ -132,7 +133,7 @@ async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_disk_that_takes_no
             each.driver.give(ev.PeerSeen(PEER))
             await now_is(DISK_SECONDS)
             assert not life.done()
-            each.node.work.is_stopping = True
+            each.node.seen.is_stopping = True
             await now_is(4 * DISK_SECONDS)
             assert life.result() == "the disk takes nothing: the disk is full"
 

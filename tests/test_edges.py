@@ -144,8 +144,8 @@ async def test_every_few_rounds_the_state_is_saved_and_served(tmp_path: Path) ->
         for number in range(1, 9):
             doing(each, ev.Apply(held(each, number)))
             await until(lambda: len(of_kind(each, ev.Applied)) == number)  # noqa: B023
-        await until(lambda: len(each.edges.library.states()) == 2)
-        [(newest, root), (older, _)] = each.edges.library.states()
+        await until(lambda: len(each.edges.library.states.places()) == 2)
+        [(newest, root), (older, _)] = each.edges.library.states.places()
         assert (newest, older, root) == (8, 4, root_of(each.trainer.state))
         peer = await each.serve(PEER)
         mine = await each.serve(OTHER, connected=False)
@@ -261,7 +261,7 @@ async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_w
         wrong = bytearray(right)
         wrong[PIECE_BYTES + 5] ^= flipped
         each.trainer.round, each.trainer.state = 9, bytes(wrong)
-        each.node.work.is_quarantined = True
+        each.node.seen.is_quarantined = True
         doing(each, ev.CatchUp(((9, bytes(32)), (8, root_of(NEWER))), (PEER,), 1))
         await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
         assert "differ" not in caplog.text

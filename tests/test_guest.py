@@ -18,13 +18,11 @@ from test_cli import p2ptrain
 from test_memory_swarm import swarm
 
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.daemon import device as device_module
 from p2ptrain.daemon import guest as guest_module
 from p2ptrain.daemon.device import Device, StoppedError
 from p2ptrain.daemon.guest import (
-    BATTERY,
-    HOURS,
-    OVER_MEMORY,
     Guest,
     is_on_battery,
     is_within,
@@ -34,12 +32,15 @@ from p2ptrain.daemon.guest import (
     resident_bytes,
     rest_seconds,
 )
-from p2ptrain.daemon.status import PAUSED, unreadiness_of
+from p2ptrain.daemon.status import unreadiness_of
 from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn import memory as memory_module
 from p2ptrain.learn.memory import Passes, need_of, rooms_of
 from p2ptrain.learn.shortage import mega
 from p2ptrain.web.models import Status
+
+RESTING = complaint(Code.OUTSIDE_HOURS, hours="22:00-07:00", until="22:00")
+UNPLUGGED = complaint(Code.ON_BATTERY)
 
 
 def at(text: str) -> datetime:
@@ -66,15 +67,12 @@ def test_hours_begin_when_they_say_and_may_go_over_midnight(hours: str, inside: 
 
 def test_each_reason_to_pause_holds_for_itself() -> None:
     limits = LimitsConfig(hours="22:00-07:00")
-    assert reasons_to_pause(limits, at("23:00"), is_on_battery=False) == {}
-    assert [*reasons_to_pause(limits, at("12:00"), is_on_battery=False)] == [HOURS]
-    assert [*reasons_to_pause(limits, at("23:00"), is_on_battery=True)] == [BATTERY]
-    both = reasons_to_pause(limits, at("12:00"), is_on_battery=True)
-    assert [*both] == [HOURS, BATTERY]
-    assert all(text.startswith(kind) for kind, text in both.items())
-    assert "from 22:00" in both[HOURS]
+    assert reasons_to_pause(limits, at("23:00"), is_on_battery=False) == []
+    assert reasons_to_pause(limits, at("12:00"), is_on_battery=False) == [RESTING]
+    assert reasons_to_pause(limits, at("23:00"), is_on_battery=True) == [UNPLUGGED]
+    assert reasons_to_pause(limits, at("12:00"), is_on_battery=True) == [RESTING, UNPLUGGED]
     anyway = LimitsConfig(on_battery="train")
-    assert reasons_to_pause(anyway, at("12:00"), is_on_battery=True) == {}
+    assert reasons_to_pause(anyway, at("12:00"), is_on_battery=True) == []
 
 
 @pytest.mark.parametrize(
@@ -86,9 +84,11 @@ def test_rest_makes_work_that_share_of_the_time(worked: float, percent: int, res
 
 
 def test_memory_over_its_limit_is_complained_of() -> None:
-    assert over_memory(LimitsConfig(), 10**12) == ""
-    assert over_memory(LimitsConfig(memory_bytes=10**9), 10**9) == ""
-    assert over_memory(LimitsConfig(memory_bytes=10**9), 10**9 + 1).startswith(OVER_MEMORY)
+    assert over_memory(LimitsConfig(), 10**12) is None
+    assert over_memory(LimitsConfig(memory_bytes=10**9), 10**9) is None
+    told = complaint(Code.OVER_MEMORY, used_bytes=10**9 + 1, limit_bytes=10**9)
+    assert over_memory(LimitsConfig(memory_bytes=10**9), 10**9 + 1) == told
+    assert "1,000,000,001 bytes are in use, and limits.memory_bytes allows 1,000,000,000;" in told.text
     assert resident_bytes() > 50 * 10**6  # torch alone is more
 
 
@@ -198,8 +198,11 @@ class Machine:
     def __init__(self) -> None:
         self.now, self.is_unplugged, self.resident = at("12:00"), False, 0
 
-    def guest(self, limits: LimitsConfig, driver: Any) -> Guest:
-        return Guest(limits, driver, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident)
+    def guest(self, limits: LimitsConfig, daemon: Any) -> Guest:
+        driver = daemon.driver
+        return Guest(
+            limits, driver.pauses, driver.device, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
+        )
 
 
 @skipping_time
@@ -208,7 +211,7 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         await made.reach(3)
         node, machine = made.nodes[3], Machine()
         daemon = node.daemon
-        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon.driver)
+        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon)
         guest.look()
         await made.reach(made.newest + 6)
         before = node.status["counters"].get("contributions taken", 0)
@@ -216,7 +219,8 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         status = node.status
         assert status["counters"].get("contributions taken", 0) == before
         assert status["is_paused"]
-        assert status["health"] == [f"{HOURS}, 22:00-07:00: it trains again from 22:00"]
+        assert status["health"] == [RESTING.text]
+        assert "22:00-07:00: it trains again from 22:00" in RESTING.text
         assert unreadiness_of(daemon) == []
         assert Status.model_validate(status).limits.hours == "22:00-07:00"
         machine.now = at("22:00")
@@ -231,22 +235,21 @@ async def test_the_owners_pause_and_the_machines_are_lifted_each_by_itself(tmp_p
     async with swarm(tmp_path) as made:
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
-        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon.driver)
+        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon)
         machine.is_unplugged = True
         guest.look()
         told = await daemon.answer({"do": "pause"})
-        assert [each.split(",")[0].split(":")[0] for each in told["pauses"]] == [HOURS, BATTERY, PAUSED.split(":")[0]]
+        assert told["pauses"] == [RESTING.text, UNPLUGGED.text, complaint(Code.PAUSED).text]
         assert made.nodes[0].status["health"] == told["pauses"]
         machine.now = at("23:00")
         guest.look()
         told = await daemon.answer({"do": "resume"})
-        assert (told["is_paused"], len(told["pauses"])) == (True, 1)
-        assert told["pauses"][0].startswith(BATTERY)
-        assert not daemon.driver._may_train.is_set()
+        assert told == {"is_paused": True, "pauses": [UNPLUGGED.text]}
+        assert daemon.driver.pauses
         machine.is_unplugged = False
         guest.look()
         assert await daemon.answer({"do": "resume"}) == {"is_paused": False, "pauses": []}
-        assert daemon.driver._may_train.is_set()
+        assert not daemon.driver.pauses
 
 
 @skipping_time
@@ -256,12 +259,12 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
     async with swarm(tmp_path) as made:
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
-        daemon.guest = machine.guest(LimitsConfig(), daemon.driver)
+        daemon.guest = machine.guest(LimitsConfig(), daemon)
         with caplog.at_level(logging.INFO, "p2ptrain.daemon"):
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
         assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
         assert daemon.driver.device.percent == 25
-        assert daemon.driver.is_paused  # without waiting for the next look
+        assert daemon.driver.pauses  # without waiting for the next look
         assert "limits: hours = '22:00-07:00', device_percent = 25" in caplog.text
         for option, wrong in (("hours", "7-8"), ("hours", "07:00-07:00"), ("percent", 0), ("percent", "9"),
                               ("percent", True), ("memory", -1), ("battery", "perhaps"), ("hours", 7)):  # fmt: skip
@@ -270,11 +273,11 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
             assert repr(wrong) in str(raised.value)
         assert await daemon.answer({"do": "limit"}) == told
         told = await daemon.answer({"do": "limit", "hours": "", "percent": 100, "memory": 1_000})
-        assert not daemon.driver.is_paused
+        assert not daemon.driver.pauses
         machine.resident = 2_000
         daemon.guest.look()
-        (complaint,) = made.nodes[0].status["health"]
-        assert complaint.startswith(OVER_MEMORY)
+        (told,) = made.nodes[0].status["complaints"]
+        assert (told["code"], told["fields"]) == ("over_memory", {"used_bytes": 2_000, "limit_bytes": 1_000})
         assert unreadiness_of(daemon) == []
         await daemon.answer({"do": "limit", "memory": 0})
         assert made.nodes[0].status["health"] == []

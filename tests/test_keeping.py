@@ -123,7 +123,7 @@ async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path
     async with bench(tmp_path) as each:
         made = await each.device.run(each.keeping.checkpoint_first, each.device, root_of(STATE))
         assert each.store.checkpoints.present() == [made]
-        assert each.edges.library.states() == ((0, root_of(STATE)),)
+        assert each.edges.library.states.places() == ((0, root_of(STATE)),)
 
 
 async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goes_on(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, m
     """Beyond the kept history nothing would lead on from it."""
     monkeypatch.setattr("p2ptrain.daemon.keeping.RETRY_SECONDS", 0.01)
     async with bench(tmp_path) as each:
-        each.keeping.history_rounds = 8
+        each.keeping._history_rounds = 8
         tries = failing(each, "can't allocate memory", 3)
         await saved(each, 5)
         assert tries == [], "it is not time"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.daemon.library import STATES_SERVED, Library
+from p2ptrain.daemon.library import STATES_SERVED, Library, SavedStates
 from p2ptrain.net.blobs import BlobName
 
 NOBODY = b"n" * 32
@@ -19,7 +19,7 @@ NOBODY = b"n" * 32
 @pytest.fixture
 def library() -> Library:
     nothing: Any = None  # what is not a state is served from elsewhere
-    return Library(nothing, nothing, nothing, nothing)
+    return Library(nothing, nothing, SavedStates(), nothing, nothing)
 
 
 def checkpoint(directory: Path, number: int) -> Any:
@@ -31,17 +31,18 @@ def checkpoint(directory: Path, number: int) -> Any:
 def test_the_last_states_that_were_saved_and_are_there_are_served(library: Library, tmp_path: Path) -> None:
     made = [checkpoint(tmp_path, number) for number in range(STATES_SERVED + 3)]
     for each in made[:-1]:
-        library.offer_state(each, b"")
-    assert library.states() == tuple((each.round, each.root) for each in made[-2:1:-1])
+        library.states.offer(each, b"")
+    assert library.states.places() == tuple((each.round, each.root) for each in made[-2:1:-1])
     pruned, last = made[-2], made[-1]
     shutil.rmtree(pruned.path)
-    assert library.states() == tuple((each.round, each.root) for each in made[-3:1:-1])
-    assert library.state(pruned.root) is None
+    assert library.states.places() == tuple((each.round, each.root) for each in made[-3:1:-1])
+    assert library.states.find(pruned.root) is None
     assert library.find(BlobName("state", pruned.root), NOBODY) is None
-    library.offer_state(last, b"")  # in the place of what was pruned, and not of another
-    library.offer_state(last, b"")
-    assert library.states() == ((last.round, last.root), *((each.round, each.root) for each in made[-3:1:-1]))
-    assert library.state(last.root) is last
+    library.states.offer(last, b"")  # in the place of what was pruned, and not of another
+    library.states.offer(last, b"")
+    assert library.states.places() == ((last.round, last.root), *((each.round, each.root) for each in made[-3:1:-1]))
+    found = library.states.find(last.root)
+    assert found is not None and found.checkpoint is last
     assert library.find(BlobName("state", last.root), NOBODY) is not None
 
 
@@ -50,7 +51,7 @@ def test_peers_may_ask_for_states_while_others_are_saved(library: Library, tmp_p
     numbers = itertools.count(STATES_SERVED)
     before = [checkpoint(tmp_path, number) for number in range(STATES_SERVED)]
     for each in before:
-        library.offer_state(each, b"")
+        library.states.offer(each, b"")
 
     class Watched:
         """A path; when the one who answers looks at it, another state is saved, which looks as well."""
@@ -60,12 +61,12 @@ def test_peers_may_ask_for_states_while_others_are_saved(library: Library, tmp_p
         def exists(self) -> bool:
             if Watched.is_asked:
                 Watched.is_asked = False
-                library.offer_state(checkpoint(tmp_path, next(numbers)), b"")
+                library.states.offer(checkpoint(tmp_path, next(numbers)), b"")
                 Watched.is_asked = True
             return True
 
     for each in before:
         each.path = Watched()
-    assert library.states() == tuple((each.round, each.root) for each in before[::-1])
+    assert library.states.places() == tuple((each.round, each.root) for each in before[::-1])
     assert next(numbers) == 2 * STATES_SERVED
-    assert [number for number, _ in library.states()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][::-1]
+    assert [number for number, _ in library.states.places()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][::-1]

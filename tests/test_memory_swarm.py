@@ -49,8 +49,8 @@ class Member:
 
     @property
     def applied(self) -> int:
-        self.roots |= self.daemon.driver.node.work.roots
-        return self.daemon.driver.node.work.applied_round
+        self.roots |= self.daemon.driver.node.view().roots
+        return self.daemon.driver.node.view().applied_round
 
     @property
     def status(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Member:
 
     @property
     def members(self) -> tuple[bytes, ...]:
-        return self.daemon.driver.node.line.state.members
+        return self.daemon.driver.node.view().state.members
 
     async def start(self) -> None:
         ready = asyncio.Event()
@@ -91,7 +91,7 @@ class Member:
             async with asyncio.TaskGroup() as group:
                 connections = group.create_task(self.daemon.edges.connections.run())
                 running = group.create_task(driver.run(started))
-                await until(lambda: hasattr(driver.node, "line"))
+                await until(lambda: driver.node.view().has_started)
                 ready.set()
                 self.why = await running
                 connections.cancel()
@@ -158,7 +158,7 @@ class Swarm:
         assert len(by_round) >= least
         assert len({next(iter(roots)) for roots in by_round.values()}) == len(by_round)  # every round changes it
         for node in self.nodes:
-            assert not node.daemon.driver.node.line.state.banned
+            assert not node.daemon.driver.node.view().state.banned
 
 
 @asynccontextmanager
@@ -190,7 +190,7 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
             assert status["fault_tolerance"] == {"liars": 1, "crashes": 1, "mode": "byzantine"}
             assert len(status["peers"]) == 3
             assert len(peers_of(node.daemon)["peers"]) == 3
-            assert 8 in dict(node.daemon.edges.library.states())
+            assert 8 in dict(node.daemon.edges.library.states.places())
         taken = [node.status["counters"]["contributions taken"] for node in made.nodes]
         assert sum(taken) >= 32  # of 40: a lost message costs its node two rounds, and threads say which are lost
         edges = made.nodes[0].daemon.edges

@@ -14,7 +14,7 @@ from test_cli import p2ptrain
 from test_crash_points import dataset, lived  # noqa: F401  # a fixture
 
 from p2ptrain import files
-from p2ptrain.cli import HARDWARE
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.core import events as ev
 from p2ptrain.daemon import launch
 from p2ptrain.errors import HardwareError
@@ -32,11 +32,8 @@ def path(tmp_path: Path) -> Path:
 async def miscalculate(tmp_path: Path, number: int) -> None:
     """One start of a node, which comes to one wrong state."""
     async with bench(tmp_path) as each, each.running():
-        each.node.context.counters["root mismatches"] += 1
-        each.node.work.applied_round = number
+        each.node.answer = lambda event: [ev.NoteWrongState(number)] if event == ev.PeerSeen(PEER) else []
         each.driver.give(ev.PeerSeen(PEER))
-        each.driver.give(ev.PeerLost(PEER))  # one wrong state counts once
-        await each.heard(ev.PeerLost(PEER))
         await until(lambda: number in each.store.mismatches.rounds)
 
 
@@ -53,11 +50,9 @@ async def test_the_third_wrong_state_ends_a_node_that_was_started_again_after_ea
 async def test_three_wrong_states_of_one_life_end_it(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         async with bench(tmp_path) as each, each.running() as task:
+            each.node.answer = lambda event: [ev.NoteWrongState(event.peer[0])] if type(event) is ev.PeerSeen else []
             for number in (10, 60, 108):
-                each.node.context.counters["root mismatches"] += 1
-                each.node.work.applied_round = number
                 each.driver.give(ev.PeerSeen(bytes([number]) * 32))
-                await each.heard(ev.PeerSeen(bytes([number]) * 32))
             await asyncio.wait([task])
     assert raised.group_contains(HardwareError, match="in rounds 10, 60, 108,")
 
@@ -131,5 +126,5 @@ def test_its_exit_status_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(launch, "join", end)
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity(bytes(range(32))).peer_id}"
-    assert p2ptrain(capsys, "join", "--bootstrap", address)[::2] == (HARDWARE, "suspect it\n")
-    assert HARDWARE == 4
+    assert p2ptrain(capsys, "join", "--bootstrap", address)[::2] == (4, "suspect it\n")
+    assert ExitStatus.HARDWARE == 4

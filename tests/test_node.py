@@ -82,9 +82,9 @@ def test_a_peer_that_is_seen_is_told_where_we_stand() -> None:
     assert bench.do(ev.PeerSeen(KEYS[2])) == [ev.Send(KEYS[2], hello)]
     assert bench.do(ev.PeerSeen(KEYS[2])) == [ev.Send(KEYS[2], hello)]
     assert bench.do(ev.PeerSeen(ME)) == []
-    assert bench.node.snapshot().peers == 1
+    assert [each.peer for each in bench.node.view().standings()] == [KEYS[2]]
     assert bench.do(ev.PeerLost(KEYS[2])) == []
-    assert bench.node.snapshot().peers == 0
+    assert bench.node.view().standings() == []
 
 
 def test_without_news_a_node_is_heard_every_twenty_seconds() -> None:
@@ -452,7 +452,7 @@ def test_a_decision_is_kept_with_its_certificate_and_then_applied() -> None:
     after = bench.genesis.after(manifest, bench.run)
     assert effects == [ev.Persist(ev.Certified(entry, after)), ev.Apply(manifest)]
     assert bench.state == after
-    assert bench.node.snapshot().phase == "apply"
+    assert bench.node.view().phase == "apply"
 
 
 def test_what_was_applied_is_trained_on() -> None:
@@ -464,7 +464,10 @@ def test_what_was_applied_is_trained_on() -> None:
 def test_with_overlap_the_next_training_does_not_wait_for_agreement() -> None:
     bench = Bench(4, me=1, agreement={"overlap_rounds": 1, "staleness_rounds_max": 1})
     bench.now = 10.0
-    assert bench.train() == [*bench.said(announced(ME)), ev.Train(round=2, base_round=0, place=1, places=4)]
+    assert bench.train() == [
+        *bench.said(announced(ME)),
+        ev.Train(round=2, base_round=0, place=1, places=4, unsettled=(1,)),
+    ]
 
 
 def test_a_vote_that_comes_after_the_decision_changes_nothing() -> None:
@@ -493,4 +496,4 @@ def test_rounds_follow_one_another() -> None:
         assert [type(effect) for effect in effects] == [ev.Persist, ev.Apply, ev.Train]
         assert (bench.state.round, bench.state.root_round) == (number, number - 1)
     assert bench.node.context.counters["contributions taken"] == 5
-    assert bench.node.snapshot().health == ()
+    assert bench.health == ()

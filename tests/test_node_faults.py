@@ -102,7 +102,7 @@ def test_evidence_goes_into_the_availability_and_the_manifest_bans() -> None:
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
     assert (bench.state.members, bench.state.bans) == (KEYS[:3], (KEYS[3],))
-    assert "crash-only: fewer than four members, a liar is not tolerated" in bench.node.snapshot().health
+    assert "crash-only: fewer than four members, a liar is not tolerated" in bench.health
 
 
 def test_messages_of_keys_that_are_not_admitted_are_dropped_unread() -> None:
@@ -358,7 +358,7 @@ def test_an_identity_that_has_lost_its_memory_is_silent_for_the_rounds_in_which_
     known = ev.Silence(b"", 7 + RECALL_MARGIN)
     assert bench.hear(bench.hello(KEYS[3], round=5))[:1] == [ev.Persist(known)]
     assert bench.node.context.silent_everywhere == 7 + RECALL_MARGIN
-    assert "silent: what this identity has said before is not known" in bench.node.snapshot().health
+    assert "silent: what this identity has said before is not known" in bench.health
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -443,8 +443,11 @@ def test_a_node_whose_root_is_not_the_certified_one_catches_up_and_says_so() -> 
     roots = ((1, root_of(1)), (0, ROOT0))
     assert [(effect.roots, sorted(effect.sources)) for effect in found] == [(roots, sorted(bench.others))]
     assert ev.Train not in {type(effect) for effect in effects}
-    assert bench.node.context.counters["root mismatches"] == 1
-    assert bench.node.snapshot().health == ("quarantined: own state is not the certified one",)
+    assert bench.node.view().counters["root mismatches"] == 1
+    kinds = [type(effect) for effect in effects]
+    assert [effect for effect in effects if isinstance(effect, ev.NoteWrongState)] == [ev.NoteWrongState(1)]
+    assert kinds.index(ev.Persist) < kinds.index(ev.NoteWrongState), "what certifies the other state is saved first"
+    assert bench.health == ("quarantined: own state is not the certified one",)
 
 
 def test_in_quarantine_nothing_is_contributed() -> None:
@@ -469,7 +472,7 @@ def test_after_catching_up_the_certified_rounds_are_applied_and_training_goes_on
     assert [type(effect) for effect in arrived[-1]] == [ev.Apply]
     bench.train(2)
     assert bench.do(ev.Applied(RUN, 2, root_of(2))) == [ev.Train(3, 2, 1, 4)]
-    assert bench.node.snapshot().health == ()
+    assert bench.health == ()
 
 
 def test_a_state_that_cannot_be_fetched_is_asked_for_again() -> None:

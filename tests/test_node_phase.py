@@ -45,7 +45,7 @@ def round_without_me(bench: Bench, at: float) -> list[ev.Effect]:
 def test_who_would_come_too_late_lets_the_round_pass_and_begins_the_next_in_time() -> None:
     bench = Bench()
     assert trains(applied_late(bench)) == []
-    assert bench.node.snapshot().counters["rounds let pass"] == 1
+    assert bench.node.view().counters["rounds let pass"] == 1
     assert trains(round_without_me(bench, at=TRAINED + TRAINED)) == [3]
 
 
@@ -86,13 +86,16 @@ def test_no_two_rounds_in_a_row_are_let_pass() -> None:
     assert trains(bench.do(ev.Applied(bench.state.branch, 2, root_of(2)))) == [3]
 
 
-def test_what_a_manifest_took_is_settled_when_that_is_applied_and_not_before() -> None:
+def test_a_training_is_told_which_contributions_are_not_settled() -> None:
+    """What a manifest takes meanwhile is settled when that is applied, and not before: or it would be told twice."""
     bench = Bench(agreement={"staleness_rounds_max": 1, "overlap_rounds": 1})
-    bench.decide(apply=False)
-    assert bench.node.work.outstanding == {}
-    assert bench.node.work.unsettled == {1}
-    bench.do(ev.Applied(bench.state.branch, 1, root_of(1)))
-    assert bench.node.work.unsettled == set()
+    bench.now += 10.0
+    assert bench.train(1)[-1] == ev.Train(2, 0, 0, 4, unsettled=(1,))
+    others = tuple(announced(key, 1, inline=True) for key in bench.others)
+    for offer in others:
+        bench.hear_offer(offer)
+    bench.agree((*others, announced(bench.me)))
+    assert bench.train(2)[-1] == ev.Train(3, 1, 0, 4, unsettled=(2,))
 
 
 def test_who_missed_a_round_by_little_is_waited_for_in_the_next() -> None:

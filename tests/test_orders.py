@@ -9,8 +9,9 @@ import pytest
 from net_known import skipping_time, until
 from test_memory_swarm import Member, Swarm, swarm
 
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.daemon.orders import RATE_MAX
-from p2ptrain.daemon.status import PAUSED, unreadiness_of
+from p2ptrain.daemon.status import unreadiness_of
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.web.models import Peers, Status
 
@@ -30,12 +31,12 @@ async def test_a_paused_node_votes_and_applies_and_contributes_nothing_until_it_
     async with swarm(tmp_path) as made:
         await made.reach(3)
         node = made.nodes[3]
-        assert await node.daemon.answer({"do": "pause"}) == {"is_paused": True, "pauses": [PAUSED]}
+        assert await node.daemon.answer({"do": "pause"}) == {"is_paused": True, "pauses": [complaint(Code.PAUSED).text]}
         await go_on(made)  # what was on its way is through
         before = taken(node)
         await go_on(made)
         assert taken(node) == before
-        assert (node.status["is_paused"], node.status["health"]) == (True, [PAUSED])
+        assert (node.status["is_paused"], node.status["health"]) == (True, [complaint(Code.PAUSED).text])
         assert unreadiness_of(node.daemon) == []
         for each in made.nodes:
             assert node.key in each.members
@@ -53,7 +54,7 @@ async def test_a_run_of_which_all_are_paused_waits_and_goes_on(tmp_path: Path) -
         await made.reach(3)
         for node in made.nodes:
             await node.daemon.answer({"do": "pause"})
-        await until(lambda: all(node.daemon.driver.node.work.training for node in made.nodes))
+        await until(lambda: all(node.daemon.driver.node.view().phase == "train" for node in made.nodes))
         stood = made.newest
         for node in made.nodes:
             await node.daemon.answer({"do": "resume"})

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from web_known import told_of
 
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.daemon.logs import JsonLines
 from p2ptrain.daemon.progress import Progress, count_of, line_of, lines_of
 
@@ -31,10 +33,11 @@ STATUS: dict[str, Any] = {
     "roster": ["a", "b", "c"],
     "quorum": 2,
     "fault_tolerance": {"liars": 0, "crashes": 1, "mode": "crash-only"},
-    "health": [],
+    **told_of(),
     "http": None,
     "bytes": {"bytes sent": 1_234, "bytes received": 56_789_000},
 }
+DISK = told_of(complaint(Code.DEGRADED, why="the disk is full"), complaint(Code.NO_PEERS))
 
 
 @pytest.mark.parametrize(
@@ -51,9 +54,9 @@ def test_a_node_in_one_line() -> None:
         "round 13 collect · loss 2.346 · 2 peers · 3 in the roster · 12,346 tokens/s · "
         "sent 1.2 KB, received 56.8 MB · root cdcdcdcdcdcd"
     )
-    small = STATUS | {"health": ["crash-only: fewer than four members"]}
+    small = STATUS | told_of(complaint(Code.CRASH_ONLY))
     assert line_of(small) == line_of(STATUS)  # in `status` it stands
-    new = STATUS | {"loss": None, "state_root": "", "bytes": {}, "health": ["degraded: the disk is full", "no peers"]}
+    new = STATUS | {"loss": None, "state_root": "", "bytes": {}} | DISK
     assert line_of(new) == (
         "round 13 collect · loss - · 2 peers · 3 in the roster · 12,346 tokens/s · "
         "sent 0 B, received 0 B · root - · degraded: the disk is full"
@@ -61,7 +64,7 @@ def test_a_node_in_one_line() -> None:
 
 
 def test_a_node_in_some_lines() -> None:
-    lines = lines_of(STATUS | {"health": ["degraded: the disk is full", "no peers"]}).split("\n")
+    lines = lines_of(STATUS | DISK).split("\n")
     rows = {line[:11].strip(): line[12:] for line in lines if line[:11].strip()}
     assert rows == {
         "run": f"tiny  {'ab' * 32}",
@@ -77,7 +80,7 @@ def test_a_node_in_some_lines() -> None:
         "http": "off",
     }
     assert [line[12:] for line in lines if not line[:11].strip()] == [STATUS["addresses"][1], "no peers"]
-    empty = lines_of(STATUS | {"addresses": [], "health": [], "loss": None, "state_root": ""})
+    empty = lines_of(STATUS | {"addresses": [], "loss": None, "state_root": ""})
     assert "addresses   none yet\n" in empty
     alone = lines_of(STATUS | {"roster": ["12D3KooWx"], "quorum": 1})
     assert "roster      1 member, of which 1 decides; " in alone
@@ -138,7 +141,7 @@ def test_on_a_terminal_one_line_stays_and_is_cleared() -> None:
 @pytest.mark.usefixtures("handlers")
 def test_a_terminal_obeys_nothing_that_a_peer_says(caplog: pytest.LogCaptureFixture) -> None:
     shown, evil = io.StringIO(), "\x1bcX \u009b2J \x07 \u202eY [red]Z"
-    progress = Progress("auto", lambda: STATUS | {"health": [evil]})
+    progress = Progress("auto", lambda: STATUS | told_of(complaint(Code.DEGRADED, why=evil)))
     progress._console = Console(file=shown, force_terminal=True, width=200)
     with caplog.at_level(logging.INFO):
         progress.start()
@@ -149,7 +152,7 @@ def test_a_terminal_obeys_nothing_that_a_peer_says(caplog: pytest.LogCaptureFixt
         assert obeyed not in shown.getvalue()
     words = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())  # without rich's own colours
     assert "a peer has nothing: ?cX ?2J ? ?Y [red]Z" in words
-    assert "· ?cX ?2J ? ?Y [red]Z" in words
+    assert "· degraded: ?cX ?2J ? ?Y [red]Z" in words
 
 
 def test_the_owner_of_a_node_is_shown_no_control_character_either() -> None:

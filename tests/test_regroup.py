@@ -21,11 +21,12 @@ from core_known import (
 )
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Beginning, Stage
 from p2ptrain.core.messages import Ballot, Call, Message
 from p2ptrain.core.node import GAP_SECONDS
-from p2ptrain.core.regroup import ATTEMPTS_AHEAD, ATTEMPTS_KEPT, PATIENCE_MAX, REPEAT_SECONDS, Regrouping
+from p2ptrain.core.regroup import ATTEMPTS_AHEAD, ATTEMPTS_KEPT, HEARD_SECONDS, PATIENCE_MAX, REPEAT_SECONDS, Regrouping
 from p2ptrain.core.reputation import Reputation
 from p2ptrain.core.state import genesis
 
@@ -84,15 +85,51 @@ def essential(effects: list[ev.Effect]) -> list[ev.Effect]:
 def test_who_hears_nobody_for_the_time_of_a_stall_calls() -> None:
     bench = alone()
     assert until(bench, LOST - 0.1) == []
-    assert bench.node.snapshot().health == ()
+    assert bench.health == (complaint(Code.FEW_HEARD, heard=1, members=4, quorum=3, seconds=45).text,)
     assert until(bench, LOST) == [call(ME)]
-    assert bench.node.snapshot().health == ("stalled: the quorum is lost",)
+    assert bench.health == ("stalled: the quorum is lost",)
+
+
+def test_who_hears_too_few_says_so_before_the_quorum_counts_as_lost() -> None:
+    bench = Bench(5, me=1, agreement={"stall_seconds": 120})
+    bench.now = 10.0
+    bench.hear_all(*(bench.hello(key) for key in bench.others))
+    heard_all = bench.now
+    told = complaint(Code.FEW_HEARD, heard=3, members=5, quorum=4, seconds=45)
+    for second in range(1, 100):
+        bench.wait(heard_all + second - bench.now)
+        bench.hear_all(*(bench.hello(key) for key in bench.others[:2]))
+        assert bench.health == ((told.text,) if second >= HEARD_SECONDS else ()), second
+    bench.hear(bench.hello(bench.others[2]))
+    assert bench.health == (), "as many as decide"
+
+
+def test_who_just_began_or_woke_up_or_is_connected_with_nobody_does_not_say_it_hears_too_few() -> None:
+    bench = Bench(5, me=1, agreement={"stall_seconds": 1_000})
+    bench.wait(HEARD_SECONDS - 1.0)
+    assert bench.health == ()
+    bench.do(ev.Tick(), bench.now + 1_000.0)
+    bench.wait(HEARD_SECONDS - 1.0)
+    assert bench.health == ()
+    bench.wait(1.0)
+    assert bench.health == (complaint(Code.FEW_HEARD, heard=1, members=5, quorum=4, seconds=45).text,)
+    for peer in bench.others:
+        bench.do(ev.PeerLost(peer))
+    assert bench.health == (complaint(Code.NO_PEERS).text,)
+    bench.do(ev.PeerSeen(bench.others[0]))
+    assert bench.health == ()
+
+
+def test_who_has_no_vote_needs_no_quorum() -> None:
+    bench = Bench(5, me=9)
+    bench.wait(10 * HEARD_SECONDS)
+    assert bench.health == (complaint(Code.NOT_ADMITTED).text,)
 
 
 def test_with_halt_nobody_is_called() -> None:
     bench = alone(on_quorum_loss="halt")
     assert until(bench, 1_000.0) == []
-    assert "stalled: the quorum is lost" in bench.node.snapshot().health
+    assert "stalled: the quorum is lost" in bench.health
 
 
 def test_as_long_as_a_quorum_is_heard_it_is_only_slow() -> None:

@@ -17,7 +17,7 @@ from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.cluster import TICKS_MAX, Cluster
 from p2ptrain.sim.disk import Checkpoint, Disk
 from p2ptrain.sim.driver import DIAL_SECONDS, HISTORY_SECONDS
-from p2ptrain.sim.machine import INBOX_MAX, Shelf
+from p2ptrain.sim.machine import HELD_UP_MAX, Shelf
 
 FIRST = Checkpoint(0, b"f" * 32, b"")
 
@@ -62,7 +62,7 @@ def test_a_crash_loses_what_was_not_written_and_perhaps_what_was_being_written(k
 
 def test_a_fuse_kills_between_two_effects() -> None:
     cluster, scripts = scripted()
-    cluster.nodes[0].fuse = 2
+    cluster.nodes[0].process.fuse = 2
     do(cluster, 0, *(ev.Publish(vote(cluster, 0, view)) for view in range(4)))
     cluster.run()
     assert not cluster.nodes[0].alive
@@ -207,7 +207,7 @@ def test_a_history_arrives_as_it_was_sent_and_only_where_it_was_asked_for() -> N
 
 def test_a_history_in_another_encoding_fails() -> None:
     cluster, scripts = scripted()
-    cluster.nodes[0].questions[1] = 5
+    cluster.nodes[0].process.questions[1] = 5
     cluster.driver._history_came(cluster.nodes[0], cluster.nodes[1], b"\x00")
     assert isinstance(scripts[0].heard[0][1], ev.HistoryFailed)
 
@@ -338,7 +338,7 @@ def due(script: Script, *deadlines: float) -> None:
 def test_a_tick_comes_when_it_is_due_on_the_nodes_own_clock() -> None:
     cluster, scripts = scripted()
     node = cluster.nodes[0]
-    node.offset, node.rate = 1_000.0, 2.0
+    node.clock.offset, node.clock.rate = 1_000.0, 2.0
     due(scripts[0], 1_010.0, 1_040.0)
     cluster.give(node, ev.Asked(b"", ()))
     cluster.run()
@@ -349,7 +349,7 @@ def test_a_tick_comes_when_it_is_due_on_the_nodes_own_clock() -> None:
 def test_a_clock_that_jumps_takes_its_deadlines_along() -> None:
     cluster, scripts = scripted()
     node = cluster.nodes[0]
-    node.offset = 0.0
+    node.clock.offset = 0.0
     due(scripts[0], 50.0)
     cluster.give(node, ev.Asked(b"", ()))
     cluster.at(10.0, cluster.set_clock, node, 35.0, 1.0)  # local time 45 now
@@ -360,7 +360,7 @@ def test_a_clock_that_jumps_takes_its_deadlines_along() -> None:
 def test_a_deadline_that_moves_away_gives_no_early_tick() -> None:
     cluster, scripts = scripted()
     node = cluster.nodes[0]
-    node.offset = 0.0
+    node.clock.offset = 0.0
     due(scripts[0], 5.0)
     cluster.give(node, ev.Asked(b"", ()))
     scripts[0].deadline = 20.0  # nobody has been told yet
@@ -371,7 +371,7 @@ def test_a_deadline_that_moves_away_gives_no_early_tick() -> None:
 def test_a_busy_loop_is_caught() -> None:
     cluster, scripts = scripted()
     node = cluster.nodes[0]
-    scripts[0].deadline = node.local(1.0)
+    scripts[0].deadline = node.clock.local(1.0)
     cluster.give(node, ev.Asked(b"", ()))
     with pytest.raises(Violation, match="busy loop"):
         cluster.run()
@@ -394,7 +394,7 @@ def test_a_machine_that_sleeps_hears_everything_when_it_wakes_up() -> None:
 def test_what_waits_for_a_machine_that_sleeps_is_bounded() -> None:
     cluster, _ = scripted()
     node = cluster.nodes[0]
-    node.asleep_until = 50.0
-    for _ in range(INBOX_MAX + 10):
+    node.process.asleep_until = 50.0
+    for _ in range(HELD_UP_MAX + 10):
         cluster.give(node, ev.Tick())
-    assert len(node.inbox) == INBOX_MAX
+    assert len(node.process.held_up) == HELD_UP_MAX

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from top_known import LINE, Answering, shown
-from web_known import ME, OTHER, PEER, a_round
+from web_known import ME, OTHER, PEER, a_round, told_of
 
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.daemon.top import look
 from p2ptrain.daemon.top_words import agreement, duration, hours, sparkline, spread
 from p2ptrain.web.app import ASSETS
@@ -47,12 +48,20 @@ def test_a_frame_says_what_the_daemon_says() -> None:
 
 def test_complaints_and_pauses_are_told_each_on_a_line() -> None:
     daemon = Answering()
-    daemon.answers["status"]["health"] = ["degraded: the disk is full", "paused by its owner", "crash-only: small"]
+    disk = complaint(Code.DEGRADED, why="the disk is full")
+    daemon.answers["status"] |= told_of(disk, complaint(Code.PAUSED), complaint(Code.CRASH_ONLY))
     text = shown(look(daemon, 1.0))
     assert "degraded: the disk is full\n" in text.replace(" \n", "\n")
     assert "paused by its owner" in text
     assert "crash-only" not in text
     assert "all is as it should be" not in text
+
+
+def test_an_older_daemon_tells_its_complaints_as_texts_alone() -> None:
+    daemon = Answering()
+    del daemon.answers["status"]["complaints"]
+    daemon.answers["status"]["health"] = ["degraded: the disk is full"]
+    assert "degraded: the disk is full" in shown(look(daemon, 1.0))
 
 
 def test_bandwidth_is_what_went_between_two_looks() -> None:
@@ -189,7 +198,7 @@ def test_a_young_node_has_a_frame() -> None:
 
 def test_what_a_terminal_would_obey_does_not_reach_it() -> None:
     daemon = Answering()
-    daemon.answers["status"]["health"] = ["split: \x1b[2Jgone"]
+    daemon.answers["status"] |= told_of(complaint(Code.DEGRADED, why="\x1b[2Jgone"))
     daemon.answers["peers"]["peers"][0] |= {"refused": {"\x1b]0;x\x07": 1}}
     daemon.answers["peers"]["peers"][0] |= {"observed": {"\x9b31m": 1}}
     daemon.answers["log"]["lines"] = [LINE | {"message": "[bold]\x1b[31m"}]
@@ -258,7 +267,7 @@ VERDICTS: list[tuple[dict[str, Any], str, str]] = [
         "The roster has certified round 1,005, which this node cannot compare: it was not here.",
     ),
     (
-        {"health": ["stalled", "quarantined: own state is not the certified one"]},
+        told_of(complaint(Code.QUARANTINED), complaint(Code.STALLED)),
         "other",
         "No: this node's model differs from the certified one. It is fetching that.",
     ),
@@ -321,11 +330,11 @@ def test_a_low_screen_keeps_what_matters(width: int, height: int, missing: tuple
 
 def test_complaints_take_the_place_of_what_matters_less() -> None:
     daemon = Answering()
-    daemon.answers["status"]["health"] = [f"complaint {number}" for number in range(5)]
+    daemon.answers["status"] |= told_of(*(complaint(Code.DEGRADED, why=f"trouble {number}") for number in range(5)))
     daemon.answers["peers"]["peers"] = [PEER] * 60
     daemon.answers["log"]["lines"] = [LINE] * 9
     text = shown(look(daemon, 1.0), width=80, height=24)
     assert len(text.splitlines()) <= 24
-    assert "complaint 4" in text
+    assert "trouble 4" in text
     assert OTHER[-16:] in text
     assert "by bytes" not in text

@@ -18,6 +18,7 @@ from p2ptrain.cli import app
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core import trust
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.history import ENTRIES_MAX, Entry, History, Stage
 from p2ptrain.core.line import Line
 from p2ptrain.core.messages import Announcement
@@ -282,8 +283,7 @@ def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
     )
     rest = [published(done), bench.wait(60.0), bench.hear(offer)]
     assert [effect for effects in rest for effect in effects if not isinstance(effect, ev.AskHistory)] == []
-    health = bench.node.snapshot().health
-    assert health[0].startswith(f"untrusted: waiting for a history with the head {STRANGER.hex()[:16]}, 1 of 1 peers")
+    assert bench.health[0] == complaint(Code.UNTRUSTED, head=STRANGER.hex()[:16], others=1, peers=1).text
     assert bench.node.limits()["trial history"][0] <= bench.node.limits()["trial history"][1]
     assert [type(effect) for effect in bench.do(ev.StopRequested())] == [ev.Stop]
 

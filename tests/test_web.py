@@ -13,6 +13,7 @@ import pydantic
 import pytest
 from web_known import ME, OTHER, PEER, STATUS, a_round, site, until
 
+from p2ptrain.core.complaints import Code
 from p2ptrain.web import models
 from p2ptrain.web.app import ASSETS
 from p2ptrain.web.guard import HEADERS
@@ -193,6 +194,7 @@ async def test_the_description_names_every_address_and_the_app_has_no_other() ->
 def test_every_answer_has_a_version_and_every_object_is_closed() -> None:
     schemas = describe("1.2.3")["components"]["schemas"]
     assert {model.__name__ for model in MODELS} <= schemas.keys()
+    assert schemas.pop("Code")["enum"] == [*Code]
     for name, schema in schemas.items():
         assert schema["additionalProperties"] is False, name
         assert set(schema["required"]) == schema["properties"].keys(), name

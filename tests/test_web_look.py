@@ -36,9 +36,9 @@ class Node:
 
 @asynccontextmanager
 async def shown(node: Any) -> AsyncIterator[Http]:
-    http = Http(HttpConfig(port=0))
-    http.daemon = node
-    await http.start()
+    running: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    running.set_result(node)
+    http = await Http.open(HttpConfig(port=0), running)
     try:
         yield http
     finally:

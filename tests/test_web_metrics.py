@@ -8,10 +8,10 @@ from typing import Any, get_args
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from web_known import STATUS, complaints, site
+from web_known import STATUS, site, told_of
 
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.reputation import PEERS_MAX, Reason, Reputation
-from p2ptrain.web.metrics import KINDS, OTHER, kind_of
 from p2ptrain.web.models import Purpose
 
 # What Prometheus' guide on naming says, and promtool looks for.
@@ -87,20 +87,14 @@ async def test_what_has_no_value_yet_is_not_there() -> None:
     assert "p2ptrain_disk_free_bytes" not in found
 
 
-def test_every_complaint_has_its_kind() -> None:
-    kinds = [kind_of(each) for each in complaints()]
-    assert {*kinds} == {*KINDS.values()}
-    assert len(kinds) - len(KINDS) == 2, "one for each, and three of a pause"
-    assert kind_of("something new") == OTHER
-
-
-async def test_the_health_is_one_series_for_each_kind() -> None:
-    found = await families(health=["degraded: the disk is full", "stalled: the quorum is lost", "new"])
+async def test_the_health_is_one_series_for_each_complaint() -> None:
+    found = await families(**told_of(complaint(Code.DEGRADED, why="it is full"), complaint(Code.STALLED)))
     told = values(found["p2ptrain_health"], "kind")
-    assert told.keys() == {*KINDS.values(), OTHER}
-    assert {kind for kind, value in told.items() if value} == {"degraded", "stalled", OTHER}
+    assert told.keys() == {*Code}
+    assert {kind for kind, value in told.items() if value} == {"degraded", "stalled"}
     assert values(found["p2ptrain_disk_degraded"]) == {"": 1}
-    found = await families(health=["checkpoints are not saved: it is full", "records are not written: it is full"])
+    unsaved = [complaint(code, why="it is full") for code in (Code.CHECKPOINTS_NOT_SAVED, Code.RECORDS_NOT_WRITTEN)]
+    found = await families(**told_of(*unsaved))
     told = values(found["p2ptrain_health"], "kind")
     assert {kind for kind, value in told.items() if value} == {"checkpoints_not_saved", "records_not_written"}
     assert values(found["p2ptrain_disk_degraded"]) == {"": 0}, "the log is written, and the node takes part"
@@ -149,7 +143,7 @@ async def test_no_peer_and_no_name_of_a_peer_makes_a_series() -> None:
     loud = await families(
         peers=[f"12D3KooW{number}" for number in range(500)],
         roster=[f"12D3KooW{number}" for number in range(500)],
-        health=[f"complaint {number}" for number in range(500)],
+        **told_of(*(complaint(Code.DEGRADED, why=str(number)) for number in range(500))),
         observed={"made up": 7},
         bytes={f"sent {number}": 1 for number in range(500)},
     )

@@ -6,20 +6,20 @@ import asyncio
 import functools
 import inspect
 import json
-import re
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
+from string import Formatter
 from typing import Any, ParamSpec, get_args
 
 import aiohttp
 import pytest
 import uvloop
 
-from p2ptrain.core import snapshot, trust
-from p2ptrain.daemon import guest, status
+from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.web.app import ASSETS, App
 from p2ptrain.web.guard import Guard
 from p2ptrain.web.models import LogLine, Purpose
@@ -29,6 +29,19 @@ P = ParamSpec("P")
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 ME, OTHER = "12D3KooWme", "12D3KooWother"
 SECONDS = 30.0  # within which everything answers, also on a busy machine
+
+
+def told_of(*found: Complaint) -> dict[str, Any]:
+    """What a status says of these complaints."""
+    return {"health": [each.text for each in found], "complaints": [asdict(each) for each in found]}
+
+
+def every_complaint() -> list[Complaint]:
+    """Each once, with a number in place of everything that its text names."""
+    named = {code: [name for _, name, _, _ in Formatter().parse(MEANINGS[code].text) if name] for code in Code}
+    return [complaint(code, **dict.fromkeys(names, 7)) for code, names in named.items()]
+
+
 STATUS: dict[str, Any] = {
     "version": 1,
     "release": "1.2.3",
@@ -71,7 +84,7 @@ STATUS: dict[str, Any] = {
     "is_admitted": True,
     "held": 2,
     "waiting_for": 1,
-    "health": ["crash-only: fewer than four members, a liar is not tolerated"],
+    **told_of(complaint(Code.CRASH_ONLY)),
     "http": "http://127.0.0.1:8420/",
     "loop_lag_seconds": 0.0123,
     "uptime_seconds": 99.5,
@@ -145,16 +158,6 @@ def a_round(number: int) -> dict[str, Any]:
         "late": 0,
         "refused": {},
     }
-
-
-def complaints() -> list[str]:
-    """How each begins that can stand in the health, from the code that makes them."""
-    of_core = re.findall(r'^ {8}"([^"]+)": ', inspect.getsource(snapshot.health_of), re.MULTILINE)
-    of_trust = re.findall(r'"(untrusted[^"{]*)', inspect.getsource(trust))
-    of_disk = re.findall(r'f"([^{]+): \{trouble\}"', inspect.getsource(status.health_of))
-    of_guest = [getattr(guest, name) for name in re.findall(r"^([A-Z_]+) = \"", inspect.getsource(guest), re.MULTILINE)]
-    assert all((of_core, of_trust, of_disk, of_guest))
-    return [*of_core, *of_trust, *of_disk, *of_guest]
 
 
 class Told:
@@ -264,8 +267,7 @@ async def site(
     port = listener.getsockname()[1]
     told = Told()
     app = App(told, Guard(host, port, allowed, token), "1.2.3", assets)
-    server = Server(app.application)
-    app.places = server.places
+    server = Server(app.application, app.places)
     await server.start(listener)
     here = Site(told, app, server, port, address)
     try:

@@ -1,9 +1,8 @@
 """The commands: they parse arguments, call one thing and print what it returns.
 
 What takes long to import (pydantic, numpy, torch, rich) is imported in the commands that use it, so that
-`p2ptrain --help` answers at once. Exit status: 0 done, 1 failed, 2 the user erred, 3 no daemon answers, 4 this
-machine's hardware is suspect, 130 interrupted. Errors are one paragraph on stderr, which names the key or the file and
-says what to do.
+`p2ptrain --help` answers at once. Errors are one paragraph on stderr, which names the key or the file and says what to
+do; exit statuses are in exits.py. Typer itself sees to Ctrl-C and to a reader that goes away.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from p2ptrain import __version__
 from p2ptrain.cli import checkpoint, control, model, node, simulation
 from p2ptrain.cli.audit import audit
 from p2ptrain.cli.doctor import doctor
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.cli.invite import invite
 from p2ptrain.cli.report import report
 from p2ptrain.cli.top import top as watch
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
     from p2ptrain.config import RunConfig
-
-FAILED, USER_ERRED, NO_DAEMON, HARDWARE = 1, 2, 3, 4  # typer sees to 130, Ctrl-C's, and to a reader that goes away
 
 # Help is plain text: rich's would take half of the time that --help may take.
 app = typer.Typer(
@@ -71,17 +69,17 @@ def main() -> int:
     try:
         return app(prog_name="p2ptrain", standalone_mode=False) or 0
     except ConfigError as error:
-        return _complain(str(error), USER_ERRED)
+        return _complain(str(error), ExitStatus.USER_ERRED)
     except NoDaemonError as error:
-        return _complain(str(error), NO_DAEMON)
+        return _complain(str(error), ExitStatus.NO_DAEMON)
     except HardwareError as error:
-        return _complain(str(error), HARDWARE)
+        return _complain(str(error), ExitStatus.HARDWARE)
     except P2ptrainError as error:
-        return _complain(str(error), FAILED)
+        return _complain(str(error), ExitStatus.FAILED)
     except typer.TyperException as error:  # an option or a command that is not there, an argument missing
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "p2ptrain"
-        return _complain(f"{error.format_message()}\nTry: {command} --help", USER_ERRED)
+        return _complain(f"{error.format_message()}\nTry: {command} --help", ExitStatus.USER_ERRED)
 
 
 def _complain(text: str, status: int) -> int:

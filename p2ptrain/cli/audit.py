@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.cli.node import AsJson, Run
-
-FAILED = 1
 
 
 def audit(
@@ -29,4 +28,4 @@ def audit(
     report = look(find_directory(directory, run))
     typer.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     if not report.all_holds:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitStatus.FAILED)

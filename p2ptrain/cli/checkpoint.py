@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 from p2ptrain.errors import DataError
 
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig, RunConfig
     from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
-
-FAILED = 1
 
 app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
@@ -56,7 +55,7 @@ def verify(config: NodeFile = None, data_dir: DataDir = None, run: Run = None) -
         typer.echo(f"DAMAGED {why}" if isinstance(each, DataError) or why else f"OK      {_line(each)}")
         is_bad = is_bad or why is not None
     if is_bad:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitStatus.FAILED)
 
 
 @app.command()

@@ -6,10 +6,9 @@ import json
 
 import typer
 
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.cli.node import AsJson, Bootstrap, DataDir, Listen, NodeFile, node_config
 from p2ptrain.errors import DataError
-
-FAILED = 1
 
 
 def doctor(
@@ -38,4 +37,4 @@ def doctor(
             typer.echo(text_of(each))  # at once: all of it may take minutes, and nobody need wait for the end
     typer.echo(json.dumps(json_of(found), indent=2) if as_json else verdict_of(found))
     if not can_work(found):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitStatus.FAILED)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig
-
-FAILED = 1
 
 identity_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -230,4 +229,4 @@ def demo(
     from p2ptrain.daemon.demo import run_demo
 
     if not run_demo(nodes, rounds, keep):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitStatus.FAILED)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from p2ptrain.sim.outcome import Outcome
     from p2ptrain.sim.scenario import Scenario
 
-FAILED = 1
 TELL_SECONDS = 60.0  # between two lines of progress in a log
 
 
@@ -55,7 +55,7 @@ def simulate(
     if plot is not None:
         draw(outcome, plot)
     if not outcome.is_good:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitStatus.FAILED)
 
 
 def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events: Path | None) -> Outcome:
@@ -100,7 +100,7 @@ def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
     typer.echo(tally)
     if tally.failed:
         typer.echo(f"\n{tally.failed}")
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitStatus.FAILED)
 
 
 def replay(file: Annotated[Path, typer.Argument(help="Events of a node, as JSON lines.")]) -> None:
@@ -111,4 +111,4 @@ def replay(file: Annotated[Path, typer.Argument(help="Events of a node, as JSON 
     replayed = run(file, {SIMULATED: signer_of})
     typer.echo(f"{replayed.events:,} events of {replayed.lives} starts: {replayed.difference or 'the same effects'}")
     if replayed.difference:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitStatus.FAILED)

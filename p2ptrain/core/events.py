@@ -279,6 +279,7 @@ class Train(Struct, frozen=True, tag=True):
     base_round: int
     place: int
     places: int
+    unsettled: tuple[int, ...] = ()  # rounds whose contribution of mine may still be taken, or is in one to apply
 
 
 class Apply(Struct, frozen=True, tag=True):
@@ -289,6 +290,12 @@ class Apply(Struct, frozen=True, tag=True):
 
 class Return(Struct, frozen=True, tag=True):
     """My contribution of this round can no longer be taken: add what it carried back to the residual."""
+
+    round: int
+
+
+class NoteWrongState(Struct, frozen=True, tag=True):
+    """My state, which was applied up to this round, came out otherwise than the certified one."""
 
     round: int
 
@@ -337,6 +344,7 @@ Effect: TypeAlias = (
     | Train
     | Apply
     | Return
+    | NoteWrongState
     | Persist
     | CatchUp
     | AskHistory

@@ -46,7 +46,7 @@ from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.round import Round
-from p2ptrain.core.snapshot import Snapshot, snapshot_of
+from p2ptrain.core.snapshot import NodeView
 from p2ptrain.core.state import AgreedState
 from p2ptrain.core.trust import Trust
 from p2ptrain.core.work import Work
@@ -64,6 +64,7 @@ class Node:
     def __init__(self, run: RunConfig, run_id: bytes, me: bytes, signer: Signer, rng: Random) -> None:
         self.context = Context(run, run_id, me, signer, rng)
         self.deadline: float | None = None
+        self.has_started = False
         self.parts: Parts
         self.line: Line
         self.here: Round
@@ -75,6 +76,7 @@ class Node:
         self.inbox: Inbox
         self.trust: Trust | None = None  # as long as no history has the head that we were told to trust
         self.recalled: dict[bytes, int] | None = None  # where members stand, while we do not know what we said
+        self._view = NodeView(self)
         self._saved_scores = b""
         self._saved_scores_at = 0.0
         self._last = 0.0
@@ -208,6 +210,7 @@ class Node:
         self._begin_round()
         if again := self.work.say_again():
             context.publish(*again)
+        self.has_started = True
 
     def _stand_by(self, records: list[ev.Said]) -> None:
         """We have been in this round before: what was said holds, and what it rests on is here again."""
@@ -477,9 +480,9 @@ class Node:
     # -----------------------------------------------------------------------------------------------
     # What others see
 
-    def snapshot(self) -> Snapshot:
-        """Where the node stands, for a person."""
-        return snapshot_of(self)
+    def view(self) -> NodeView:
+        """All that others may see; not before the node has started."""
+        return self._view
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Every buffer's size and bound."""

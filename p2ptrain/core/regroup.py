@@ -13,6 +13,7 @@ that comes to nothing is followed by another, after twice the time, up to a cap.
 
 from __future__ import annotations
 
+from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Beginning
 from p2ptrain.core.messages import Call, Received, Regroup, read, signature_of
@@ -23,6 +24,7 @@ ATTEMPTS_KEPT = 4  # the newest, of which calls and signatures are kept
 PATIENCE_MAX = 8  # times stall_seconds: the longest wait between attempts
 REPEAT_SECONDS = 3.0  # calls and signatures are said again: gossip may lose them, and newcomers have no history
 ATTEMPTS_AHEAD = 2  # attempts beyond ours of which calls are kept, so that nobody drives them up alone
+HEARD_SECONDS = 45.0  # in which a member is heard that is there: two of repair.py's heartbeats, as gossip may lose one
 SHARE_CALLED = 0.5  # of the time that somebody waits whom others have called already: members notice a stall at
 # different times, and this brings them together
 
@@ -33,7 +35,7 @@ class Regrouping:
     def __init__(self, context: Context, state: AgreedState) -> None:
         self.context, self.state = context, state
         self.is_member = context.me in state.roster.seat
-        self.began = context.now
+        self.began = self.listening_since = context.now
         self.since: float | None = None  # the stall clock; None: it does not run
         self.attempt = -1  # the one we have called for
         self.called_at = 0.0
@@ -47,6 +49,17 @@ class Regrouping:
     def is_stalled(self) -> bool:
         return self.attempt >= 0 or (self.since is not None and self._is_lost())
 
+    @property
+    def complaint(self) -> Complaint | None:
+        """Members say something every twenty seconds, however long a round takes: who is not heard is not there."""
+        if self.is_stalled:
+            return complaint(Code.STALLED)
+        heard, quorum, size = self._present(HEARD_SECONDS), self.state.roster.quorum, self.state.roster.size
+        is_early = self.context.now - self.listening_since < HEARD_SECONDS
+        if not self.is_member or not self.context.peers or is_early or heard >= quorum:
+            return None
+        return complaint(Code.FEW_HEARD, heard=heard, members=size, quorum=quorum, seconds=round(HEARD_SECONDS))
+
     # -----------------------------------------------------------------------------------------------
     # The clock
 
@@ -56,6 +69,7 @@ class Regrouping:
 
     def restart_clock(self) -> None:
         """We slept, or were cut off: that time does not count."""
+        self.listening_since = self.context.now
         if self.since is not None:
             self.since = self.context.now
 

@@ -1,43 +1,19 @@
-"""The snapshot: where a node stands, as data for people and their tools. It decides nothing."""
+"""The view: all of a node that others may see. It decides nothing, and nothing can be changed through it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
+from p2ptrain.core.history import Entry
+from p2ptrain.core.state import AgreedState
 from p2ptrain.core.tally import Tally
 
 if TYPE_CHECKING:
     from p2ptrain.core.node import Node
-
-
-class Snapshot(Struct, frozen=True):
-    """One moment of one node."""
-
-    run_id: bytes
-    me: bytes
-    branch: bytes
-    round: int  # the one that is being worked on
-    phase: str  # train, collect, agree, apply
-    view: int
-    head: bytes
-    applied_round: int
-    root: bytes
-    certified_round: int  # of the newest certified root
-    members: tuple[bytes, ...]
-    quorum: int
-    tolerated: int
-    admitted: int
-    is_member: bool
-    is_admitted: bool
-    peers: int
-    held: int  # contributions on offer
-    waiting_for: int  # contributions that collecting still waits for
-    health: tuple[str, ...]  # what is not as it should be; empty: nothing
-    counters: dict[str, int]
-    observed: dict[str, int]  # how often each reason (reputation.py) was noted, in this life
-    scores: tuple[tuple[bytes, float], ...]  # points against connected peers, the worst first
 
 
 class Standing(Struct, frozen=True):
@@ -56,84 +32,152 @@ class Standing(Struct, frozen=True):
     observed: dict[str, int]  # what the points are for (reputation.py), of earlier starts too
 
 
-def snapshot_of(node: Node) -> Snapshot:
-    """What `Node.snapshot` returns."""
-    context, state, here, work = node.context, node.line.state, node.here, node.work
-    scores = [(peer, context.reputation.score(peer, context.now)) for peer in context.peers]
-    return Snapshot(
-        run_id=context.run_id,
-        me=context.me,
-        branch=state.branch,
-        round=here.number,
-        phase=phase_of(node),
-        view=here.agreement.view,
-        head=state.head,
-        applied_round=work.applied_round,
-        root=work.roots.get(work.applied_round, b""),
-        certified_round=state.root_round,
-        members=state.members,
-        quorum=state.roster.quorum,
-        tolerated=state.roster.tolerated,
-        admitted=len(state.admitted),
-        is_member=here.is_member,
-        is_admitted=context.me in state.place,
-        peers=len(context.peers),
-        held=len(node.parts.offers.by_name),
-        waiting_for=len(here.waiting) if here.closed_at is None else 0,
-        health=tuple(health_of(node)),
-        counters=dict(sorted(context.counters.items())),
-        observed=dict(sorted(context.reputation.counters().items())),
-        scores=tuple(sorted(scores, key=lambda pair: (-pair[1], pair[0]))),
-    )
+class NodeView:
+    """A node as it is now, whenever something is asked of it. Before it has started, only who it is can be asked."""
 
+    __slots__ = ("_node", "me", "run", "run_id")
 
-def standings_of(node: Node) -> list[Standing]:
-    """Everyone who is connected, and who is admitted or was lately."""
-    context, state = node.context, node.line.state
-    reputation, tallies, seats = context.reputation, context.tallies.by_author, state.roster.seat
-    found = []
-    for peer in sorted({**context.peers, **tallies}):
-        tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)
-        found.append(
-            Standing(
-                peer=peer,
-                is_connected=peer in context.peers,
-                is_member=peer in seats,
-                is_admitted=peer in state.place,
-                points=reputation.score(peer, context.now),
-                is_greylisted=reputation.is_greylisted(peer, context.now),
-                offered=tally.offered,
-                applied=tally.applied,
-                late=tally.late,
-                refused=dict(tally.refused),
-                observed={reason.value: count for reason, count in record.counters.items()} if record else {},
+    def __init__(self, node: Node) -> None:
+        self._node, context = node, node.context
+        self.run, self.run_id, self.me = context.run, context.run_id, context.me
+
+    @property
+    def has_started(self) -> bool:
+        return self._node.has_started
+
+    def is_in(self, peer: bytes) -> bool:
+        """Whether a peer is admitted, as far as this node knows by now."""
+        return self.has_started and peer in self.state.place
+
+    # -----------------------------------------------------------------------------------------------
+    # The round, and what was agreed on before it
+
+    @property
+    def state(self) -> AgreedState:
+        return self._node.line.state
+
+    def entry(self, number: int) -> Entry | None:
+        """A round of our history, if it is kept."""
+        return self._node.line.entry(number)
+
+    @property
+    def view(self) -> int:
+        """Tries of this round to agree; 0: the first."""
+        return self._node.here.agreement.view
+
+    @property
+    def phase(self) -> str:
+        """train, collect, agree or apply."""
+        work = self._node.work
+        if work.applying is not None or work.catching is not None:
+            return "apply"
+        if self._node.here.closed_at is not None:
+            return "agree"
+        return "train" if work.training is not None else "collect"
+
+    @property
+    def held(self) -> int:
+        """Contributions on offer."""
+        return len(self._node.parts.offers.by_name)
+
+    @property
+    def waiting_for(self) -> int:
+        """Contributions that collecting still waits for."""
+        here = self._node.here
+        return len(here.waiting) if here.closed_at is None else 0
+
+    @property
+    def payloads(self) -> Collection[bytes]:
+        """Those that may still be asked for."""
+        return self._node.parts.payloads.held.keys()
+
+    # -----------------------------------------------------------------------------------------------
+    # This node
+
+    @property
+    def is_member(self) -> bool:
+        return self.me in self.state.roster.seat
+
+    @property
+    def is_admitted(self) -> bool:
+        return self.me in self.state.place
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Its own state is not the certified one."""
+        return self._node.work.is_quarantined
+
+    @property
+    def is_stalled(self) -> bool:
+        """It takes the quorum for lost."""
+        return self._node.regrouping.is_stalled
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._node.work.is_stopping
+
+    @property
+    def applied_round(self) -> int:
+        return self._node.work.applied_round
+
+    @property
+    def roots(self) -> dict[int, bytes]:
+        """Its own, of the last rounds."""
+        return dict(self._node.work.roots)
+
+    @property
+    def complaints(self) -> list[Complaint]:
+        """Everything that a person should know of, the worst first."""
+        node = self._node
+        context, state, work = node.context, node.line.state, node.work
+        found = {
+            Code.HALTED: context.is_halted,
+            Code.SPLIT: node.catching_up.is_split,
+            Code.BANNED: context.me in state.banned,
+            Code.QUARANTINED: work.is_quarantined,
+            Code.CATCHING_UP: work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
+            Code.SILENT: not context.may_speak(state.branch, state.round + 1),
+            Code.NOT_ADMITTED: context.me not in state.place,
+            Code.NO_PEERS: not context.peers and state.members != (context.me,),
+            Code.CRASH_ONLY: state.roster.is_crash_only,
+        }
+        told = [complaint(code) for code, holds in found.items() if holds]
+        told += [each for each in (node.regrouping.complaint, node.trust and node.trust.complaint) if each]
+        return by_gravity(told)
+
+    # -----------------------------------------------------------------------------------------------
+    # What was counted
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened how often, by name, in this life."""
+        return dict(sorted(self._node.context.counters.items()))
+
+    @property
+    def observed(self) -> dict[str, int]:
+        """How often each reason (reputation.py) was noted, in this life."""
+        return dict(sorted(self._node.context.reputation.counters().items()))
+
+    def standings(self) -> list[Standing]:
+        """Everyone who is connected, and who is admitted or was lately."""
+        context, state = self._node.context, self.state
+        reputation, tallies = context.reputation, context.tallies.by_author
+        found = []
+        for peer in sorted({**context.peers, **tallies}):
+            tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)
+            found.append(
+                Standing(
+                    peer=peer,
+                    is_connected=peer in context.peers,
+                    is_member=peer in state.roster.seat,
+                    is_admitted=peer in state.place,
+                    points=reputation.score(peer, context.now),
+                    is_greylisted=reputation.is_greylisted(peer, context.now),
+                    offered=tally.offered,
+                    applied=tally.applied,
+                    late=tally.late,
+                    refused=dict(tally.refused),
+                    observed={reason.value: count for reason, count in record.counters.items()} if record else {},
+                )
             )
-        )
-    return found
-
-
-def phase_of(node: Node) -> str:
-    if node.work.applying is not None or node.work.catching is not None:
-        return "apply"
-    if node.here.closed_at is not None:
-        return "agree"
-    return "train" if node.work.training is not None else "collect"
-
-
-def health_of(node: Node) -> list[str]:
-    """Everything that a person should know of, the worst first."""
-    context, state, work = node.context, node.line.state, node.work
-    found = {
-        "halted: two certificates for one round, more than f members lie": context.is_halted,
-        "split: another branch went its own way too long ago, an operator has to choose": node.catching_up.is_split,
-        "banned": context.me in state.banned,
-        "quarantined: own state is not the certified one": work.is_quarantined,
-        "stalled: the quorum is lost": node.regrouping.is_stalled,
-        "catching up": work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
-        "silent: what this identity has said before is not known": not context.may_speak(state.branch, state.round + 1),
-        "not admitted": context.me not in state.place,
-        "no peers": not context.peers and state.members != (context.me,),
-        "crash-only: fewer than four members, a liar is not tolerated": state.roster.is_crash_only,
-    }
-    waiting = [node.trust.why] if node.trust is not None else []
-    return waiting + [what for what, holds in found.items() if holds]
+        return found

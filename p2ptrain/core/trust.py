@@ -26,6 +26,7 @@ drawn: by any order of merit, liars who just keep to the limits could stand befo
 from __future__ import annotations
 
 from p2ptrain.core.catchup import ANSWER_SECONDS, Verified
+from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import AskHistory
 from p2ptrain.core.history import ENTRIES_MAX, Beginning, Entry, History, Step, follow, jump
@@ -57,12 +58,9 @@ class Trust:
         self.others: dict[bytes, None] = {}  # connected peers that showed a whole history without the head
 
     @property
-    def why(self) -> str:
-        """For a person."""
-        found = f"{len(self.others)} of {len(self.context.peers)} peers have shown others"
-        return (
-            f"untrusted: waiting for a history with the head {self.head.hex()[:16]}, {found}; if it stays so, it is of "
-            "another history, or older than peers keep: ask for a newer one where you got it"
+    def complaint(self) -> Complaint:
+        return complaint(
+            Code.UNTRUSTED, head=self.head.hex()[:16], others=len(self.others), peers=len(self.context.peers)
         )
 
     @property

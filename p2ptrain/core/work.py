@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2ptrain.core.context import Context
-from p2ptrain.core.events import Apply, CatchUp, Return, Train, TrainingFinished
+from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Return, Train, TrainingFinished
 from p2ptrain.core.history import Entry
 from p2ptrain.core.line import Line
 from p2ptrain.core.manifest import Manifest
@@ -81,14 +81,6 @@ class Work:
         else:
             self.parts.applied_root = (self.applied_round, self.roots[self.applied_round])
 
-    @property
-    def unsettled(self) -> frozenset[int]:
-        """Rounds whose contribution may still be taken, or was, by a manifest that is not applied yet."""
-        me, entries = self.context.me, self.line.entries_after(self.applied_round)
-        return frozenset(self.outstanding).union(
-            taken.round for entry in entries for taken in entry.manifest.taken if taken.author == me
-        )
-
     # -----------------------------------------------------------------------------------------------
     # What was agreed on
 
@@ -116,6 +108,7 @@ class Work:
             self.is_quarantined = True
             self.applying = None
             self.context.counters["root mismatches"] += 1
+            self.context.emit(NoteWrongState(self.applied_round))
         self._carry_root()
 
     def rewound(self, number: int) -> None:
@@ -242,7 +235,8 @@ class Work:
         if self._lets_pass(number):
             return
         self.training = Training(number, self.applied_round, self.roots[self.applied_round], context.now)
-        context.emit(Train(number, self.applied_round, state.place[context.me], len(state.admitted)))
+        place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # all that was agreed is applied
+        context.emit(Train(number, self.applied_round, place, len(state.admitted), unsettled))
 
     def _lets_pass(self, number: int) -> bool:
         """Whether a training from now on would come too late only because it begins late; never twice in a row."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random, SystemRandom
@@ -14,6 +14,7 @@ from random import Random, SystemRandom
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
+from p2ptrain.core.snapshot import NodeView
 from p2ptrain.core.state import genesis
 from p2ptrain.core.trust import is_on
 from p2ptrain.daemon.daemon import Daemon
@@ -22,8 +23,9 @@ from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.events import EventFile
 from p2ptrain.daemon.fetching import Fetching
+from p2ptrain.daemon.intake import Intake
 from p2ptrain.daemon.keeping import Keeping
-from p2ptrain.daemon.library import Library
+from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
 from p2ptrain.errors import ConfigError, DataError
@@ -41,6 +43,7 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
+from p2ptrain.web.models import LogLine
 
 TRUST_NAME = "trust"  # in the run's directory: the head that this node was told to trust
 
@@ -59,6 +62,8 @@ class Launch:
     state: bytes = b""  # the first weights, of whoever begins the run
     ticket: bytes = b""
     trust: bytes = b""  # a head without which no history is to be adopted
+    http: str | None = None  # where the node is shown
+    lines: Callable[[], list[LogLine]] = list  # what it has said lately
 
     @property
     def run_id(self) -> bytes:
@@ -76,15 +81,52 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     if device is None:
         device = await Device.open(run, config.device, launch.data)
         stack.callback(device.close)
-    signer, rng = NotingSigner(RunSigner(launch.identity, run_id)), SystemRandom()
+    signer = NotingSigner(RunSigner(launch.identity, run_id))
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
-    driver = Driver(node, signer, device)
+    view, limits, states = node.view(), config.limits, SavedStates()
+    every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
+    keeping = Keeping(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
+    stack.callback(keeping.close)
+    intake = Intake(signer, device, view.is_in, keeping.put)
+    edges = await _connect(stack, launch, store, states, keeping, intake, view)
+    header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
+    events = EventFile(store.directory / "events", signer, header)
+    stack.callback(events.close)
+    past = await keeping.on_disk(store.records.past, ROUNDS_KEPT)
+    rounds = Rounds(run, node, device, keeping, transport.counters, edges.server.protocol, past)
+
+    def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
+        events.note(now, event, effects)
+        if effects is not None:  # the core has survived it
+            rounds.note(now, event)
+
+    driver = Driver(node, device, intake, edges, note)
+    daemon = Daemon(run, driver, rounds, limits, launch.http, launch.lines)
+    trust = trusted_head(store, launch.trust)
+    saved = await _restore(store, device, keeping, launch.state)
+    started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)
+    await stack.enter_async_context(edges.lines)
+    await stack.enter_async_context(edges.server)
+    await inquiry.serve(transport, daemon.ask_by_peer, edges.upload)
+    return daemon, started
+
+
+async def _connect(
+    stack: AsyncExitStack,
+    launch: Launch,
+    store: Store,
+    states: SavedStates,
+    keeping: Keeping,
+    intake: Intake,
+    view: NodeView,
+) -> Edges:
+    """The network's side, which tells the intake what it hears."""
+    run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
     limits = config.limits
     upload, download = (
         TokenBucket(rate) for rate in (limits.upload_bytes_per_second, limits.download_bytes_per_second)
     )
-    intake = driver.intake
     lines = Lines(
         transport,
         run_id,
@@ -95,54 +137,33 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
         upload=upload,
         download=download,
     )
-    fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
-    library = Library(run, store, launch.data, fetcher)
-    server = Server(transport, run_id, library, upload=upload, blame=intake.blame)
+
+    def peer_lost(peer: bytes) -> None:
+        lines.forget(peer)
+        intake.give(ev.PeerLost(peer))
+
     connections = Connections(
         transport,
         run_id,
         lines.is_spoken_by,
-        driver.peer_seen,
-        driver.peer_lost,
-        rng,
-        roster=lambda: node.line.state.members if driver.has_begun.is_set() else (),
+        lambda peer: intake.give(ev.PeerSeen(peer)),
+        peer_lost,
+        SystemRandom(),
+        roster=lambda: view.state.members if view.has_started else (),
     )
     remembered = store.records.addresses()
     for address in remembered:
         _add(connections, address, Origin.REMEMBERED)
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
-    place = store.directory / "fetching"
-    fetching = Fetching(run, transport, connections, fetcher, launch.data, library, place, intake.blame)
-    every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
-    keeping = Keeping(store, library, every, needed=lambda: node.parts.payloads.held)
-    keeping.history_rounds = run.agreement.history_rounds
-    stack.callback(keeping.close)
     if config.network.bootstrap and not remembered:  # by which this run is known again, if they are away next time
         await keeping.remember(config.network.bootstrap, ())
-    driver.edges = edges = Edges(
-        run_id, transport, connections, lines, fetching, keeping, library, server, upload, download
-    )
-    header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
-    events = EventFile(store.directory / "events", signer, header)
-    stack.callback(events.close)
-    past = await keeping.on_disk(store.records.past, ROUNDS_KEPT)
-    rounds = Rounds(run, node, device, keeping, transport.counters, server.protocol, past)
-
-    def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
-        events.note(now, event, effects)
-        if effects is not None:  # the core has survived it
-            rounds.note(now, event)
-
-    driver.on_event = note
-    daemon = Daemon(run, driver, edges, rounds, limits)
-    trust = trusted_head(store, launch.trust)
-    saved = await _restore(store, device, keeping, launch.state)
-    started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)
-    await stack.enter_async_context(lines)
-    await stack.enter_async_context(server)
-    await inquiry.serve(transport, daemon.ask_by_peer, upload)
-    return daemon, started
+    fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
+    library = Library(run, store, states, launch.data, fetcher)
+    server = Server(transport, run_id, library, upload=upload, blame=intake.blame)
+    place = store.directory / "fetching"
+    fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
+    return Edges(run_id, transport, connections, lines, fetching, keeping, library, server, upload, download)
 
 
 def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
@@ -198,8 +219,7 @@ def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
         last = max(last, store.diary.entries[-1].number)
     if not trainings:
         store.diary.forget(last)
-    device.repeat(trainings)
-    device.trained = last
+    device.repeat(trainings, last)
 
 
 async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes) -> ev.Saved:

@@ -16,6 +16,7 @@ from typing import Any
 
 from p2ptrain.config import LimitsConfig, RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code
 from p2ptrain.daemon.device import StoppedError
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
@@ -26,7 +27,7 @@ from p2ptrain.daemon.notify import Beat, notify
 from p2ptrain.daemon.orders import obey
 from p2ptrain.daemon.progress import Progress, line_of
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
-from p2ptrain.daemon.status import health_of, peers_of, rounds_of, status_of
+from p2ptrain.daemon.status import complaints_of, peers_of, rounds_of, status_of
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.sample import Wish, read_wish
@@ -74,14 +75,22 @@ def _since_boot() -> float:
 class Daemon:
     """One node of one run, running."""
 
-    def __init__(self, run: RunConfig, driver: Driver, edges: Edges, rounds: Rounds, limits: LimitsConfig) -> None:
-        self.run, self.driver, self.edges, self.rounds = run, driver, edges, rounds
+    def __init__(
+        self,
+        run: RunConfig,
+        driver: Driver,
+        rounds: Rounds,
+        limits: LimitsConfig,
+        http: str | None,
+        lines: Callable[[], list[LogLine]],
+    ) -> None:
+        """`http` is where it is shown, `lines` is what it has said lately."""
+        self.run, self.driver, self.edges, self.rounds = run, driver, driver.edges, rounds
+        self.http, self.lines = http, lines
         self.lag = Lag()
-        self.guest = Guest(limits, driver)
+        self.guest = Guest(limits, driver.pauses, driver.device)
         device = driver.device.trainer.device
-        self.energy = Energy(lambda: meter_of(device), rounds.note_energy, lambda: not driver.is_paused)
-        self.http: str | None = None  # where this is shown
-        self.lines: Callable[[], list[LogLine]] = list  # what it has said lately
+        self.energy = Energy(lambda: meter_of(device), rounds.note_energy, lambda: not driver.pauses)
         self.is_leaving = self.keeps_place = False
         self._began = monotonic()
 
@@ -151,7 +160,7 @@ class Daemon:
         """
         if self.run.admission.policy != "invite":
             self.leave()
-        elif self.driver.has_begun.is_set() and self.driver.node.snapshot().is_admitted:
+        elif self.driver.has_begun.is_set() and self.driver.node.view().is_admitted:
             self._stop("going away; the node stays admitted (`p2ptrain leave` gives that up)", keeps_place=True)
         else:
             self._stop("going away; the node is not admitted yet: start it with its ticket again", keeps_place=True)
@@ -166,8 +175,8 @@ class Daemon:
 
     def ask_by_peer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
         """What any peer may ask."""
-        edges, has_begun = self.edges, self.driver.has_begun.is_set()
-        state = self.driver.node.line.state if has_begun else edges.keeping.store.genesis
+        edges, view = self.edges, self.driver.node.view()
+        state = view.state if view.has_started else edges.keeping.store.genesis
         is_ours = isinstance(question, inquiry.AskRuns) or question.run_id == edges.run_id
         match question:
             case inquiry.AskRuns():
@@ -175,7 +184,7 @@ class Daemon:
             case inquiry.AskConfig():
                 return inquiry.Config(self.run.canonical() if is_ours else b"")
             case inquiry.AskStates():
-                return inquiry.States(edges.library.states() if is_ours else ())
+                return inquiry.States(edges.library.states.places() if is_ours else ())
             case inquiry.AskPeers():
                 if not is_ours:
                     return inquiry.Peers()
@@ -218,13 +227,13 @@ async def _tell(daemon: Daemon, progress: Progress) -> None:
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
-        snapshot = driver.node.snapshot()
         dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
         lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
-        for level, text in [*news.look(snapshot, health_of(driver, snapshot)), *lost]:
+        complaints = complaints_of(daemon)
+        for level, text in [*news.look(driver.node.view().state, complaints), *lost]:
             log.log(level, "%s", text)
         progress.tell()
-        beat.look(lambda: line_of(status_of(daemon)), any(each.startswith("halted") for each in snapshot.health))
+        beat.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
 
 
 async def _remember(daemon: Daemon) -> None:
@@ -249,10 +258,10 @@ async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
 
 async def save_last(daemon: Daemon) -> None:
     """The last round's checkpoint, unless its state came out wrong, and what else is not on the disk yet."""
-    node, device = daemon.driver.node, daemon.driver.device
+    view, device = daemon.driver.node.view(), daemon.driver.device
     number = device.trainer.round
-    entry, root = node.line.entry(number), node.work.roots.get(number)
-    if entry is not None and root and not node.work.is_quarantined:
+    entry, root = view.entry(number), view.roots.get(number)
+    if entry is not None and root and not view.is_quarantined:
         await daemon.edges.keeping.checkpoint(device, entry.manifest, root, now=True)
     await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
     await daemon.rounds.save(all_of_it=True)

@@ -133,9 +133,10 @@ class Device:
         threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_max
         return payload, Trained(self.trained, number, base, place, places, still, name, threads, sequences)
 
-    def repeat(self, trainings: Iterable[Trained]) -> None:
-        """Do these again, when the state is there from which each was made."""
+    def repeat(self, trainings: Iterable[Trained], last: int) -> None:
+        """Do these again, when the state is there from which each was made, and count on behind the `last`."""
         self._to_repeat.extend(trainings)
+        self.trained = last
 
     def _repeat(self) -> None:
         sequences = self.trainer.live.sequences_max

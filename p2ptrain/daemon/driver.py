@@ -1,8 +1,8 @@
 """The driver: events from the intake into the core, and its effects out to the edges.
 
-Effects are carried out in order, and what follows a `Persist` waits for the disk; all that waits to be persisted when
-the disk becomes free goes in one write. What takes long (training, applying, fetching) is a task of its own and comes
-back as an event. Nothing here decides about rounds.
+In which order effects are carried out, and which wait for the disk, is the effect queue's business
+(core/effect_queue.py). What takes long (training, applying, fetching) is a task of its own and comes back as an event.
+Nothing here decides about rounds.
 
 What comes in from peers, and the queue of events, are in intake.py.
 """
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.context import Signer
+from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.core.node import Node
@@ -24,7 +23,9 @@ from p2ptrain.core.state import Taken
 from p2ptrain.daemon.device import Device, StoppedError
 from p2ptrain.daemon.edges import Edges
 from p2ptrain.daemon.fetching import ignore
+from p2ptrain.daemon.guest import Pauses
 from p2ptrain.daemon.intake import Intake
+from p2ptrain.daemon.outbox import Outbox
 from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.line import Ask, Deliver, TellHistory
@@ -32,49 +33,39 @@ from p2ptrain.net.transport import TransportError
 from p2ptrain.store.store import PayloadLostError
 
 EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
-OUTBOX_MAX = 1_024  # messages that wait to be published; beyond it the oldest goes, and is said again in time
 EVENTS_IN_A_ROW = 32  # until others on the loop get their turn
 DISK_SECONDS = 5.0  # between tries to write to a disk in trouble
 SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
 DATA_SECONDS = 120.0  # for the training data of a round to come
 CATCH_UP_SECONDS = 3_600.0  # for a state to come; a fetch that stalls ends sooner
 
+OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # no effects: the core did not survive it
+
 log = logging.getLogger("p2ptrain.daemon")
 
 
 class Driver:
-    """Joins a core to a device and to edges, which tell it what they hear and are given to it before it runs."""
+    """Joins a core to a device and to its edges."""
 
-    edges: Edges
-
-    def __init__(self, node: Node, signer: Signer, device: Device) -> None:
-        self.node, self.device = node, device
-        self.counters: Counter[str] = Counter()
-
-        def keep(name: bytes, payload: bytes) -> None:
-            self.edges.keeping.put(name, payload)
-
-        self.intake = Intake(signer, device, self.counters, self._is_admitted, keep)
-        self.effects: deque[ev.Effect] = deque()
-        self.outbox: deque[bytes] = deque()
+    def __init__(self, node: Node, device: Device, intake: Intake, edges: Edges, on_event: OnEvent) -> None:
+        """`on_event` hears of each event when the core has handled it: when, which, and to what effect."""
+        self.node, self.device, self.intake, self.edges = node, device, intake, edges
+        self.counters = intake.counters
+        self.pauses = Pauses()
+        self._outbox = Outbox(edges.publish, self.counters)
+        self.effects: EffectQueue[ev.Effect] = EffectQueue()
         self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
         self.applied_at: float | None = None  # in the loop's time, the last round
-        self.pauses: dict[str, str] = {}  # why it is not to train, by kind
-        self.memory_trouble = ""  # what is wrong with the memory it takes
-        self._may_train = asyncio.Event()
-        self._may_train.set()
-        self.on_event: Callable[[float, ev.Event, Sequence[ev.Effect] | None], None] | None = None
-        self._has_effects, self._has_outbox = asyncio.Event(), asyncio.Event()
-        self._written = 0  # of the effects that wait, how many records are on the disk
+        self._on_event = on_event
+        self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._mismatches = 0  # that are noted
-        self._group: asyncio.TaskGroup
+        self._group = asyncio.TaskGroup()
         self._actions: dict[type, Callable[[Any], object]] = {
-            ev.Publish: self._publish,
+            ev.Publish: lambda effect: self._outbox.put(effect.envelope),
             ev.Send: lambda effect: self.edges.lines.post(effect.peer, Deliver(effect.envelopes)),
             ev.Ask: lambda effect: self.edges.lines.post(effect.peer, Ask(effect.names)),
             ev.AskHistory: lambda effect: self.edges.lines.ask_history(effect.peer, effect.branch, effect.round),
@@ -83,54 +74,35 @@ class Driver:
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
             ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
             ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
+            ev.Persist: lambda effect: None,  # it is on the disk
+            ev.NoteWrongState: lambda effect: self._spawn(self.edges.keeping.note_mismatch(effect.round), "mismatch"),
             ev.CatchUp: self._catch_up,
             ev.Disconnect: self._disconnect,
             ev.Stop: self._stop,
         }
 
-    # -----------------------------------------------------------------------------------------------
-    # What our own edges report
-
     def give(self, event: ev.Event) -> None:
         self.intake.give(event)
-
-    def peer_seen(self, peer: bytes) -> None:
-        self.give(ev.PeerSeen(peer))
-
-    def peer_lost(self, peer: bytes) -> None:
-        self.edges.lines.forget(peer)
-        self.give(ev.PeerLost(peer))
-
-    def _is_admitted(self, peer: bytes) -> bool:
-        return self.has_begun.is_set() and peer in self.node.line.state.place
 
     # -----------------------------------------------------------------------------------------------
     # The loops
 
     async def run(self, started: ev.Started) -> str:
         """Until the node has nothing more to do; why."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
+        async with self._group as group:
             self.intake.begin(started, self._spawn)
             tasks = [
                 group.create_task(self._handle_for_ever(), name="events"),
                 group.create_task(self._carry_out_for_ever(), name="effects"),
-                group.create_task(self._publish_for_ever(), name="outbox"),
+                group.create_task(self._outbox.run(), name="outbox"),
             ]
             why = await self.stopped
             self.intake.end()
             self.device.is_stopping = True
-            await self._drain()
+            await self._outbox.drain()
             for task in (*tasks, *self._tasks):
                 task.cancel()
         return why
-
-    async def _drain(self) -> None:
-        """What was said last should still go out."""
-        for _ in range(50):
-            if not self.outbox:
-                return
-            await asyncio.sleep(0.02)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._group.create_task(work, name=name)
@@ -152,14 +124,10 @@ class Driver:
             try:
                 effects = self.node.handle(event, now)
             finally:  # an event that the core does not survive is the one that matters most
-                if self.on_event is not None:
-                    self.on_event(now, event, effects)
+                self._on_event(now, event, effects)
             self.has_begun.set()
-            if (mismatches := self.node.context.counters["root mismatches"]) != self._mismatches:
-                self._mismatches = mismatches
-                self._spawn(self.edges.keeping.note_mismatch(self.node.work.applied_round), "mismatch")
             if effects:
-                self.effects.extend(effects)
+                self.effects.add(effects)
                 self._has_effects.set()
             count += 1
             if count % EVENTS_IN_A_ROW == 0:
@@ -169,20 +137,15 @@ class Driver:
         while True:
             await self._has_effects.wait()
             self._has_effects.clear()
-            while self.effects:
-                effect = self.effects[0]
-                if isinstance(effect, ev.Persist):
-                    if not self._written:
-                        await self._write()
-                    self._written -= 1
-                    self.effects.popleft()
-                else:
-                    self.effects.popleft()
-                    self._actions[type(effect)](effect)
+            while records := self.effects.carry_out(self._act):
+                await self._write(records)
+                self.effects.written()
 
-    async def _write(self) -> None:
-        """All that waits to be persisted, in one go; if the disk does not take it, again, until it does."""
-        records = [effect.record for effect in self.effects if isinstance(effect, ev.Persist)]
+    def _act(self, effect: ev.Effect) -> None:
+        self._actions[type(effect)](effect)
+
+    async def _write(self, records: Sequence[ev.Record]) -> None:
+        """In one go; if the disk does not take it, again, until it does."""
         while True:
             try:
                 await self.edges.keeping.on_disk(self.edges.keeping.store.write, records)
@@ -192,7 +155,7 @@ class Driver:
             except DataError as error:
                 if not self.disk_trouble:
                     log.error("%s; nothing is said or applied until it can be saved", error)
-                elif self.node.work.is_stopping and not self.stopped.done():  # not even that it leaves can be said
+                elif self.node.view().is_stopping and not self.stopped.done():  # not even that it leaves can be said
                     self.stopped.set_result(f"the disk takes nothing: {error}")
                 self.disk_trouble = str(error)
                 await asyncio.sleep(DISK_SECONDS)
@@ -201,19 +164,6 @@ class Driver:
         if self.disk_trouble:
             log.warning("the disk takes data again")
         self.disk_trouble = ""
-        self._written = len(records)
-
-    async def _publish_for_ever(self) -> None:
-        while True:
-            await self._has_outbox.wait()
-            self._has_outbox.clear()
-            while self.outbox:
-                try:
-                    await self.edges.publish(self.outbox[0])
-                except TransportError as error:
-                    self.counters["messages not published"] += 1
-                    log.debug("not published: %s", error)
-                self.outbox.popleft()
 
     def _send_history(self, effect: ev.SendHistory) -> None:
         encoded = encode_history(effect.history)
@@ -222,13 +172,6 @@ class Driver:
             log.warning("a history of %d bytes is more than a peer may be sent: it has to ask another", len(encoded))
             return
         self.edges.lines.post(effect.peer, TellHistory(encoded))
-
-    def _publish(self, effect: ev.Publish) -> None:
-        if len(self.outbox) >= OUTBOX_MAX:
-            self.outbox.popleft()
-            self.counters["messages not published"] += 1
-        self.outbox.append(effect.envelope)
-        self._has_outbox.set()
 
     # -----------------------------------------------------------------------------------------------
     # Payloads
@@ -273,28 +216,13 @@ class Driver:
     # -----------------------------------------------------------------------------------------------
     # The device
 
-    @property
-    def is_paused(self) -> bool:
-        return bool(self.pauses)
-
-    def pause(self, kind: str, why: str) -> None:
-        """Begin no other training. To the core, and to the others, this is a node that trains slowly."""
-        self.pauses[kind] = why
-        self._may_train.clear()
-
-    def resume(self, kind: str) -> None:
-        """As far as this reason goes: there may be others."""
-        self.pauses.pop(kind, None)
-        if not self.pauses:
-            self._may_train.set()
-
     async def _train(self, effect: ev.Train) -> None:
-        await self._may_train.wait()
+        await self.pauses.are_over()
         try:
             async with asyncio.timeout(DATA_SECONDS):
                 positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
                 await self.edges.fetching.data(positions)
-            kept = self.node.work.unsettled
+            kept = frozenset(effect.unsettled)
             payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
             if trained is not None:
                 await self.edges.keeping.note(trained)
@@ -307,7 +235,7 @@ class Driver:
             return
         name = payload_digest(payload)
         self.edges.keeping.put(name, payload)
-        is_inline = len(payload) <= self.node.context.run.agreement.inline_bytes_max
+        is_inline = len(payload) <= self.node.view().run.agreement.inline_bytes_max
         self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
@@ -319,7 +247,7 @@ class Driver:
             if payload is None:
                 return
             good.append(payload)
-        mine = [taken.round for taken in manifest.taken if taken.author == self.node.context.me]
+        mine = [taken.round for taken in manifest.taken if taken.author == self.node.view().me]
         try:
             root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
         except StoppedError:
@@ -364,7 +292,7 @@ class Driver:
                 number, root, state = await self.edges.fetching.state(
                     effect.roots, effect.sources, self.device.state_bytes, like
                 )
-            await self.device.adopt(number, state, self.node.work.is_quarantined)
+            await self.device.adopt(number, state, self.node.view().is_quarantined)
         except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
             log.info("the state cannot be had yet: %s", error)
             self.give(ev.CatchUpFailed(str(error), effect.attempt))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from p2ptrain.daemon.fetching import Fetching
 from p2ptrain.daemon.keeping import Keeping
@@ -26,13 +26,13 @@ class Edges:
     fetching: Fetching
     keeping: Keeping
     library: Library
-    server: Server | None = None
-    upload: TokenBucket = field(default_factory=lambda: TokenBucket(0))
-    download: TokenBucket = field(default_factory=lambda: TokenBucket(0))
+    server: Server
+    upload: TokenBucket
+    download: TokenBucket
 
     def bulk_bytes(self) -> Counter[str]:
         """What went over the streams of blobs, by way and kind, such as "sent payload"."""
-        return self.library.fetcher.traffic + (self.server.traffic if self.server else Counter())
+        return self.library.fetcher.traffic + self.server.traffic
 
     async def publish(self, envelope: bytes) -> None:
         await self.transport.publish(topic_of(self.run_id), envelope)

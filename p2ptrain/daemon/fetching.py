@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.library import Library, read_state
+from p2ptrain.daemon.library import SavedStates, read_state
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.files import entries, forget, make_directory
@@ -48,7 +48,7 @@ class Fetching:
     connections: Connections
     fetcher: Fetcher
     dataset: TokenDataset
-    library: Library
+    states: SavedStates
     directory: Path  # for states that are on their way
     blame: Callable[[bytes, str], None]
     late: dict[bytes, float] = field(default_factory=dict)  # peers that come last for training data, and until when
@@ -130,10 +130,9 @@ class Fetching:
             for _, root in states:
                 if root in wanted:
                     holders.setdefault(root, []).append(source)
-        mine = {root for root in wanted if self.library.state(root)}
-        for root in sorted(mine | holders.keys(), key=lambda root: -wanted[root]):
-            checkpoint = self.library.state(root)
-            found = await asyncio.to_thread(read_state, checkpoint) if checkpoint else None
+        mine = {root: blob for root in wanted if (blob := self.states.find(root)) is not None}
+        for root in sorted(mine.keys() | holders.keys(), key=lambda root: -wanted[root]):
+            found = await asyncio.to_thread(read_state, mine[root].checkpoint) if root in mine else None
             if found is not None:
                 return wanted[root], root, found[0]
             if root in holders:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -29,17 +29,14 @@ from pydantic import ValidationError
 
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.config_text import allowed
+from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
-    from p2ptrain.daemon.driver import Driver
+    from p2ptrain.daemon.device import Device
 
 LOOK_SECONDS = 5.0  # between looks at clock, battery and memory: a plug that is pulled costs some seconds of charge
-OVER_MEMORY = "over its memory limit"
 LESS_MEMORY = "Close other programs, set device.checkpointing = true, or take a run of a smaller model"
-OWNER = "paused by its owner"  # what each reason to pause begins with
-HOURS = "paused outside its hours"
-BATTERY = "paused on battery"
 # What `p2ptrain limit` changes here, by its option.
 KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
 
@@ -59,13 +56,12 @@ def is_within(hours: str, now: datetime) -> bool:
     return start <= time < end if start < end else time >= start or time < end
 
 
-def reasons_to_pause(limits: LimitsConfig, now: datetime, is_on_battery: bool) -> dict[str, str]:
-    """By how each begins, in words for a person."""
-    found = {}
+def reasons_to_pause(limits: LimitsConfig, now: datetime, is_on_battery: bool) -> list[Complaint]:
+    found = []
     if not is_within(limits.hours, now):
-        found[HOURS] = f"{HOURS}, {limits.hours}: it trains again from {limits.hours[:5]}"
+        found.append(complaint(Code.OUTSIDE_HOURS, hours=limits.hours, until=limits.hours[:5]))
     if is_on_battery and limits.on_battery == "pause":
-        found[BATTERY] = f"{BATTERY}: it trains again when the machine is plugged in; limits.on_battery says so"
+        found.append(complaint(Code.ON_BATTERY))
     return found
 
 
@@ -74,12 +70,10 @@ def rest_seconds(worked: float, percent: int) -> float:
     return worked * (100 - percent) / percent
 
 
-def over_memory(limits: LimitsConfig, resident: int) -> str:
-    """A complaint; empty: there is none."""
+def over_memory(limits: LimitsConfig, resident: int) -> Complaint | None:
     if not limits.memory_bytes or resident <= limits.memory_bytes:
-        return ""
-    much = f"{resident / 2**20:,.0f} MiB are in use, and limits.memory_bytes allows {limits.memory_bytes / 2**20:,.0f}"
-    return f"{OVER_MEMORY}: {much}; end it, or raise the limit"
+        return None
+    return complaint(Code.OVER_MEMORY, used_bytes=resident, limit_bytes=limits.memory_bytes)
 
 
 def _changes(order: dict[str, Any]) -> dict[str, Any]:
@@ -150,23 +144,57 @@ def be_nice(nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
+class Pauses:
+    """Why the node is to begin no other training. To the core, and to the others, it is one that trains slowly."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[Code, Complaint] = {}
+        self._are_over = asyncio.Event()
+        self._are_over.set()
+
+    def __contains__(self, code: Code) -> bool:
+        return code in self._reasons
+
+    def __iter__(self) -> Iterator[Complaint]:
+        return iter([*self._reasons.values()])
+
+    def __bool__(self) -> bool:
+        return bool(self._reasons)
+
+    def begin(self, why: Complaint) -> None:
+        self._reasons[why.code] = why
+        self._are_over.clear()
+
+    def end(self, code: Code) -> None:
+        """As far as this reason goes: there may be others."""
+        self._reasons.pop(code, None)
+        if not self._reasons:
+            self._are_over.set()
+
+    async def are_over(self) -> None:
+        await self._are_over.wait()
+
+
 class Guest:
     """Of one node: looks at the machine now and then, and pauses and resumes."""
 
     def __init__(
         self,
         limits: LimitsConfig,
-        driver: Driver,
+        pauses: Pauses,
+        device: Device,
         clock: Callable[[], datetime] = datetime.now,
         battery: Callable[[], bool] = is_on_battery,
         resident: Callable[[], int] = resident_bytes,
     ) -> None:
-        self._driver, self._clock, self._battery, self._resident = driver, clock, battery, resident
+        self.over_memory: Complaint | None = None
+        self._pauses, self._device = pauses, device
+        self._clock, self._battery, self._resident = clock, battery, resident
         self._set(limits)
 
     def _set(self, limits: LimitsConfig) -> None:
         self.limits = limits
-        self._driver.device.percent = limits.device_percent
+        self._device.percent = limits.device_percent
 
     def change(self, order: dict[str, Any]) -> None:
         """As `p2ptrain limit` says; what is not named stays. ConfigError: one is not possible, and all stay."""
@@ -179,14 +207,13 @@ class Guest:
 
     def look(self) -> None:
         """Pause and resume as it should be now."""
-        driver, limits = self._driver, self.limits
+        limits = self.limits
         now = reasons_to_pause(limits, self._clock(), limits.on_battery == "pause" and self._battery())
-        for kind in (HOURS, BATTERY):  # the health says which hold, and what comes and goes there is told (news.py)
-            if kind in now:
-                driver.pause(kind, now[kind])
-            else:
-                driver.resume(kind)
-        driver.memory_trouble = over_memory(limits, self._resident()) if limits.memory_bytes else ""
+        for each in now:  # the health says which hold, and what comes and goes there is told (news.py)
+            self._pauses.begin(each)
+        for code in {Code.OUTSIDE_HOURS, Code.ON_BATTERY} - {each.code for each in now}:
+            self._pauses.end(code)
+        self.over_memory = over_memory(limits, self._resident()) if limits.memory_bytes else None
 
     async def watch(self) -> None:
         while True:

@@ -11,10 +11,11 @@ import asyncio
 import errno
 import logging
 import socket
+from asyncio import Future, Task
 from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from p2ptrain import __version__
 from p2ptrain.daemon.logs import LINE_MAX, plain
@@ -63,40 +64,33 @@ class Lines(logging.Handler):
 
 
 class Http:
-    """Of one daemon; it is given to it when there is one."""
+    """Shows a daemon, once there is one, on a socket that is bound."""
 
-    def __init__(self, config: HttpConfig) -> None:
-        self.config = config
-        self.daemon: Daemon | None = None
-        self.url: str | None = None
-        self._lines = Lines()
-        self._app: App
-        self._server: Server | None = None
-        self._looking: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """ConfigError if it cannot be where the config says."""
-        config = self.config
-        if not config.enabled:
-            return
-        listener, token = await listen(config)
+    def __init__(self, config: HttpConfig, listener: socket.socket, token: bytes, daemon: Future[Daemon]) -> None:
         host, port = listener.getsockname()[:2]
+        self._daemon, self._lines = daemon, Lines()
         self._app = App(self, Guard(config.host, port, config.allowed_hosts, token), __version__)
-        self._server = Server(self._app.application)
-        self._app.places = self._server.places
-        await self._server.start(listener)
+        self._server = Server(self._app.application, self._app.places)
+        self._looking: Task[None] | None = None
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # all addresses: one of them
         self.url = f"http://{bracketed(shown)}:{port}/"
-        logging.getLogger("p2ptrain").addHandler(self._lines)
-        self._look()
-        log.info("this node in a browser: %s%s", self.url, "?token=..." if token else "")
+
+    @classmethod
+    async def open(cls, config: HttpConfig, daemon: Future[Daemon]) -> Self:
+        """ConfigError if it cannot be where the config says."""
+        listener, token = await listen(config)
+        http = cls(config, listener, token, daemon)
+        await http._server.start(listener)
+        logging.getLogger("p2ptrain").addHandler(http._lines)
+        http._look()
+        log.info("this node in a browser: %s%s", http.url, "?token=..." if token else "")
+        return http
 
     async def close(self) -> None:
         logging.getLogger("p2ptrain").removeHandler(self._lines)
         if self._looking is not None:
             self._looking.cancel()
-        if self._server is not None:
-            await self._server.close()
+        await self._server.close()
 
     # -----------------------------------------------------------------------------------------------
     # What is shown
@@ -104,7 +98,7 @@ class Http:
     @property
     def _running(self) -> Daemon | None:
         """The daemon, once its core can be asked."""
-        daemon = self.daemon
+        daemon = self._daemon.result() if self._daemon.done() else None
         return daemon if daemon is not None and daemon.driver.has_begun.is_set() else None
 
     def status(self) -> dict[str, Any] | None:

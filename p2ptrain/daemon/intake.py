@@ -29,19 +29,21 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # a task, and its na
 
 
 class Intake:
-    """Of one driver, which says who is a member, and where a payload is kept that has come with its announcement."""
+    """What one node hears. `is_admitted` says of whom more is heard, `keep` takes a payload that came with its
+    announcement.
+    """
 
     def __init__(
         self,
         signer: Signer,
         device: Device,
-        counters: Counter[str],
         is_admitted: Callable[[bytes], bool],
         keep: Callable[[bytes, bytes], None],
     ) -> None:
+        self.counters: Counter[str] = Counter()
         self.events: deque[tuple[ev.Event, bytes]] = deque()  # and the peer that brought it about, if one did
         self.dropped_last = b""  # the peer that last brought an event for which there was no room
-        self._signer, self._device, self._counters = signer, device, counters
+        self._signer, self._device = signer, device
         self._is_admitted, self._keep = is_admitted, keep
         self._has_events = asyncio.Event()
         self._spawn: Spawn | None = None  # while the driver runs: peers can be heard a little earlier and later
@@ -96,7 +98,7 @@ class Intake:
         share = SHARE_OF_MEMBER_MAX if self._is_admitted(peer) else SHARE_MAX
         if len(self.events) + self._checking < EVENTS_MAX and self._shares[peer] < share:
             return True
-        self._counters["events dropped"] += 1
+        self.counters["events dropped"] += 1
         self.dropped_last = peer
         return False
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.daemon.device import Device
-from p2ptrain.daemon.library import Library, leaves_of, read_state
+from p2ptrain.daemon.library import SavedStates, leaves_of, read_state
 from p2ptrain.errors import DataError
 from p2ptrain.learn.shortage import is_out_of_memory
 from p2ptrain.learn.trainer import Capture
@@ -62,15 +62,22 @@ class Keeping:
     """Of one node in one run."""
 
     def __init__(
-        self, store: Store, library: Library, checkpoint_rounds: int, needed: Callable[[], Collection[bytes]]
+        self,
+        store: Store,
+        states: SavedStates,
+        checkpoint_rounds: int,
+        history_rounds: int,
+        needed: Callable[[], Collection[bytes]],
     ) -> None:
-        """`needed` are the payloads that the core may still ask for."""
-        self.store, self.library, self.checkpoint_rounds, self._needed = store, library, checkpoint_rounds, needed
+        """A checkpoint older than `history_rounds` leads nowhere; `needed` are the payloads that the core may still ask
+        for.
+        """
+        self.store, self._states, self._needed = store, states, needed
+        self._checkpoint_rounds, self._history_rounds = checkpoint_rounds, history_rounds
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not have heard of yet, and since when
         self.records_trouble = ""  # why no history is written, as long as none is
         self.checkpoint_trouble = ""  # why the last checkpoint, or note for one, was not written
         self.free_bytes: int | None = None  # of the disk, when it was looked at last; None: it was not, or did not say
-        self.history_rounds = 2**62  # a checkpoint older than so many rounds leads nowhere
         self._saved_round = 0  # of the last that was written
         self._turn = asyncio.Lock()  # of who makes a checkpoint: there is memory for one copy
         self._disk = ThreadPoolExecutor(1, "disk")
@@ -166,11 +173,11 @@ class Keeping:
         as that does not get faster. But rounds do not run away from the last one that was saved: without it, a restart
         would have nothing to go on from. Then everything waits, until one is saved.
         """
-        is_last_chance = manifest.round - self._saved_round >= LAST_CHANCE * self.history_rounds
+        is_last_chance = manifest.round - self._saved_round >= LAST_CHANCE * self._history_rounds
         if is_last_chance and not now:
             await device.run(self._save_at_last, device, manifest, root)
             return
-        if not now and (manifest.round % self.checkpoint_rounds or self._turn.locked()):
+        if not now and (manifest.round % self._checkpoint_rounds or self._turn.locked()):
             return
         async with self._turn:
             try:
@@ -242,11 +249,11 @@ class Keeping:
         )
         self._saved_round = moment.round
         if leaves := leaves_of(capture.state, moment.root):  # a partial root proves no pieces
-            self.library.offer_state(checkpoint, leaves)
+            self._states.offer(checkpoint, leaves)
         return checkpoint
 
     def offer(self, checkpoint: Checkpoint) -> None:
         """Serve what an earlier life has saved."""
         self._saved_round = max(self._saved_round, checkpoint.round)
         if found := read_state(checkpoint):
-            self.library.offer_state(checkpoint, found[1])
+            self._states.offer(checkpoint, found[1])

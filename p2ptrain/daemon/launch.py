@@ -11,8 +11,10 @@ import logging
 import re
 import signal
 import tempfile
+from asyncio import Future
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,15 +158,16 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
     check_addresses(config.network)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
-        owner = await _answer_owner(stack, config)
-        http = await _show(stack, config)
+        daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
+        owner = await _answer_owner(stack, config, daemon)
+        http = await _show(stack, config, daemon)
         log.info("making or reading the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
         await asyncio.to_thread(refuse_too_large, run, config)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
-        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), owner, http)
+        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
 
 
 async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None, trust: bytes) -> None:
@@ -174,8 +177,9 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
     ticket = _read_ticket(ticket_file)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
-        owner = await _answer_owner(stack, config)
-        http = await _show(stack, config)
+        daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
+        owner = await _answer_owner(stack, config, daemon)
+        http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
         await asyncio.to_thread(refuse_too_large, run, config)
@@ -183,7 +187,8 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         data = open_dataset(directory, run.data.manifest)
         if data is None:
             data = await fetch_dataset(transport, config, run, directory, sources)
-        await _serve(stack, Launch(run, config, identity, transport, data, ticket=ticket, trust=trust), owner, http)
+        launch = Launch(run, config, identity, transport, data, ticket=ticket, trust=trust)
+        await _serve(stack, launch, daemon, http)
 
 
 def _read_trust(head: str | None) -> bytes:
@@ -252,43 +257,43 @@ async def _open_with_relays(stack: AsyncExitStack, config: NodeConfig, wanted: s
 class _Owner:
     """Who asks over the control socket, from the start on."""
 
-    def __init__(self, sockets: Path) -> None:
-        self.sockets = sockets
-        self.daemon: Daemon | None = None
+    def __init__(self, sockets: Path, daemon: Future[Daemon]) -> None:
+        self.sockets, self._daemon = sockets, daemon
         self._life = asyncio.current_task()
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self.daemon is not None:
-            return await self.daemon.answer(request)
+        if self._daemon.done():
+            return await self._daemon.result().answer(request)
         if request == {"do": "leave"} and self._life is not None:
             self._life.cancel()  # there is nothing to leave yet
             return {"leaving": True}
         return {"error": "it is starting, or looks for the run: its log says what it waits for"}
 
 
-async def _answer_owner(stack: AsyncExitStack, config: NodeConfig) -> _Owner:
-    owner = _Owner(stack.enter_context(private_directory()))
+async def _answer_owner(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> _Owner:
+    owner = _Owner(stack.enter_context(private_directory()), daemon)
     control = Control(data_directory(config), owner.sockets, owner.answer)
     await control.start()
     stack.push_async_callback(control.close)
     return owner
 
 
-async def _show(stack: AsyncExitStack, config: NodeConfig) -> Http:
+async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> Http | None:
     """Over HTTP, as soon as there is anything to be said; at first, that it is starting."""
-    http = Http(config.http)
-    await http.start()
+    http = await Http.open(config.http, daemon) if config.http.enabled else None
     notify(STATUS=STARTING)
-    stack.push_async_callback(http.close)
+    if http is not None:
+        stack.push_async_callback(http.close)
     return http
 
 
-async def _serve(stack: AsyncExitStack, launch: Launch, owner: _Owner, http: Http) -> None:
+async def _serve(stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: Http | None) -> None:
     """Until the node has left."""
+    if http is not None:
+        launch = replace(launch, http=http.url, lines=http.lines)
     daemon, started = await assemble(stack, launch)
     _track(stack, launch, daemon.rounds)
-    owner.daemon = http.daemon = daemon
-    daemon.http, daemon.lines = http.url, http.lines
+    running.set_result(daemon)
     _tell_how_to_join(launch.transport, launch.run)
     progress = Progress(launch.config.logging.format, lambda: status_of(daemon))
     progress.start()

@@ -24,37 +24,44 @@ QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
 log = logging.getLogger("p2ptrain.daemon")
 
 
-class Library:
-    """Of one node in one run."""
+class SavedStates:
+    """Saved states that can be had here."""
 
-    def __init__(self, run: RunConfig, store: Store, dataset: TokenDataset, fetcher: Fetcher) -> None:
-        self.run, self.store, self.dataset, self.fetcher = run, store, dataset, fetcher
-        self._states: dict[bytes, StateBlob] = {}  # by root; never changed, for another thread may be reading it
-        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads; from several threads, a step at a time
+    def __init__(self) -> None:
+        self._offered: dict[bytes, StateBlob] = {}  # by root; never changed, for another thread may be reading it
 
-    def offer_state(self, checkpoint: Checkpoint, leaves: bytes) -> None:
+    def offer(self, checkpoint: Checkpoint, leaves: bytes) -> None:
         """In whatever thread has saved it, one at a time; those that were pruned go."""
-        offered = {root: blob for root, blob in self._states.items() if blob.is_there and root != checkpoint.root}
+        offered = {root: blob for root, blob in self._offered.items() if blob.is_there and root != checkpoint.root}
         offered[checkpoint.root] = StateBlob(checkpoint, leaves)
-        self._states = dict(list(offered.items())[-STATES_SERVED:])
+        self._offered = dict(list(offered.items())[-STATES_SERVED:])
 
-    def states(self) -> tuple[tuple[int, bytes], ...]:
-        """Round and root of those that can be had here, the newest first."""
-        offered = self._states.items()
+    def places(self) -> tuple[tuple[int, bytes], ...]:
+        """Round and root of each, the newest first."""
+        offered = self._offered.items()
         found = sorted(((blob.checkpoint.round, root) for root, blob in offered if blob.is_there), reverse=True)
         return tuple(found[: inquiry.STATES_MAX])
 
-    def state(self, root: bytes) -> Checkpoint | None:
-        blob = self._states.get(root)
-        return blob.checkpoint if blob is not None and blob.is_there else None
+    def find(self, root: bytes) -> StateBlob | None:
+        blob = self._offered.get(root)
+        return blob if blob is not None and blob.is_there else None
+
+
+class Library:
+    """Of one node in one run."""
+
+    def __init__(
+        self, run: RunConfig, store: Store, states: SavedStates, dataset: TokenDataset, fetcher: Fetcher
+    ) -> None:
+        self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
+        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads; from several threads, a step at a time
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         match name.kind:
             case "payload":
                 return self._payload(name.name) or self.fetcher.in_progress(name)
             case "state":
-                state = self._states.get(name.name)
-                return state if state is not None and state.is_there else None
+                return self.states.find(name.name)
             case "data":
                 content = self.dataset.piece(name.name)
             case "manifest" if name.name.hex() == self.run.data.manifest:

@@ -9,14 +9,13 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 
-from p2ptrain.core.snapshot import Snapshot
+from p2ptrain.core.complaints import Code, Complaint
+from p2ptrain.core.state import AgreedState
 from p2ptrain.identity import peer_id_of
 
 NAMES_MAX = 8  # peers that one line names
 LOOKS = 3  # in a row until a complaint is told: some pass within a round
 DROPS_SECONDS = 60.0  # between two lines about what is dropped: a flood may last for days
-# What passes by itself, or is how the run is meant to be.
-USUAL = ("crash-only", "not admitted", "catching up", "paused")
 
 Line = tuple[int, str]  # level of logging and text
 
@@ -27,37 +26,38 @@ class News:
     def __init__(self) -> None:
         self._members: frozenset[bytes] | None = None
         self._branch = b""
-        self._health: dict[str, int] = {}  # complaints, and for how many looks they have stood
+        self._looks: dict[Code, int] = {}  # for how many a complaint has stood
+        self._told: dict[Code, str] = {}  # complaints that were told, and how
 
-    def look(self, snapshot: Snapshot, health: Sequence[str]) -> list[Line]:
-        """The lines since the last look; `health` is what the node and its edges have to complain of."""
-        lines = [*self._of_roster(snapshot), *self._of_health(health)]
-        self._members, self._branch = frozenset(snapshot.members), snapshot.branch
+    def look(self, state: AgreedState, complaints: Sequence[Complaint]) -> list[Line]:
+        """The lines since the last look, when these were the complaints of the node and its edges."""
+        lines = [*self._of_roster(state), *self._of_health(complaints)]
+        self._members, self._branch = frozenset(state.members), state.branch
         return lines
 
-    def _of_roster(self, snapshot: Snapshot) -> Iterable[Line]:
+    def _of_roster(self, state: AgreedState) -> Iterable[Line]:
         if self._members is None:
             return
-        now = frozenset(snapshot.members)
+        now = frozenset(state.members)
         count = "1 member" if len(now) == 1 else f"{len(now)} members"
-        if snapshot.branch != self._branch:
+        if state.branch != self._branch:
             yield (
                 logging.WARNING,
-                f"went on from round {snapshot.round} on branch {snapshot.branch.hex()[:16]}, {count}",
+                f"went on from round {state.round + 1} on branch {state.branch.hex()[:16]}, {count}",
             )
         if come := now - self._members:
             yield logging.INFO, f"{_names(come)} got a seat: {count}"
         if gone := self._members - now:
             yield logging.INFO, f"{_names(gone)} lost a seat or left: {count}"
 
-    def _of_health(self, health: Sequence[str]) -> Iterable[Line]:
-        before, self._health = self._health, {each: self._health.get(each, 0) + 1 for each in health}
-        for each, looks in self._health.items():
-            if looks == LOOKS:
-                yield logging.INFO if each.startswith(USUAL) else logging.WARNING, each
-        for each, looks in before.items():
-            if looks >= LOOKS and each not in self._health:
-                yield logging.INFO, f"over: {each}"
+    def _of_health(self, complaints: Sequence[Complaint]) -> Iterable[Line]:
+        self._looks = {each.code: self._looks.get(each.code, 0) + 1 for each in complaints}
+        for each in complaints:
+            if self._looks[each.code] == LOOKS:
+                self._told[each.code] = each.text
+                yield logging.WARNING if each.severity == "error" else logging.INFO, each.text
+        for code in [code for code in self._told if code not in self._looks]:
+            yield logging.INFO, f"over: {self._told.pop(code)}"
 
 
 class Drops:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.daemon.guest import OWNER
-from p2ptrain.daemon.status import PAUSED, limits_of
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.daemon.status import limits_of
 from p2ptrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,19 +35,19 @@ async def obey(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
             return _limit(daemon, order)
         case "checkpoint":
             return {"round": await save_now(daemon)}
-    return {"is_paused": daemon.driver.is_paused, "pauses": [*daemon.driver.pauses.values()]}
+    return {"is_paused": bool(daemon.driver.pauses), "pauses": [each.text for each in daemon.driver.pauses]}
 
 
 def _pause(daemon: Daemon) -> None:
-    if OWNER not in daemon.driver.pauses:
+    if Code.PAUSED not in daemon.driver.pauses:
         log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
-        daemon.driver.pause(OWNER, PAUSED)
+        daemon.driver.pauses.begin(complaint(Code.PAUSED))
 
 
 def _resume(daemon: Daemon) -> None:
-    if OWNER in daemon.driver.pauses:
+    if Code.PAUSED in daemon.driver.pauses:
         log.info("its owner lets it train again")
-        daemon.driver.resume(OWNER)
+        daemon.driver.pauses.end(Code.PAUSED)
 
 
 def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
 
 async def save_now(daemon: Daemon) -> int:
     """The round whose state has been saved."""
-    keeping, device, node = daemon.edges.keeping, daemon.driver.device, daemon.driver.node
+    keeping, device, view = daemon.edges.keeping, daemon.driver.device, daemon.driver.node.view()
     for _ in range(SAVES_MAX):
         number = device.trainer.round
-        entry, root = node.line.entry(number), node.work.roots.get(number)
+        entry, root = view.entry(number), view.roots.get(number)
         if entry is None or not root:
             if any(each.round == number for each in keeping.store.checkpoints.present()):
                 return number  # a state that was taken over was saved then

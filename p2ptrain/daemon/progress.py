@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from p2ptrain.daemon.logs import Unbuffered, Words, Writer, plain
-from p2ptrain.daemon.top_words import few
+from p2ptrain.daemon.top_words import few, troubles
 
 log = logging.getLogger("p2ptrain.progress")
 
@@ -35,8 +35,8 @@ def line_of(status: dict[str, Any]) -> str:
     """A node in one line."""
     loss = "-" if status["loss"] is None else f"{status['loss']:.3f}"
     traffic = status["bytes"]
-    troubles = [each for each in status["health"] if not each.startswith("crash-only")]  # as small runs are
-    health = f" · {troubles[0]}" if troubles else ""
+    found = troubles(status)
+    health = f" · {found[0]['text']}" if found else ""
     return plain(
         f"round {status['round']} {status['phase']} · loss {loss} · {len(status['peers'])} peers · "
         f"{len(status['roster'])} in the roster · {status['tokens_per_second']:,.0f} tokens/s · "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,18 +23,16 @@ import msgspec
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
-from p2ptrain.core.snapshot import Standing, phase_of, standings_of
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.keeping import Keeping
+from p2ptrain.daemon.peer_history import PeerHistory
 from p2ptrain.errors import DataError
 from p2ptrain.identity import peer_id_of
-from p2ptrain.store.records import PEERS_MAX, Batch, Past, PeerRecord, Points, RoundRecord, read_rounds
+from p2ptrain.store.records import Batch, Past, RoundRecord, read_rounds
 
 ROUNDS_KEPT = 1_000  # in memory: what a page shows; of 1,024 contributors each they take 10 MB
 RATE_ROUNDS = 32  # over which the swarm's speed is estimated
 PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them have changed with every round
-POINTS_STEP = 0.5  # by which points have to grow for a row of their own: ten times late, or once malformed
-POINTS_WAITING_MAX = 1_000  # rows that wait for a disk in trouble; then the oldest goes
 KEYS_MAX = 4_096  # of contributors that share their memory
 PHASES = ("train", "collect", "agree", "apply")
 
@@ -58,7 +56,7 @@ class Rounds:
         """`counters` are the transport's, of which `bulk` is the protocol of what goes in pieces."""
         self.node, self.device, self.clock = node, device, clock
         self.mine = past.mine
-        self.peers = {each.peer: each for each in past.peers}
+        self.peers = PeerHistory(past.peers)
         self.contribution_tokens = _tokens_of(run)
         self._keeping, self._counters, self._bulk = keeping, counters, bulk
         self._keys: dict[bytes, bytes] = {}
@@ -69,11 +67,7 @@ class Rounds:
         self._at = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._before: dict[str, float] = self._counts()
-        self._tallied: dict[bytes, Standing] = {}  # as of the last round
-        self._pointed = {each.peer: each.points for each in past.peers}  # points that have a row
         self._waiting: deque[RoundRecord] = deque(maxlen=ROUNDS_KEPT)  # to be written; of more, the oldest go
-        self._changed: dict[bytes, None] = {}
-        self._points: deque[Points] = deque(maxlen=POINTS_WAITING_MAX)
         self._mine_saved = past.mine
         self._peers_saved_at = self._at
 
@@ -84,7 +78,7 @@ class Rounds:
         """After the core has handled an event."""
         if self._phase:
             self._seconds[self._phase] += now - self._at
-        self._at, self._phase = now, phase_of(self.node)
+        self._at, self._phase = now, self.node.view().phase
         if isinstance(event, ev.Applied):
             self._note_applied(event)
 
@@ -93,21 +87,25 @@ class Rounds:
         self.mine = msgspec.structs.replace(self.mine, energy_joules=(self.mine.energy_joules or 0.0) + joules)
 
     def _note_applied(self, event: ev.Applied) -> None:
-        entry = self.node.line.entry(event.round)
+        entry = self.node.view().entry(event.round)
         is_ours = entry is not None and entry.manifest.branch == event.branch
-        if entry is None or not is_ours or self.node.work.applied_round != event.round:
+        if entry is None or not is_ours or self.node.view().applied_round != event.round:
             return  # of a line that was left meanwhile
         counts, seconds = self._counts(), self._seconds
         since = {name: counts[name] - self._before[name] for name in counts}
         self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)
-        late, refused = self._note_standings()
+        view, mine = self.node.view(), self.mine
+        deeds = self.peers.look(view.standings(), self.clock())
         tokens, training = int(since["tokens"]), since["training seconds"]
         self.mine = msgspec.structs.replace(
-            self.mine, tokens=self.mine.tokens + tokens, training_seconds=self.mine.training_seconds + training
+            mine,
+            tokens=mine.tokens + tokens,
+            training_seconds=mine.training_seconds + training,
+            applied=mine.applied + deeds.applied[view.me],
+            applied_of_all=mine.applied_of_all + deeds.applied.total(),
         )
         if (event.branch, event.round) in self._applied:
             return
-        me = self.node.context.me
         record = RoundRecord(
             branch=event.branch,
             round=event.round,
@@ -115,7 +113,7 @@ class Rounds:
             root=event.root,
             manifest=entry.manifest.digest,
             contributors=tuple(taken.author for taken in entry.manifest.taken),
-            mine_taken=tuple(taken.round for taken in entry.manifest.taken if taken.author == me),
+            mine_taken=tuple(taken.round for taken in entry.manifest.taken if taken.author == view.me),
             views=entry.certificate.view + 1,
             train_seconds=seconds["train"],
             collect_seconds=seconds["collect"],
@@ -128,8 +126,8 @@ class Rounds:
             loss=self.device.loss if tokens else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
-            late=late,
-            refused=dict(refused),
+            late=deeds.late,
+            refused=dict(deeds.refused),
         )
         self._keep(self._slim(record))
 
@@ -159,62 +157,6 @@ class Rounds:
             self._keys.clear()
         shared = tuple(self._keys.setdefault(key, key) for key in record.contributors)
         return msgspec.structs.replace(record, contributors=shared)
-
-    # -----------------------------------------------------------------------------------------------
-    # Peers
-
-    def _note_standings(self) -> tuple[int, Counter[str]]:
-        """Add what peers have done since the last round: contributions that were late, and those refused, by reason."""
-        before, self._tallied = self._tallied, {each.peer: each for each in standings_of(self.node)}
-        late, refused = 0, Counter[str]()
-        for now in self._tallied.values():
-            was = before.get(now.peer)
-            if was is None or _is_forgotten(now, was):
-                was = _nobody(now.peer)
-            if _facts(was) != _facts(now):
-                more = Counter(now.refused)
-                more.subtract(was.refused)
-                self._add(now, was, +more)
-                late += now.late - was.late
-                refused += more
-        return late, refused
-
-    def _add(self, now: Standing, was: Standing, refused: Counter[str]) -> None:
-        known = self.peers.get(now.peer) or PeerRecord(now.peer)
-        applied = now.applied - was.applied
-        record = PeerRecord(
-            peer=now.peer,
-            changed_at=self.clock(),
-            offered=known.offered + now.offered - was.offered,
-            applied=known.applied + applied,
-            late=known.late + now.late - was.late,
-            refused=dict(refused + Counter(known.refused)),
-            observed=now.observed,  # which the core itself keeps over a restart
-            points=now.points,
-        )
-        if _facts(record) != _facts(known):
-            self._keep_peer(record)
-        is_mine = now.peer == self.node.context.me
-        self.mine = msgspec.structs.replace(
-            self.mine,
-            applied=self.mine.applied + applied * is_mine,
-            applied_of_all=self.mine.applied_of_all + applied,
-        )
-
-    def _keep_peer(self, record: PeerRecord) -> None:
-        self.peers.pop(record.peer, None)  # so that the longest unchanged is the first
-        self.peers[record.peer] = record
-        self._changed[record.peer] = None
-        if len(self.peers) > PEERS_MAX:
-            oldest = next(iter(self.peers))
-            del self.peers[oldest]
-            self._changed.pop(oldest, None)
-            self._pointed.pop(oldest, None)
-        if record.points - self._pointed.get(record.peer, 0.0) >= POINTS_STEP:
-            self._points.append(Points(record.peer, record.changed_at, record.points, record.observed))
-            self._pointed[record.peer] = record.points
-        elif record.points < self._pointed.get(record.peer, 0.0):
-            self._pointed[record.peer] = record.points  # they have decayed, and may grow again
 
     # -----------------------------------------------------------------------------------------------
     # What people see
@@ -248,20 +190,17 @@ class Rounds:
 
     async def save(self, *, all_of_it: bool = False) -> None:
         """Write what is new, in one go; what the disk does not take waits for the next time."""
-        rounds, points = [*self._waiting], [*self._points]
+        rounds, points = [*self._waiting], [*self.peers.points]
         is_time = all_of_it or self._at - self._peers_saved_at >= PEERS_SECONDS
-        peers = [self.peers[peer] for peer in self._changed] if is_time else []
+        peers = self.peers.changed if is_time else []
         mine = self.mine
         if not (rounds or points or peers or mine != self._mine_saved):
             return
         if not await self._keeping.record(Batch(rounds, peers, points, mine)):
             return
-        written = {id(each) for each in (*rounds, *points)}
+        written = {id(each) for each in rounds}
         self._waiting = deque((each for each in self._waiting if id(each) not in written), ROUNDS_KEPT)
-        self._points = deque((each for each in self._points if id(each) not in written), POINTS_WAITING_MAX)
-        for each in peers:
-            if self.peers.get(each.peer) is each:
-                del self._changed[each.peer]
+        self.peers.written(peers, points)
         self._mine_saved = mine
         if is_time:
             self._peers_saved_at = self._at
@@ -271,21 +210,6 @@ def _tokens_of(run: RunConfig) -> int:
     """Of one contribution."""
     recipe = run.recipe
     return recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length
-
-
-def _nobody(peer: bytes) -> Standing:
-    """Before it did anything."""
-    return Standing(peer, False, False, False, 0.0, False, 0, 0, 0, {}, {})
-
-
-def _is_forgotten(now: Standing, was: Standing) -> bool:
-    """The core has let go of what it had counted, since it tallies only so many (core/tally.py), and counts anew."""
-    return now.offered < was.offered or now.applied < was.applied or now.late < was.late
-
-
-def _facts(each: Standing | PeerRecord) -> tuple[Any, ...]:
-    """What it has done; that its points decay, or that it comes and goes, is nothing of the kind."""
-    return each.offered, each.applied, each.late, each.refused, each.observed
 
 
 def told(record: RoundRecord) -> dict[str, Any]:

@@ -6,14 +6,15 @@ web/models.py describes every key, for whoever reads it over HTTP or with `p2ptr
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from p2ptrain import __version__
-from p2ptrain.core.snapshot import Standing, standings_of
-from p2ptrain.daemon.guest import OVER_MEMORY, OWNER
+from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
+from p2ptrain.core.snapshot import Standing
 from p2ptrain.daemon.rounds import told
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
@@ -21,18 +22,13 @@ from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.store.records import PeerRecord
 
 if TYPE_CHECKING:
-    from p2ptrain.core.snapshot import Snapshot
     from p2ptrain.daemon.daemon import Daemon
-    from p2ptrain.daemon.driver import Driver
     from p2ptrain.daemon.edges import Edges
     from p2ptrain.net.connections import Connections
 
 ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
 CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
 VERSION = 1  # of the answers' description
-PAUSED = f"{OWNER}: it trains no further; `p2ptrain resume` goes on"
-# Complaints with which a node takes part all the same.
-UNREADY = ("crash-only", "paused", OVER_MEMORY, "checkpoints are not saved", "records are not written")
 # Kinds of blobs (net/blobs.py), by what a person calls them.
 BULK_PURPOSES = {"payloads": ("payload",), "states": ("state",), "data": ("data", "manifest", "tokenizer")}
 WAYS = ("sent", "received")
@@ -40,26 +36,27 @@ WAYS = ("sent", "received")
 
 def status_of(daemon: Daemon) -> dict[str, Any]:
     """Where the node stands. A key is never renamed; new ones may come."""
-    snapshot, device = daemon.driver.node.snapshot(), daemon.driver.device
-    me = peer_id_of(snapshot.me)
+    view, device = daemon.driver.node.view(), daemon.driver.device
+    state, roots = view.state, view.roots
     driver, edges, rounds = daemon.driver, daemon.edges, daemon.rounds
     swarm = rounds.swarm_tokens_per_second
+    complaints = complaints_of(daemon)
     return {
         "version": VERSION,
         "release": __version__,
-        "run_id": snapshot.run_id.hex(),
+        "run_id": view.run_id.hex(),
         "run_name": daemon.run.name,
-        "peer_id": me,
+        "peer_id": peer_id_of(view.me),
         "addresses": edges.transport.addresses(),
-        "branch": snapshot.branch.hex(),
-        "head": snapshot.head.hex(),
-        "round": snapshot.round,
-        "phase": snapshot.phase,
-        "view": snapshot.view,
-        "applied_round": snapshot.applied_round,
+        "branch": state.branch.hex(),
+        "head": state.head.hex(),
+        "round": state.round + 1,
+        "phase": view.phase,
+        "view": view.view,
+        "applied_round": view.applied_round,
         "since_applied_seconds": daemon.since_applied,
-        "state_root": snapshot.root.hex(),
-        "certified_round": snapshot.certified_round,
+        "state_root": roots.get(view.applied_round, b"").hex(),
+        "certified_round": state.root_round,
         "loss": device.loss,
         "step": device.step,
         "tokens": device.tokens,
@@ -69,25 +66,26 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "contribution_tokens": rounds.contribution_tokens,
         "mine": msgspec.structs.asdict(rounds.mine) | {"share": round(rounds.mine.share, 6)},
         "device": str(device.trainer.device),
-        "is_paused": driver.is_paused,
+        "is_paused": bool(driver.pauses),
         "peers": sorted(peer_id_of(peer) for peer in edges.connections.linked),
-        "roster": [peer_id_of(key) for key in snapshot.members],
-        "quorum": snapshot.quorum,
+        "roster": [peer_id_of(key) for key in state.members],
+        "quorum": state.roster.quorum,
         "fault_tolerance": {
-            "liars": snapshot.tolerated,
-            "crashes": len(snapshot.members) - snapshot.quorum,
-            "mode": "byzantine" if snapshot.tolerated else "crash-only",
+            "liars": state.roster.tolerated,
+            "crashes": len(state.members) - state.roster.quorum,
+            "mode": "byzantine" if state.roster.tolerated else "crash-only",
         },
-        "admitted": snapshot.admitted,
-        "is_member": snapshot.is_member,
-        "is_admitted": snapshot.is_admitted,
-        "held": snapshot.held,
-        "waiting_for": snapshot.waiting_for,
-        "health": health_of(driver, snapshot),
+        "admitted": len(state.admitted),
+        "is_member": view.is_member,
+        "is_admitted": view.is_admitted,
+        "held": view.held,
+        "waiting_for": view.waiting_for,
+        "health": [each.text for each in complaints],
+        "complaints": [asdict(each) for each in complaints],
         "http": daemon.http,
         "loop_lag_seconds": round(daemon.lag.worst, 4),
         "uptime_seconds": round(daemon.uptime, 1),
-        "roots": {str(number): root.hex() for number, root in sorted(driver.node.work.roots.items())[-ROOTS_TOLD:]},
+        "roots": {str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
         "payload_bytes": device.payload_bytes,
         "state_bytes": device.state_bytes,
         "bytes": edges.transport.counters(),
@@ -95,28 +93,30 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
         "limits": limits_of(daemon),
         "queued_frames": edges.lines.queued_frames,
         "disk_free_bytes": edges.keeping.free_bytes,
-        "counters": snapshot.counters
+        "counters": view.counters
         | dict(driver.counters)
         | edges.lines.counters()
         | {"trainings not finite": device.not_finite, "damaged files": edges.keeping.store.damaged_files},
-        "observed": snapshot.observed,
+        "observed": view.observed,
     }
 
 
-def health_of(driver: Driver, snapshot: Snapshot) -> list[str]:
+def complaints_of(daemon: Daemon) -> list[Complaint]:
     """All that is not as it should be, the worst first."""
-    keeping = driver.edges.keeping
-    disk = [f"degraded: {trouble}"] if (trouble := driver.disk_trouble) else []
-    disk += [f"checkpoints are not saved: {trouble}"] if (trouble := keeping.checkpoint_trouble) else []
-    records = [f"records are not written: {trouble}"] if (trouble := keeping.records_trouble) else []
-    memory = [driver.memory_trouble] if driver.memory_trouble else []
-    return [*disk, *snapshot.health, *records, *memory, *driver.pauses.values()]
+    driver, keeping, guest = daemon.driver, daemon.edges.keeping, daemon.guest
+    disk = {
+        Code.DEGRADED: driver.disk_trouble,
+        Code.CHECKPOINTS_NOT_SAVED: keeping.checkpoint_trouble,
+        Code.RECORDS_NOT_WRITTEN: keeping.records_trouble,
+    }
+    found = [complaint(code, why=why) for code, why in disk.items() if why]
+    found += [guest.over_memory] if guest.over_memory else []
+    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses])
 
 
 def unreadiness_of(daemon: Daemon) -> list[str]:
     """Why the node does not take part as it should; nothing: it does."""
-    complaints = health_of(daemon.driver, daemon.driver.node.snapshot())
-    return [each for each in complaints if not each.startswith(UNREADY)]
+    return [each.text for each in complaints_of(daemon) if each.hinders]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def traffic_of(edges: Edges) -> dict[str, dict[str, int]]:
 
 def peers_of(daemon: Daemon) -> dict[str, Any]:
     """Who is connected, and who else may contribute; and what we think of them."""
-    node, linked = daemon.driver.node, daemon.edges.connections.linked
-    known = {each.peer: each for each in standings_of(node)}
+    view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
+    known = {each.peer: each for each in view.standings()}
     everyone = sorted({*linked, *(peer for peer, each in known.items() if each.is_connected or each.is_admitted)})
-    me = node.context.me
+    me = view.me
     return {
         "version": VERSION,
         "peers": [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != me],
@@ -180,21 +180,21 @@ def peers_of(daemon: Daemon) -> dict[str, Any]:
 
 
 def _peer(daemon: Daemon, peer: bytes, standing: Standing | None) -> dict[str, Any]:
-    state, connections = daemon.driver.node.line.state, daemon.edges.connections
-    is_me = peer == daemon.driver.node.context.me
+    view, connections = daemon.driver.node.view(), daemon.edges.connections
+    is_me = peer == view.me
     if is_me:
         addresses = daemon.edges.transport.addresses()
     else:
         addresses = list(connections.known[peer].addresses) if peer in connections.known else []
-    record = daemon.rounds.peers.get(peer) or PeerRecord(peer)
+    record = daemon.rounds.peers.by_key.get(peer) or PeerRecord(peer)
     return {
         "peer_id": peer_id_of(peer),
         "addresses": addresses,
         "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
         "latency_seconds": None if is_me else latency_of(connections, peer),
         "is_connected": is_me or peer in connections.linked,
-        "is_member": peer in state.members,
-        "is_admitted": peer in state.place,
+        "is_member": peer in view.state.members,
+        "is_admitted": peer in view.state.place,
         "offered": record.offered,
         "applied": record.applied,
         "late": record.late,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from p2ptrain.daemon.logs import plain
 from p2ptrain.daemon.progress import count_of
-from p2ptrain.daemon.top_words import agreement, duration, few, hours, reasons, sparkline, spread
+from p2ptrain.daemon.top_words import agreement, duration, few, hours, reasons, sparkline, spread, troubles
 
 NARROW = 70  # columns: below it a table has fewer
 WIDE = 2 * NARROW  # from here on, the facts stand in two columns, and peers have more
@@ -87,8 +87,8 @@ def _head(now: Look) -> Text:
 
 def _health(now: Look) -> list[Text]:
     """A line each; that a run is small is no complaint."""
-    found = [each for each in now.status["health"] if not each.startswith("crash-only")]
-    lines = [Text(plain(each), style="yellow" if each.startswith("paused") else "red") for each in found]
+    found = troubles(now.status)
+    lines = [Text(plain(each["text"]), style="red" if each["severity"] == "error" else "yellow") for each in found]
     return lines or [Text("all is as it should be", style="green")]
 
 

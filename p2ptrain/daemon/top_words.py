@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from p2ptrain.core.complaints import Code
+
 LEVELS = " ▁▂▃▄▅▆▇█"
 REASONS_SHOWN = 8
 
@@ -35,12 +37,18 @@ def reasons(counts: dict[str, int]) -> str:
     return ", ".join(f"{why} {count:,}" for why, count in order[:REASONS_SHOWN] if count > 0)
 
 
+def troubles(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The complaints, the worst first; that a run is small is none. An older daemon tells only their texts."""
+    texts = [{"code": "", "severity": "error", "text": each} for each in status["health"]]
+    return [each for each in status.get("complaints", texts) if each["code"] != Code.CRASH_ONLY]
+
+
 def agreement(status: dict[str, Any]) -> tuple[str, str]:
     """Whether all have the same model, as far as this node can know: word for word what the dashboard says of it.
 
     A certificate has as many members as the liars of a quorum leave (core/roster.py). Nothing: the daemon is older.
     """
-    if any(each.startswith("quarantined") for each in status["health"]):
+    if any(each["code"] == Code.QUARANTINED for each in troubles(status)):
         return "other", "No: this node's model differs from the certified one. It is fetching that."
     if not {"certified_round", "roots", "quorum"} <= status.keys():
         return "unknown", ""

@@ -18,6 +18,7 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon import control
 from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
 from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
+from p2ptrain.daemon.top_words import troubles
 from p2ptrain.doctor import disk, machine, network
 from p2ptrain.doctor.findings import Check, Finding, Level, within
 from p2ptrain.errors import (
@@ -92,9 +93,8 @@ def look_for_daemon(patient: Patient) -> list[Finding]:
     status = patient.status
     patient.members = len(status["roster"])
     text = f"round {status['round']} of {status['run_name']}, {len(status['peers'])} peers"
-    troubles = [each for each in status["health"] if not each.startswith("crash-only")]
-    if troubles:
-        return [Finding("daemon", "warning", f"{text}: {'; '.join(troubles)}", "See its log")]
+    if found := troubles(status):
+        return [Finding("daemon", "warning", f"{text}: {'; '.join(each['text'] for each in found)}", "See its log")]
     return [Finding("daemon", "good", text)]
 
 

@@ -366,7 +366,7 @@ class Recovered(Checker):
             return
         if self.view_then is None:
             cores = [node.core for node in cluster.nodes if node.honest and node.core is not None]
-            self.view_then = max((core.here.agreement.view for core in cores), default=0)
+            self.view_then = max((core.view().view for core in cores), default=0)
         for record in certified(effects):
             step = record.step
             if isinstance(step, Entry):

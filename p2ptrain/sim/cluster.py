@@ -33,7 +33,7 @@ from p2ptrain.sim.disk import Checkpoint, Disk
 from p2ptrain.sim.driver import Driver
 from p2ptrain.sim.keys import FakeSigner, node_key
 from p2ptrain.sim.ledger import are_liars
-from p2ptrain.sim.machine import INBOX_MAX, NEVER, Device, Shelf, SimNode
+from p2ptrain.sim.machine import HELD_UP_MAX, NEVER, Device, Lifetime, LocalClock, Shelf, SimNode
 from p2ptrain.sim.metrics import Metrics
 from p2ptrain.sim.network import Network
 from p2ptrain.sim.rewriting import ToSome
@@ -68,6 +68,28 @@ class Timer:
         self.action, self.arguments = action, arguments
 
 
+class Decoder:
+    """Decodes and verifies a message once for all nodes."""
+
+    def __init__(self, verifier: FakeSigner) -> None:
+        self._verifier = verifier
+        self._known: dict[bytes, Received] = {}
+
+    def __call__(self, envelope: bytes) -> Received | None:
+        """None if nobody takes it."""
+        received = self._known.get(envelope)
+        if received is None:
+            try:
+                received = decode(envelope, self._verifier)
+            except RemoteProtocolError:
+                return None
+            if len(self._known) >= DECODED_MAX:
+                for old in list(self._known)[: DECODED_MAX // 2]:
+                    del self._known[old]
+            self._known[envelope] = received
+        return received
+
+
 class Cluster:
     """A swarm of simulated nodes."""
 
@@ -92,8 +114,7 @@ class Cluster:
         self.observers: list[Observer] = []
         self.trace: blake3 | None = None
         self.rng = self.stream("cluster")
-        self.verifier = FakeSigner(self.run_id, b"")
-        self.decoded: dict[bytes, Received] = {}
+        self.decode = Decoder(FakeSigner(self.run_id, b""))
         self.network = Network(scenario.links, self.stream("network"))
         self.metrics = Metrics()
         self.driver = Driver(self)
@@ -139,9 +160,8 @@ class Cluster:
         device = Device(0, self.genesis.root, self.genesis.head, pace)
         key = node_key(self.seed, index)
         signer = FakeSigner(self.run_id, key)
-        node = SimNode(index, key, signer, self._new_disk(), device, Shelf(kept))
-        node.offset = draw.uniform(0.0, 10_000.0)
-        node.honest = index not in self._liars
+        clock = LocalClock(draw.uniform(0.0, 10_000.0))
+        node = SimNode(index, signer, self._new_disk(), device, Shelf(kept), clock, index not in self._liars)
         self.nodes.append(node)
         self.everyone.append(index)
         self.key_index[key] = index
@@ -166,9 +186,8 @@ class Cluster:
         node.device.kept.clear()
         head = next((each.head for each in node.disk.checkpoints if each.root == saved.applied_root), b"")
         node.device.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
-        node.core = Node(
-            self.run_config, self.run_id, node.key, node.signer, Random(self.rng_name(node.index, node.life))
-        )
+        rng = Random(self.rng_name(node.index, node.life))
+        node.process = Lifetime(Node(self.run_config, self.run_id, node.key, node.signer, rng))
         self.give(node, Started(saved, forgetful, node.ticket))
         self.connections.refresh(node)
 
@@ -180,12 +199,10 @@ class Cluster:
         """SIGKILL: what was not persisted is gone, and of what was being written, as much as fate leaves."""
         if node.core is None:
             return
-        if node.is_writing:
-            writing = [effect for effect in node.queue if isinstance(effect, Persist)]
-            kept = 0
-            while kept < len(writing) and self.rng.random() < self.scenario.disk.kept:
-                kept += 1
-            self.driver.write(node, [persist.record for persist in writing[:kept]])
+        writing, kept = node.process.queue.writing, 0
+        while kept < len(writing) and self.rng.random() < self.scenario.disk.kept:
+            kept += 1
+        self.driver.write(node, writing[:kept])
         self._end(node)
         node.shelf.keep(node.disk.payloads)
 
@@ -195,15 +212,10 @@ class Cluster:
         node.has_left = node.is_gone = True
 
     def _end(self, node: SimNode) -> None:
-        node.core = None
+        node.process.queue.clear()  # it may be at it just now
+        node.process = Lifetime()
         node.life += 1
-        node.queue.clear()
-        node.inbox.clear()
-        node.questions.clear()
-        node.written, node.is_writing, node.fuse = 0, False, None
-        node.tick_at, node.asleep_until = NEVER, 0.0
         node.device.training, node.device.busy_until = None, 0.0
-        node.was_stalled = False
         self.connections.refresh(node)
 
     # -----------------------------------------------------------------------------------------------
@@ -274,8 +286,8 @@ class Cluster:
         node = item.node
         if node.life != item.life:
             return
-        if node.asleep_until > time:
-            heappush(self.heap, (node.asleep_until, next(self.order), item))
+        if node.process.asleep_until > time:
+            heappush(self.heap, (node.process.asleep_until, next(self.order), item))
             return
         item.action(*item.arguments)
 
@@ -284,14 +296,15 @@ class Cluster:
 
     def give(self, node: SimNode, event: Event) -> None:
         """Give a node an event, carry out what it wants, and see when it wants to be called."""
-        core = node.core
+        process = node.process
+        core = process.core
         if core is None:
             return
-        if node.asleep_until > self.now:
-            if len(node.inbox) < INBOX_MAX:
-                node.inbox.append(event)
+        if process.asleep_until > self.now:
+            if len(process.held_up) < HELD_UP_MAX:
+                process.held_up.append(event)
             return
-        local = node.offset + node.rate * self.now
+        local = node.clock.local(self.now)
         effects: Sequence[Effect | ToSome]
         try:
             effects = core.handle(event, local)
@@ -301,15 +314,15 @@ class Cluster:
         if self.observers:
             self._observe(node, event, effects, local)
         deadline = core.deadline
-        if deadline is not None and deadline < node.tick_at:
+        if deadline is not None and deadline < process.tick_at:
             self._schedule_tick(node, deadline)
         if effects:
             if node.liar is not None:
                 effects = node.liar.rewrite(self, node.index, list(effects))
             self.driver.carry_out(node, effects)
         elif type(event) is MessageReceived:  # only taken in: nothing was said, decided or applied
-            node.swallowed += 1
-            if node.swallowed % SWALLOWED_BETWEEN:
+            process.swallowed += 1
+            if process.swallowed % SWALLOWED_BETWEEN:
                 return
         if self.checkers and node.honest and not (self.is_sparing and not _is_progress(event, effects)):
             for checker in self.checkers:
@@ -320,59 +333,47 @@ class Cluster:
             observer(node, event, effects, local)
 
     def _schedule_tick(self, node: SimNode, deadline: float) -> None:
-        node.tick_at = deadline
-        time = (deadline - node.offset) / node.rate + 1e-6  # rounding must not bring it too early
+        node.process.tick_at = deadline
+        time = node.clock.virtual(deadline) + 1e-6  # rounding must not bring it too early
         self.timer(node, time, self._tick, node, deadline)
 
     def _tick(self, node: SimNode, due: float) -> None:
-        core = node.core
-        if core is None or node.tick_at != due:
+        process = node.process
+        core = process.core
+        if core is None or process.tick_at != due:
             return  # another one was scheduled meanwhile
-        node.tick_at = NEVER
+        process.tick_at = NEVER
         deadline = core.deadline
         if deadline is None:
             return
-        if deadline > node.local(self.now):
+        if deadline > node.clock.local(self.now):
             self._schedule_tick(node, deadline)
             return
         self.metrics.ticks[node.index] += 1
         self.give(node, Tick())
         self.metrics.look_for_stall(node)
-        is_busy = core.deadline is not None and core.deadline <= node.local(self.now)
-        node.busy = node.busy + 1 if is_busy else 0
-        if node.busy > TICKS_MAX:
+        is_busy = core.deadline is not None and core.deadline <= node.clock.local(self.now)
+        process.busy = process.busy + 1 if is_busy else 0
+        if process.busy > TICKS_MAX:
             raise Violation(f"node {node.index} wanted to be called at once {TICKS_MAX} times in a row: a busy loop")
 
     def set_clock(self, node: SimNode, jump: float, rate: float) -> None:
         """The node's clock jumps, and goes at this rate from now on."""
-        node.set_clock(self.now, jump, rate)
+        node.clock.set(self.now, jump, rate)
+        node.process.tick_at = NEVER
         if node.core is not None and node.core.deadline is not None:
             self._schedule_tick(node, node.core.deadline)
 
     def wake(self, node: SimNode) -> None:
         """The machine goes on: what waited comes in."""
-        node.asleep_until = 0.0
-        events, life = list(node.inbox), node.life
-        node.inbox.clear()
+        node.process.asleep_until = 0.0
+        events, life = list(node.process.held_up), node.life
+        node.process.held_up.clear()
         for event in events:
             if node.life == life:
                 self.give(node, event)
         if node.core is not None and node.core.deadline is not None:
             self._schedule_tick(node, node.core.deadline)
-
-    def decode(self, envelope: bytes) -> Received | None:
-        """A message, decoded and verified once for all; None if nobody takes it."""
-        received = self.decoded.get(envelope)
-        if received is None:
-            try:
-                received = decode(envelope, self.verifier)
-            except RemoteProtocolError:
-                return None
-            if len(self.decoded) >= DECODED_MAX:
-                for old in list(self.decoded)[: DECODED_MAX // 2]:
-                    del self.decoded[old]
-            self.decoded[envelope] = received
-        return received
 
     # -----------------------------------------------------------------------------------------------
     # The end

@@ -55,7 +55,7 @@ class Connections:
     def _is_possible(self, one: SimNode, other: SimNode) -> bool:
         network = self.cluster.network
         is_open = network.is_open(one.index, other.index) or network.is_open(other.index, one.index)
-        is_awake = max(one.asleep_until, other.asleep_until) <= self.cluster.now
+        is_awake = max(one.process.asleep_until, other.process.asleep_until) <= self.cluster.now
         return one.alive and other.alive and is_awake and is_open
 
     def _notice(self, one: SimNode, other: SimNode) -> None:

@@ -1,8 +1,8 @@
 """The driver of simulated nodes: carries out effects, as the daemon does with the real world.
 
-Effects are carried out in order, and what follows a `Persist` waits for the disk; all that waits to be persisted when
-the disk becomes free goes in one write. Training, applying and fetching take their time and come back as events. The
-state of a model is a chain of digests: what is applied to the same state gives the same state, and nothing else does.
+In which order, and what waits for the disk, is the effect queue's business, here as there (core/effect_queue.py).
+Training, applying and fetching take their time and come back as events. The state of a model is a chain of digests:
+what is applied to the same state gives the same state, and nothing else does.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Driver:
             ev.Train: self._train,
             ev.Apply: self._apply,
             ev.Return: self._return,
+            ev.Persist: lambda node, effect: None,  # it is on the disk
+            ev.NoteWrongState: self._note_wrong_state,
             ev.CatchUp: self._catch_up,
             ev.AskHistory: self._ask_history,
             ev.SendHistory: self._send_history,
@@ -74,42 +76,28 @@ class Driver:
     # The order of effects, and the disk
 
     def carry_out(self, node: SimNode, effects: Sequence[ev.Effect | ToSome]) -> None:
-        node.queue.extend(effects)
-        if not (node.is_writing or node.is_carrying):
-            self._go_on(node)
+        node.process.queue.add(effects)
+        self._go_on(node)
 
     def _go_on(self, node: SimNode) -> None:
         """Carry out what waits, as far as the disk allows."""
-        queue, actions = node.queue, self._actions  # when the process ends, nothing waits any more
-        node.is_carrying = True
-        while queue:
-            effect = queue[0]
-            if type(effect) is ev.Persist:
-                if not node.written:
-                    self._begin_to_write(node)
-                    break
-                node.written -= 1
-                queue.popleft()
-            else:
-                queue.popleft()
-                actions[type(effect)](node, effect)
-            if node.fuse is not None:
-                node.fuse -= 1
-                if node.fuse <= 0:
+        process = node.process
+
+        def act(effect: ev.Effect | ToSome) -> None:
+            self._actions[type(effect)](node, effect)
+            if process.fuse is not None:
+                process.fuse -= 1
+                if process.fuse <= 0:
                     self.cluster.kill(node)
-        node.is_carrying = False
 
-    def _begin_to_write(self, node: SimNode) -> None:
-        waiting = sum(type(effect) is ev.Persist for effect in node.queue)
-        mean = self.slow_disks.get(node.index, self.cluster.scenario.disk.fsync_seconds)
-        node.is_writing = True
-        seconds = self.rng.expovariate(1.0 / mean) if mean else 0.0
-        self.cluster.timer(node, self.cluster.now + seconds, self._written, node, waiting)
+        if records := process.queue.carry_out(act):
+            mean = self.slow_disks.get(node.index, self.cluster.scenario.disk.fsync_seconds)
+            seconds = self.rng.expovariate(1.0 / mean) if mean else 0.0
+            self.cluster.timer(node, self.cluster.now + seconds, self._written, node, records)
 
-    def _written(self, node: SimNode, waiting: int) -> None:
-        records = [effect.record for effect in node.queue if type(effect) is ev.Persist][:waiting]
+    def _written(self, node: SimNode, records: Sequence[ev.Record]) -> None:
         self.write(node, records)
-        node.is_writing, node.written = False, waiting
+        node.process.queue.written()
         self._go_on(node)
 
     def write(self, node: SimNode, records: Sequence[ev.Record]) -> None:
@@ -130,7 +118,7 @@ class Driver:
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
         """Ever: then others may have had good reason to follow whoever was left."""
-        counters = node.core.context.counters if node.core else {}
+        counters = node.core.view().counters if node.core else {}
         return bool(self.cluster.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
 
     # -----------------------------------------------------------------------------------------------
@@ -213,14 +201,14 @@ class Driver:
         cluster = self.cluster
         cluster.metrics.sent(node, "asked", REQUEST_BYTES)
         index = cluster.key_index.get(effect.peer, -1)
-        question = node.questions[index] = next(self.questions)
+        question = node.process.questions[index] = next(self.questions)
         is_there = self._tell(node, effect.peer, ev.HistoryAsked(node.key, effect.branch, effect.round))
         seconds = HISTORY_SECONDS if is_there else DIAL_SECONDS
         cluster.timer(node, cluster.now + seconds, self._give_up, node, index, question, effect.peer)
 
     def _give_up(self, node: SimNode, index: int, question: int, peer: bytes) -> None:
-        if node.questions.get(index) == question:
-            del node.questions[index]
+        if node.process.questions.get(index) == question:
+            del node.process.questions[index]
             self.cluster.give(node, ev.HistoryFailed(peer, "no answer"))
 
     def _send_history(self, node: SimNode, effect: ev.SendHistory) -> None:
@@ -232,7 +220,7 @@ class Driver:
             self.cluster.timer(peer, at, self._history_came, peer, node, encoded)
 
     def _history_came(self, node: SimNode, peer: SimNode, encoded: bytes) -> None:
-        if node.questions.pop(peer.index, None) is None:
+        if node.process.questions.pop(peer.index, None) is None:
             return  # nobody asked
         event: ev.Event
         try:
@@ -333,6 +321,9 @@ class Driver:
 
     def _return(self, node: SimNode, effect: ev.Return) -> None:
         self.cluster.metrics.returned[node.index] += 1
+
+    def _note_wrong_state(self, node: SimNode, effect: ev.NoteWrongState) -> None:
+        self.cluster.metrics.mismatches[node.index] += 1
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """One after the other."""

@@ -85,14 +85,14 @@ def _kill(cluster: Cluster, fault: sc.Storm, draw: Random, index: int) -> None:
         if draw.random() < 0.5:
             cluster.kill(node)
         else:
-            node.fuse = draw.randint(1, FUSE_MAX)
+            node.process.fuse = draw.randint(1, FUSE_MAX)
         seconds = draw.expovariate(1.0 / fault.down_seconds) if fault.down_seconds else 0.0
         cluster.at(min(cluster.now + seconds, fault.until), _after_kill, cluster, fault, node)
     _next_kill(cluster, fault, draw, index, cluster.now)
 
 
 def _after_kill(cluster: Cluster, fault: sc.Storm, node: SimNode) -> None:
-    if node.fuse is not None:  # it has done nothing since
+    if node.process.fuse is not None:  # it has done nothing since
         cluster.kill(node)
     _restart(cluster, node)
 
@@ -101,7 +101,7 @@ def _sleep(cluster: Cluster, number: int, fault: sc.Sleep) -> None:
     def fall_asleep() -> None:
         for node in _picked(cluster, fault.nodes):
             if node.alive:
-                node.asleep_until = fault.until
+                node.process.asleep_until = fault.until
                 cluster.timer(node, fault.until, cluster.wake, node)
         cluster.at(min(fault.at + SLEEP_SECONDS, fault.until), reconnect)
 

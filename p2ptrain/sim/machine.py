@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.events import CatchUp, Effect, Event, Train
 from p2ptrain.core.node import Node
 from p2ptrain.sim.disk import Disk
@@ -16,7 +17,7 @@ from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.rewriting import Liar, ToSome
 
 NEVER = float("inf")
-INBOX_MAX = 20_000  # events that wait for a machine that sleeps: what the buffers of its connections hold; a guess
+HELD_UP_MAX = 20_000  # events that wait for a machine that sleeps: what the buffers of its connections hold; a guess
 
 
 class Shelf:
@@ -66,15 +67,51 @@ class Device:
             del self.kept[next(iter(self.kept))]
 
 
+@dataclass(slots=True)
+class Lifetime:
+    """One life of a node: what is gone when it ends."""
+
+    core: Node | None = None  # None: the process is down
+    queue: EffectQueue[Effect | ToSome] = field(default_factory=EffectQueue)
+    held_up: deque[Event] = field(default_factory=deque)  # events that wait while the machine sleeps
+    asleep_until: float = 0.0
+    tick_at: float = NEVER  # local time of the next Tick that is on the heap
+    questions: dict[int, int] = field(default_factory=dict)  # histories asked for: by peer, which question
+    fuse: int | None = None  # effects until a SIGKILL
+    was_stalled: bool = False
+    busy: int = 0  # ticks in a row that left another one due
+    swallowed: int = 0  # messages that were only taken in
+
+
+@dataclass(slots=True)
+class LocalClock:
+    """A machine's own: local time is offset + rate * virtual time."""
+
+    offset: float
+    rate: float = 1.0
+
+    def local(self, now: float) -> float:
+        return self.offset + self.rate * now
+
+    def virtual(self, local: float) -> float:
+        return (local - self.offset) / self.rate
+
+    def set(self, now: float, jump: float, rate: float) -> None:
+        here = self.local(now) + jump
+        self.rate = rate
+        self.offset = here - rate * now
+
+
 class SimNode:
     """One node in the simulation."""
 
-    def __init__(self, index: int, key: bytes, signer: FakeSigner, disk: Disk, device: Device, shelf: Shelf) -> None:
-        self.index, self.key, self.signer = index, key, signer
-        self.disk, self.device, self.shelf = disk, device, shelf
-        self.core: Node | None = None  # None: the process is down
-        self.life = 0  # how often it was started
-        self.honest = True
+    def __init__(
+        self, index: int, signer: FakeSigner, disk: Disk, device: Device, shelf: Shelf, clock: LocalClock, honest: bool
+    ) -> None:
+        self.index, self.key, self.signer, self.honest = index, signer.key, signer, honest
+        self.disk, self.device, self.shelf, self.clock = disk, device, shelf, clock
+        self.process = Lifetime()
+        self.life = 0  # how often it was started, and has ended
         self.liar: Liar | None = None
         self.ticket = b""  # the invitation that it shows
         self.has_left = self.has_forgotten = False
@@ -82,31 +119,11 @@ class SimNode:
         self.applied: list[tuple[bytes, int, bytes, bytes]] = []  # branch, round, manifest, root
         self.moved_at = 0.0  # when its state was last another one
         self.peers: set[int] = set()  # whom it is connected with
-        # The clock: local time is offset + rate * virtual time.
-        self.offset, self.rate = 0.0, 1.0
-        self.tick_at = NEVER  # local time of the next Tick that is on the heap
-        self.asleep_until = 0.0
-        self.inbox: deque[Event] = deque()
-        # Effects that wait for the disk; the first `written` persists among them are on it.
-        self.queue: deque[Effect | ToSome] = deque()
-        self.written = 0
-        self.is_writing = False
-        self.fuse: int | None = None  # effects until a SIGKILL
-        self.is_carrying = False
-        self.questions: dict[int, int] = {}  # histories asked for: by peer, which question
-        self.was_stalled = False
-        self.busy = 0  # ticks in a row that left another one due
-        self.swallowed = 0  # messages that were only taken in
+
+    @property
+    def core(self) -> Node | None:
+        return self.process.core
 
     @property
     def alive(self) -> bool:
-        return self.core is not None
-
-    def local(self, now: float) -> float:
-        return self.offset + self.rate * now
-
-    def set_clock(self, now: float, jump: float, rate: float) -> None:
-        here = self.local(now) + jump
-        self.rate = rate
-        self.offset = here - rate * now
-        self.tick_at = NEVER
+        return self.process.core is not None

@@ -34,6 +34,7 @@ class Metrics:
         self.states_fetched: Counter[int] = Counter()  # that came, by node
         self.disconnects: Counter[int] = Counter()
         self.stalls: Counter[int] = Counter()
+        self.mismatches: Counter[int] = Counter()  # states that came out wrong, by node
         self.payloads_fetched = 0  # that came from another node
 
     # -----------------------------------------------------------------------------------------------
@@ -75,10 +76,10 @@ class Metrics:
         """Count the times that a node came to think that the quorum is lost."""
         if node.core is None:
             return
-        is_stalled = node.core.regrouping.is_stalled
-        if is_stalled and not node.was_stalled:
+        is_stalled = node.core.view().is_stalled
+        if is_stalled and not node.process.was_stalled:
             self.stalls[node.index] += 1
-        node.was_stalled = is_stalled
+        node.process.was_stalled = is_stalled
 
     # -----------------------------------------------------------------------------------------------
     # What comes of it

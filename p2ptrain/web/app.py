@@ -83,7 +83,7 @@ class App:
 
     def __init__(self, source: Source, guard: Guard, release: str, assets: Path = ASSETS) -> None:
         self.source, self.guard, self.events = source, guard, Events()
-        self.places: Places | None = None  # once there is a server
+        self.places = Places()  # for the connections of its server
         # In memory, all 70 kB: aiohttp leaves a file open when who asked for it hangs up as it is being opened.
         kept = [path for path in sorted(assets.iterdir()) if path.suffix in KINDS and path.is_file()]
         self._files = {path.name: path.read_bytes() for path in kept}
@@ -180,12 +180,12 @@ class App:
     def _own_metrics(self) -> Iterator[Metric]:
         places = self.places
         yield GaugeMetricFamily(
-            "p2ptrain_http_connections", "Open connections to the HTTP server.", value=len(places.open) if places else 0
+            "p2ptrain_http_connections", "Open connections to the HTTP server.", value=len(places.open)
         )
         yield CounterMetricFamily(
             "p2ptrain_http_connections_turned_away",
             "Connections without a request that had to make room, and those that found none.",
-            value=places.turned_away if places else 0,
+            value=places.turned_away,
         )
         yield GaugeMetricFamily("p2ptrain_http_watchers", "Who reads /events.", value=len(self.events.watchers))
         yield CounterMetricFamily(

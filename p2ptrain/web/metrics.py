@@ -15,41 +15,17 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from p2ptrain.core.complaints import Code
 from p2ptrain.core.reputation import Reason
 from p2ptrain.web.models import Direction, Purpose, Status
 
 PHASES = ("train", "collect", "agree", "apply")
-# How a complaint of `health` begins, and what it is called here.
-KINDS = {
-    "degraded": "degraded",
-    "checkpoints are not saved": "checkpoints_not_saved",
-    "records are not written": "records_not_written",
-    "halted": "halted",
-    "split": "split",
-    "banned": "banned",
-    "quarantined": "quarantined",
-    "stalled": "stalled",
-    "untrusted": "untrusted",
-    "catching up": "catching_up",
-    "silent": "silent",
-    "not admitted": "not_admitted",
-    "no peers": "no_peers",
-    "paused": "paused",
-    "over its memory limit": "over_memory",
-    "crash-only": "crash_only",
-}
-OTHER = "other"  # a complaint that is not in the table
 OUTCOMES = {
     "taken": "contributions taken",
     "expired": "contributions expired",
     "too_late": "contributions too late",
     "failed": "trainings failed",
 }
-
-
-def kind_of(complaint: str) -> str:
-    """Which of a bounded number of kinds a complaint is."""
-    return next((kind for words, kind in KINDS.items() if complaint.startswith(words)), OTHER)
 
 
 def _gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
@@ -120,12 +96,12 @@ def _of_learning(status: Status) -> Iterator[Metric]:
 
 
 def _of_node(status: Status) -> Iterator[Metric]:
-    kinds = {kind_of(complaint) for complaint in status.health}
-    named = [(kind, float(kind in kinds)) for kind in (*KINDS.values(), OTHER)]
-    yield _gauges("health", "1 for each kind of complaint that the node has.", "kind", named)
-    yield from _gauge(
-        "disk_degraded", "1 while the disk does not take what has to be saved first.", "degraded" in kinds
+    codes = {each.code for each in status.complaints}
+    yield _gauges(
+        "health", "1 for each complaint that the node has.", "kind", [(each.value, each in codes) for each in Code]
     )
+    is_degraded = Code.DEGRADED in codes
+    yield from _gauge("disk_degraded", "1 while the disk does not take what has to be saved first.", is_degraded)
     yield from _gauge(
         "disk_free_bytes", "What this node may still write to the disk of its run.", status.disk_free_bytes
     )

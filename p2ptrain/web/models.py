@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from p2ptrain.core.complaints import Complaint
+
 Purpose = Literal["gossip", "messages", "histories", "payloads", "states", "data", "questions", "other"]
 Direction = Literal["sent", "received"]
 Count = Annotated[int, Field(ge=0)]
@@ -110,6 +112,7 @@ class Status(Answer):
     held: Count = Field(description="contributions on offer that are here")
     waiting_for: Count = Field(description="contributions that the round still waits for")
     health: list[str] = Field(description="all that is not as it should be, the worst first; empty: nothing")
+    complaints: list[Complaint] = Field(description="the same as data")
     http: str | None = Field(description="where this is served; null: nowhere")
     loop_lag_seconds: float = Field(ge=0, description="how late the event loop was at worst in the last minute")
     uptime_seconds: float = Field(ge=0, description="since this daemon took up the run")

@@ -239,8 +239,8 @@ class Connection(web.RequestHandler):
 class Server:
     """Listens, for an application."""
 
-    def __init__(self, app: web.Application) -> None:
-        self.places = Places()
+    def __init__(self, app: web.Application, places: Places) -> None:
+        self.places = places
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
         self._server: asyncio.Server | None = None
 

@@ -64,7 +64,7 @@ function turn(next) {
   at("banner").classList.toggle("shown", BANNERS[next] !== "");
   document.body.classList.toggle("old", ["away", "failing", "locked"].includes(next));
   if (next in PILLS) {
-    at("state").dataset.state = "busy";
+    at("state").dataset.state = "warning";
     say("state-text", PILLS[next]);
   }
   due();

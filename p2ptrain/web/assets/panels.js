@@ -66,10 +66,10 @@ export function showHealth(status) {
   at("state").dataset.state = state;
   say("state-text", word);
   fill(at("health"), JSON.stringify(told), () =>
-    told.map(({ kind, title, text, raw }) => {
+    told.map(({ severity, title, advice, raw }) => {
       const item = make("li");
-      item.dataset.kind = kind;
-      item.append(make("b", "", title), make("span", "", text));
+      item.dataset.severity = severity;
+      item.append(make("b", "", title), make("span", "", advice));
       if (raw) item.append(make("span", "raw", raw));
       return item;
     }),

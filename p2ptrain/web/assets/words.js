@@ -69,48 +69,18 @@ export function reasons(counts) {
 // ---------------------------------------------------------------------------------------------------
 // Health
 
-// How a complaint begins; how grave it is; and what it means for whoever runs the node.
-const COMPLAINTS = [
-  ["degraded", "bad", "The disk takes nothing", "The node says and applies nothing until it can save it. Free some space, or look at the disk: it tries again by itself."],
-  ["checkpoints are not saved", "bad", "Its state is not saved", "It takes part, but after a restart it begins at an older state, and repeats what came since. Look at the disk and the memory: it tries again by itself."],
-  ["records are not written", "bad", "Its history is not written", "No round is lost, only what is told of them later. Look at the disk: it tries again by itself."],
-  ["halted", "bad", "The run has stopped, to be safe", "Two outcomes were certified for one round. That takes more liars than the roster can bear, and people have to decide how to go on."],
-  ["split", "bad", "The run has split in two", "Another part went its own way too long ago to be joined again. Whoever operates the run has to choose which one goes on."],
-  ["banned", "bad", "This node is banned", "Others have proof that it broke the rules, such as a key that is in use twice. It can come back only with a new identity."],
-  ["quarantined", "bad", "This node’s model is not the agreed one", "It takes no part until it has fetched the right one, which it does by itself. If this comes again, test the memory and do not overclock."],
-  ["stalled", "bad", "Too few members answer", "Rounds wait until enough of them are back. Look at your own connection first; if others are gone, those left regroup by themselves."],
-  ["no peers", "bad", "Nobody can be reached", "This node is alone, though others belong to the run. Check the network and the firewall; it goes on trying."],
-  ["untrusted", "busy", "Looking for the run that you named", "No peer has shown the history that was asked for yet."],
-  ["catching up", "busy", "Catching up", "Others are some rounds ahead. It fetches what is missing, and then trains with them again."],
-  ["silent", "busy", "Listening only, for a moment", "It does not know what it has said before it was started, and waits until nothing can be said twice."],
-  ["not admitted", "busy", "Not admitted yet", "Its work counts as soon as the members have let it in. That takes some rounds."],
-  ["paused outside its hours", "note", "Resting until its hours begin", "Its owner lets it train at other hours. It goes on voting and applying."],
-  ["paused on battery", "note", "Resting: the machine is on battery", "It trains again when it is plugged in. It goes on voting and applying."],
-  ["paused by its owner", "note", "Paused by its owner", "It trains no further, and goes on voting and applying. `p2ptrain resume` goes on."],
-  ["paused", "note", "Paused", "It trains no further, and goes on voting and applying. Below stands why."],
-  ["over its memory limit", "busy", "It takes more memory than its owner allows", "It goes on, and this machine may become slow. Raise the limit, or choose a smaller run."],
-  ["crash-only", "note", "A small run", "With fewer than four members, one that lies could not be outvoted. Among people who trust each other that is fine."],
-];
-const GRAVITY = ["good", "note", "busy", "bad"];
-const STATES = { good: "All is well", note: "All is well", busy: "Getting there", bad: "Needs a look" };
-
-export function complaint(raw) {
-  const found = COMPLAINTS.find(([begins]) => raw.startsWith(begins));
-  if (found === undefined) return { kind: "bad", title: "Something is not as it should be", text: "", raw: cut(raw) };
-  const [, kind, title, text] = found;
-  return { kind, title, text, raw: cut(raw) };
-}
+const GRAVITY = ["good", "info", "warning", "error"];
+const STATES = { good: "All is well", info: "All is well", warning: "Getting there", error: "Needs a look" };
 
 /** All that is to be said, and the one word for it. */
 export function health(status) {
-  const told = status.health.map(complaint);
-  const worst = told.reduce((most, each) => Math.max(most, GRAVITY.indexOf(each.kind)), 0);
-  const kind = GRAVITY[worst];
+  const told = status.complaints.map(({ severity, title, advice, text }) => ({ severity, title, advice, raw: cut(text) }));
+  const worst = GRAVITY[told.reduce((most, each) => Math.max(most, GRAVITY.indexOf(each.severity)), 0)];
   if (told.length === 0) {
-    const text = "It is connected, its disk works, it has the same model as the others, and its work counts.";
-    told.push({ kind: "good", title: "Nothing to complain of", text, raw: "" });
+    const advice = "It is connected, its disk works, it has the same model as the others, and its work counts.";
+    told.push({ severity: "good", title: "Nothing to complain of", advice, raw: "" });
   }
-  return { told, state: kind === "note" ? "good" : kind, word: STATES[kind] };
+  return { told, state: worst === "info" ? "good" : worst, word: STATES[worst] };
 }
 
 // Why a page does not have the rounds that it asked for, or has only those that it was told of since.
@@ -133,7 +103,7 @@ export function rounds({ total, stride }, whether) {
 /** Whether all have the same model, as far as this node can know. */
 export function agreement(status) {
   const number = status.certified_round;
-  if (status.health.some((each) => each.startsWith("quarantined"))) {
+  if (status.complaints.some(({ code }) => code === "quarantined")) {
     return ["other", "No: this node’s model differs from the certified one. It is fetching that."];
   }
   if (number === 0) return ["unknown", "Not known yet: the roster has certified no round so far."];

@@ -1,0 +1,50 @@
+"""The outbox: messages that wait to be published. Where there is no room the oldest goes, and is said again in time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+
+from p2ptrain.net.transport import TransportError
+
+OUTBOX_MAX = 1_024
+LOST = "messages not published"
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Outbox:
+    """Publishes one message after the other; what is lost it adds to `counters`."""
+
+    def __init__(self, publish: Callable[[bytes], Awaitable[None]], counters: Counter[str]) -> None:
+        self._publish, self._counters = publish, counters
+        self._waiting: deque[bytes] = deque()
+        self._has_any = asyncio.Event()
+
+    def put(self, envelope: bytes) -> None:
+        if len(self._waiting) >= OUTBOX_MAX:
+            self._waiting.popleft()
+            self._counters[LOST] += 1
+        self._waiting.append(envelope)
+        self._has_any.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._has_any.wait()
+            self._has_any.clear()
+            while self._waiting:
+                try:
+                    await self._publish(self._waiting[0])
+                except TransportError as error:
+                    self._counters[LOST] += 1
+                    log.debug("not published: %s", error)
+                self._waiting.popleft()
+
+    async def drain(self) -> None:
+        """For a second at most: what was said last should still go out."""
+        for _ in range(50):
+            if not self._waiting:
+                return
+            await asyncio.sleep(0.02)
