@@ -74,12 +74,12 @@ test-deploy: setup ## what checks deploy/ and trackers; installs the extras [dep
 	$(PIP) install --quiet -e '.[dev,deploy,wandb,tensorboard]'
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -rs --no-skips tests/test_deploy_*.py tests/test_tracking*.py
 
-gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: the same, tiny, on a CPU; ONLY=steps)
+gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: tiny, on a CPU; ONLY=steps; JSON=file)
 	@if [ -x $(VENV)/bin/python ] || ! ls $(GPU_WHEELS)/*.whl > /dev/null 2>&1; then $(MAKE) --no-print-directory setup; \
-	else $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(GPU_SITE) $(GPU_WHEELS)/*.whl; fi
-	$(if $(SMALL),,env -u OMP_NUM_THREADS) PYTHONPATH=$(GPU_SITE) \
-	  $$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo $(PYTHON)) \
-	  -m benchmarks.gpu $(if $(SMALL),--small) $(ONLY:%=--only %)
+	else rm -rf $(GPU_SITE) && for wheel in $(GPU_WHEELS)/*.whl; do $(PYTHON) -m zipfile -e $$wheel $(GPU_SITE) || exit 1; done; fi
+	$(if $(SMALL),,env -u OMP_NUM_THREADS) \
+	  $$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo env PYTHONPATH=$(GPU_SITE) $(PYTHON)) \
+	  -m benchmarks.gpu $(if $(SMALL),--small) $(ONLY:%=--only %) $(JSON:%=--json %)
 
 gpu-wheels: setup ## what `make gpu` takes on a machine without a network, as wheels in out/gpu-wheels
 	$(VENV)/bin/python benchmarks/gpu/wheels.py $(GPU_WHEELS)

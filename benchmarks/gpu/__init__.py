@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,13 @@ def model_config(name: str, **changes: int) -> ModelConfig:
     return ModelConfig.model_validate(MODELS[name] | changes)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """As a whole or not at all: who writes may be ended at any moment."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(value, indent=1) + "\n")
+    new.replace(path)
+
+
 class Report:
     """A part's figures, on the disk as soon as each is known: a part that is ended early has told what it had."""
 
@@ -44,7 +53,7 @@ class Report:
 
     def add(self, name: str, figure: Any) -> None:
         self.figures[name] = figure
-        self.path.write_text(json.dumps(self.figures, indent=1) + "\n")
+        write_json(self.path, self.figures)
         print(f"{name}: {json.dumps(figure)}", flush=True)
 
 
@@ -78,9 +87,9 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def median_ms(work: Callable[[], Any], device: torch.device, turns: int) -> float:
-    """After one turn that warms up, where there is more than one."""
-    if turns > 1:
+def median_ms(work: Callable[[], Any], device: torch.device, turns: int, *, warm_up: bool = True) -> float:
+    """After one turn that warms up."""
+    if warm_up:
         work()
     return round(1e3 * statistics.median(seconds_of(work, device) for _ in range(turns)), 3)
 
@@ -90,13 +99,11 @@ class Peak:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        gc.collect()  # what has gone in a circle would count as taken before
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        else:
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-        self.before = self._most()
+        self.before = self._most() if device.type == "cuda" or _forget_the_most() else None
 
     def _most(self) -> int:
         if self.device.type == "cuda":
@@ -105,12 +112,25 @@ class Peak:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
     @property
-    def taken_mb(self) -> float:
-        return round((self._most() - self.before) / 1e6, 1)
+    def taken_mb(self) -> float | None:
+        """None where the system does not tell."""
+        return None if self.before is None else round((self._most() - self.before) / 1e6, 1)
 
 
-def ratio(one: float, other: float) -> float:
-    return round(one / other, 4)
+def _forget_the_most() -> bool:
+    """The process's peak starts anew; False where the system has no such thing, as in some containers."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """None where there is nothing to compare."""
+    return round(one / other, 4) if one is not None and other else None
 
 
 def spread(values: Sequence[float]) -> list[float]:

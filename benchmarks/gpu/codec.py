@@ -1,13 +1,14 @@
 """A round's arithmetic without training: encode, pack, check, apply and root, on the device and on a CPU.
 
-Milliseconds (medians after a warm-up; of 1B on a CPU one turn) and the most memory that each took beside weights,
-gradient and residual. Ten contributions are applied. Both sides apply the same payloads to the same weights, and their
-roots have to be equal.
+Milliseconds (medians after a warm-up; at 1B one turn of what takes seconds) and the most memory that each took beside
+weights, gradient and residual; for pack and check, which a CPU does on both sides, main memory. Ten contributions are
+applied. Both sides apply the same payloads to the same weights, as often, and their roots have to be equal.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu import Peak, Report, median_ms, model_config, run_part
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn.aggregate import apply_payloads
-from p2ptrain.learn.codec import PayloadFormat, pack, unpack
+from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.recipes import Residual
 from p2ptrain.learn.root import state_root
@@ -28,7 +29,8 @@ VOCABULARIES = {"124m": 50_304}
 KS = (8, 32)
 CONTRIBUTIONS, DIFFERENT = 10, 3
 CPU = torch.device("cpu")
-LONG_PARAMETERS = 500_000_000  # from here on one turn has to do on a CPU
+LONG_PARAMETERS = 500_000_000  # from here on one turn has to do of what takes seconds
+LEAST_SECONDS = {"1b": 25.0}  # that one side takes; a size that is not here always fits
 
 
 def views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
@@ -42,20 +44,26 @@ def drawn(count: int, seed: int, device: torch.device) -> Tensor:
 
 
 def measure(
-    shapes: list[tuple[int, ...]], k: int, device: torch.device, weights: Tensor, payloads: list[bytes]
-) -> tuple[dict[str, Any], list[bytes]]:
-    """The figures, and the payloads that were applied: made here if there are none yet."""
-    count = weights.numel()
-    turns = 1 if device.type == "cpu" and count > LONG_PARAMETERS else 3
+    shapes: list[tuple[int, ...]],
+    k: int,
+    device: torch.device,
+    weights: Tensor,
+    gradients: list[Tensor],
+    payloads: list[bytes],
+    *,
+    root_timed: bool,
+) -> dict[str, Any]:
+    """The figures. Payloads are made here of the gradients if there are none yet."""
+    long = weights.numel() > LONG_PARAMETERS
     recipe = RecipeConfig(k=k)
     layout = Layout(shapes, recipe.chunk)
     form = PayloadFormat.of(layout, recipe)
     residual = Residual(layout, device)
-    gradient, state = drawn(count, 1, device), weights.to(device, copy=True)
-    figures: dict[str, Any] = {"payload_bytes": form.payload_bytes}
+    gradient, state = gradients[0].to(device), weights.to(device, copy=True)
+    figures: dict[str, Any] = {"parameters": weights.numel(), "payload_bytes": form.payload_bytes}
     number = 0
 
-    def encode() -> Any:
+    def encode() -> Contribution:
         nonlocal number
         residual.add(views(gradient, shapes), 0.999)
         contribution = residual.take(number, recipe)
@@ -63,31 +71,52 @@ def measure(
         number += 1
         return contribution
 
-    def timed(name: str, work: Any) -> None:
-        figures[f"{name}_ms"] = median_ms(work, device, turns)
-        peak = Peak(device)
+    def timed(name: str, work: Callable[[], Any], turns: int, memory_of: torch.device = device) -> None:
         if turns > 1:
             work()
-            figures[f"{name}_mb"] = peak.taken_mb
+        peak = Peak(memory_of)
+        figures[f"{name}_ms"] = median_ms(work, device, turns, warm_up=False)
+        figures[f"{name}_mb"] = peak.taken_mb
 
-    timed("encode", encode)
+    timed("encode", encode, 1 if long and device.type == "cpu" else 3)
     contribution = encode()
-    timed("pack", lambda: pack(contribution, form))
+    timed("pack", lambda: pack(contribution, form), 1 if long else 3, CPU)
     if not payloads:
         made = []
-        for seed in range(DIFFERENT):
+        for each in gradients:
             residual.clear()
-            gradient = drawn(count, 10 + seed, device)
+            gradient = each.to(device)
             made.append(pack(encode(), form))
-        payloads = [made[index % DIFFERENT] for index in range(CONTRIBUTIONS)]
-    timed("check", lambda: unpack(payloads[0], form))
+        payloads += [made[index % len(made)] for index in range(CONTRIBUTIONS)]
+    timed("check", lambda: unpack(payloads[0], form), 1 if long else 3, CPU)
     rate, parameters = Fraction(1, 1000), views(state, shapes)
-    timed("apply", lambda: apply_payloads(layout, recipe, form, payloads, rate, parameters))
-    timed("root", lambda: state_root(state))
-    state.copy_(weights)
-    apply_payloads(layout, recipe, form, payloads, rate, parameters)
-    figures["root"] = state_root(state).hex()
-    return figures, payloads
+    timed("apply", lambda: apply_payloads(layout, recipe, form, payloads, rate, parameters), 1 if long else 3)
+
+    def root() -> None:
+        figures["root"] = state_root(state).hex()
+
+    if root_timed:
+        timed("root", root, 1 if long else 3)
+    else:
+        root()
+    return figures
+
+
+def measure_both(
+    report: Report, name: str, k: int, shapes: list[tuple[int, ...]], weights: Tensor, gradients: list[Tensor]
+) -> bool | None:
+    """Whether the roots are equal; None: there was no time for both sides."""
+    payloads: list[bytes] = []
+    roots = []
+    for side, device in (("device", report.device), ("cpu", CPU)):
+        if report.seconds_left < LEAST_SECONDS.get(name, 0.0):
+            report.add(f"{name}, k={k}, {side}", {"left_out": f"only {report.seconds_left:.0f} s were left"})
+            return None
+        figures = measure(shapes, k, device, weights, gradients, payloads, root_timed=k == KS[0])
+        roots.append(figures["root"])
+        report.add(f"{name}, k={k}, {side}", figures)
+    report.add(f"{name}, k={k}, roots_equal", roots[0] == roots[1])
+    return roots[0] == roots[1]
 
 
 def main(report: Report) -> None:
@@ -98,16 +127,13 @@ def main(report: Report) -> None:
             model = Transformer(model_config(name, **vocabulary))
         shapes = [tuple(parameter.shape) for parameter in model.parameters()]
         count = sum(parameter.numel() for parameter in model.parameters())
+        if report.seconds_left < LEAST_SECONDS.get(name, 0.0):
+            report.add(name, {"left_out": f"only {report.seconds_left:.0f} s were left"})
+            continue
         weights = drawn(count, 0, report.device).mul_(0.02).to(CPU)
-        for k in KS:
-            roots, payloads = set(), []
-            for device in (report.device, CPU):
-                figures, payloads = measure(shapes, k, device, weights, payloads)
-                roots.add(figures["root"])
-                side = "device" if device is report.device else "cpu"
-                report.add(f"{name}, k={k}, {side}", {"parameters": count} | figures)
-            if len(roots) != 1:
-                bad.append((name, k))
+        gradients = [drawn(count, 1 + seed, report.device) for seed in range(DIFFERENT)]
+        bad += [(name, k) for k in KS if measure_both(report, name, k, shapes, weights, gradients) is False]
+        del weights, gradients  # before those of the next size are made
     report.add("roots_equal", not bad)
     if bad:
         sys.exit(f"roots differ: {bad}")

@@ -2,7 +2,8 @@
 
 Held-out loss, in nats a byte, over time, steps and a peer's bytes. The text is what every machine with torch and
 transformers has: their sources and Python's, byte by byte, with a fiftieth held out. AdamW synchronises fully, each
-step; its bytes are fp32 gradients. One device does the work of all eight, so seconds compare methods, not swarms.
+step; its bytes are fp32 gradients. One device does the work of all eight, so seconds compare methods, not swarms. Of
+the rounds that fit into the time, a tenth warm up; the outer rate of `local` does not, which takes few rounds.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ TEXT_BYTES, TEXT_BYTES_SMALL = 48 * 2**20, 2**20
 FILE_BYTES_MAX = 2**19  # of one source file: the largest are tables
 SOURCES = ("transformers", "torch", "numpy")
 EVALUATED = 32  # held-out sequences
-WARM_UP_ROUNDS = 10
+WARM_UP_SHARE = 0.1  # of the rounds
 METHODS: dict[str, dict[str, Any]] = {
     "adamw": {"learning_rate": Fraction(6, 10_000)},
     "distro": {"learning_rate": Fraction(4, 10_000)},
-    "local": {"local_steps": 10, "inner_learning_rate": Fraction(6, 10_000), "learning_rate": Fraction(1)},
+    "local": {
+        "warmup_rounds": 0,
+        "local_steps": 10,
+        "inner_learning_rate": Fraction(6, 10_000),
+        "learning_rate": Fraction(1),
+    },
 }
 
 
@@ -71,49 +77,89 @@ def text(folder: Path, size: int) -> TokenDataset:
     return TokenDataset.open(folder / "data", made.digest)
 
 
-def learn(report: Report, dataset: TokenDataset, method: str, seconds: float) -> dict[str, Any]:
-    # Of 256 tokens a model of GPT-2's 124M parameters has more layers.
-    config = model_config("tiny") if report.small else model_config("124m", layers=18)
-    peers = PEERS_SMALL if report.small else PEERS
-    recipe = RecipeConfig.model_validate(
-        {"name": "distro" if method == "adamw" else method, "sequences_per_pass": 4, "warmup_rounds": WARM_UP_ROUNDS}
-        | METHODS[method]
-    )
-    model = Transformer(config)
-    initialise(model, 0)
-    live = LiveModel(model.to(report.device), autocast=report.device.type == "cuda")
-    swarm = FullySynchronised(recipe, live) if method == "adamw" else Swarm(recipe, live, peers)
-    length, count = config.sequence_length, recipe.sequences_per_pass * recipe.local_steps
-    held_out = dataset.held_out_batch(np.arange(min(EVALUATED, dataset.held_out_sequences(length))), length)
+class Peers:
+    """A model, as it was first made for each method anew, and what its peers read."""
+
+    def __init__(self, report: Report, dataset: TokenDataset) -> None:
+        # Of 256 tokens a model of GPT-2's 124M parameters has more layers.
+        config = model_config("tiny") if report.small else model_config("124m", layers=18)
+        self.device, self.dataset, self.length = report.device, dataset, config.sequence_length
+        self.count = PEERS_SMALL if report.small else PEERS
+        model = Transformer(config)
+        initialise(model, 0)
+        self.live = LiveModel(model.to(self.device), autocast=self.device.type == "cuda")
+        self.first = self.live.weights.clone()
+        chosen = np.arange(min(EVALUATED, dataset.held_out_sequences(self.length)))
+        self.held_out = torch.from_numpy(dataset.held_out_batch(chosen, self.length)).to(self.device)
+
+    def swarm(self, method: str, warmup_rounds: int) -> Swarm | FullySynchronised:
+        recipe = RecipeConfig.model_validate(
+            {"name": "distro" if method == "adamw" else method, "sequences_per_pass": 4, "warmup_rounds": warmup_rounds}
+            | METHODS[method]
+        )
+        self.live.weights.copy_(self.first)
+        if method == "adamw":
+            return FullySynchronised(recipe, self.live)
+        return Swarm(recipe, self.live, self.count)
 
     @torch.no_grad()
-    def loss() -> float:
-        parts = torch.split(torch.from_numpy(held_out).to(report.device), recipe.sequences_per_pass)
-        return float(sum(live.loss(part) * len(part) for part in parts) / len(held_out))
+    def loss(self, sequences: int) -> float:
+        parts = torch.split(self.held_out, sequences)
+        return float(sum(self.live.loss(part) * len(part) for part in parts) / len(self.held_out))
 
-    def batches(number: int, peer: int) -> list[torch.Tensor]:
-        found = shard(1, number, peer, peers, count, dataset.sequences(length))
-        whole = torch.from_numpy(dataset.batch(found, length)).to(report.device)
-        return list(torch.split(whole, recipe.sequences_per_pass))
+    def round_seconds(self, swarm: Swarm | FullySynchronised, number: int) -> float:
+        """Do a round, and say how long it took."""
+        start, each = time.perf_counter(), swarm.config.sequences_per_pass
+        batches = []
+        for peer in range(self.count):
+            sequences = self.dataset.sequences(self.length)
+            found = shard(1, number, peer, self.count, each * swarm.config.local_steps, sequences)
+            whole = torch.from_numpy(self.dataset.batch(found, self.length)).to(self.device)
+            batches.append(list(torch.split(whole, each)))
+        swarm.round(number, batches)
+        wait_for(self.device)
+        return time.perf_counter() - start
 
-    curve, spent, number = [[0, 0.0, 0, round(loss(), 4)]], 0.0, 0
-    while spent < seconds:
-        start = time.perf_counter()
-        swarm.round(number, [batches(number, peer) for peer in range(peers)])
-        wait_for(report.device)
-        spent += time.perf_counter() - start
+    def warmup_rounds(self, method: str, seconds: float) -> int:
+        """By the time of a round, for which two are tried; a recipe that names its own keeps it."""
+        if "warmup_rounds" in METHODS[method]:
+            return METHODS[method]["warmup_rounds"]
+        swarm = self.swarm(method, 0)
+        each = [self.round_seconds(swarm, number) for number in range(2)][1]
+        return max(1, int(WARM_UP_SHARE * seconds / each))
+
+
+def learn(report: Report, peers: Peers, method: str, seconds: float) -> None:
+    """Reports after each point of the curve: what is cut off has told what it had."""
+    warmup_rounds = peers.warmup_rounds(method, seconds)
+    swarm = peers.swarm(method, warmup_rounds)
+    recipe = swarm.config
+    curve: list[list[float]] = []  # steps, seconds, bytes of a peer, held-out loss
+    spent, last, number, told = 0.0, 0.0, 0, 0
+
+    def tell() -> None:
+        loss = round(peers.loss(recipe.sequences_per_pass), 4)
+        curve.append([number * recipe.local_steps, round(spent, 2), number * swarm.payload_bytes, loss])
+        figures = {
+            "parameters": peers.live.weights.numel(),
+            "peers": peers.count,
+            "tokens_a_step": peers.count * recipe.sequences_per_pass * peers.length,
+            "bytes_a_step": swarm.payload_bytes / recipe.local_steps,
+            "rounds": number,
+            "warmup_rounds": warmup_rounds,
+            "loss": loss,
+            "curve": curve,
+        }
+        report.add(method, figures)
+
+    tell()
+    while not number or spent + last < seconds:
+        last = peers.round_seconds(swarm, number)
+        spent += last
         number += 1
-        if number >= 1.4 * max(1, curve[-1][0] // recipe.local_steps) or spent >= seconds:
-            sent = number * swarm.payload_bytes
-            curve.append([number * recipe.local_steps, round(spent, 2), sent, round(loss(), 4)])
-    return {
-        "parameters": live.weights.numel(),
-        "peers": peers,
-        "tokens_a_step": peers * recipe.sequences_per_pass * length,
-        "bytes_a_step": swarm.payload_bytes / recipe.local_steps,
-        "loss": curve[-1][3],
-        "curve": curve,  # steps, seconds, bytes of a peer, held-out loss
-    }
+        if number >= 1.4 * max(1, told) or spent + last >= seconds:
+            told = number
+            tell()
 
 
 def main(report: Report) -> None:
@@ -122,10 +168,10 @@ def main(report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dataset = text(Path(folder), TEXT_BYTES_SMALL if report.small else TEXT_BYTES)
         report.add("text_bytes", dataset.manifest.training.tokens)
-        left = len(METHODS)
+        peers, left = Peers(report, dataset), len(METHODS)
         for method in METHODS:
             seconds = (report.seconds_left - 5 * left) / left if not report.small else 4.0
-            report.add(method, learn(report, dataset, method, max(1.0, seconds)))
+            learn(report, peers, method, max(1.0, seconds))
             left -= 1
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from trainer_known import RECIPES, TINY, embedded, make, swarm_round
 
 from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
 from p2ptrain.daemon.energy import meter_of
+from p2ptrain.learn import aggregate
+from p2ptrain.learn import model as model_module
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
@@ -28,12 +31,20 @@ from p2ptrain.learn.trainer import Trainer
 from p2ptrain.learn.transform import Layout
 
 DEVICE = torch.device(os.environ.get("GPU_TESTS_DEVICE") or "cuda")
+if DEVICE.type == "cuda" and DEVICE.index is None:
+    DEVICE = torch.device("cuda", 0)  # a limit of memory can only be set with an index
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"
     ),
 ]
+CUDA_ALONE = pytest.mark.skipif(DEVICE.type != "cuda", reason="of a CUDA device; the CPU has tests of its own")
+
+
+def on_device(**settings: object) -> DeviceConfig:
+    """With one thread: each trainer sets how many torch uses."""
+    return DeviceConfig.model_validate({"name": str(DEVICE), "threads": 1, "autocast": "off"} | settings)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +61,8 @@ def memory_of_bytes(size: int) -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + size) / total, DEVICE)
+    allowed = min(1.0, (torch.cuda.memory_reserved(DEVICE) + size) / total)
+    torch.cuda.set_per_process_memory_fraction(allowed, DEVICE)
     try:
         yield
     finally:
@@ -83,7 +95,9 @@ def test_it_is_exact_also_where_tf32_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("name", ["distro", "demo", "local"])
-def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same(name: str) -> None:
+def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In memory for the weights and hardly more: votes and blocks are refused by the device itself."""
     shapes = [(2_048, 2_048), *SHAPES]
     recipe = RecipeConfig(name=name, outer="normalised", weight_decay=Fraction(1, 10))
@@ -91,19 +105,37 @@ def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same
     form = PayloadFormat.of(layout, recipe)
     payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(5)]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    roots = []
+    roots, real, used = [], aggregate.where_it_fits, set()
+
+    def noted(work: Callable[[torch.device], Any], device: torch.device) -> Any:
+        def note_and_work(where: torch.device) -> Any:
+            used.add(where.type)
+            return work(where)
+
+        return real(note_and_work, device)
+
+    monkeypatch.setattr(aggregate, "where_it_fits", noted)
     for device, size in ((torch.device("cpu"), 2**40), (DEVICE, 2**40), (DEVICE, 2**22), (DEVICE, 2**10)):
         flat = weights(7, (sum(sizes),)).to(device)
         views = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        used.clear()
         with memory_of_bytes(size):
             apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), views)
+        fits = size == 2**40
+        assert used == ({device.type} if fits else {DEVICE.type, "cpu"}), "where there is no memory, the CPU took over"
         roots.append(state_root(flat).hex())
     assert len(set(roots)) == 1
 
 
 def test_it_chooses_the_same_coefficients() -> None:
+    """As magnitudes: of equal ones at the edge either may be taken."""
     coefficients = weights(9, (3_000, 4_096))
-    assert (largest(coefficients.to(DEVICE), 32) == largest(coefficients, 32)).all()
+    magnitudes = []
+    for device in (torch.device("cpu"), DEVICE):
+        indices = torch.from_numpy(largest(coefficients.to(device), 32).astype("int64"))
+        assert (indices.diff(dim=1) > 0).all()
+        magnitudes.append(coefficients.abs().gather(1, indices).sort(dim=1).values)
+    assert torch.equal(*magnitudes)
 
 
 def test_a_root_of_many_pieces_is_that_of_the_cpu() -> None:
@@ -116,7 +148,7 @@ def test_a_root_of_many_pieces_is_that_of_the_cpu() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_swarm_with_a_cpu_stays_the_same_bits(dataset: TokenDataset, name: str, autocast: str) -> None:
     cpu = make(dataset, name)
-    other = Trainer(cpu.run, DeviceConfig(name=str(DEVICE), autocast=autocast), dataset)
+    other = Trainer(cpu.run, on_device(autocast=autocast), dataset)
     before = cpu.evaluate()
     for round_number in range(10):
         swarm_round([cpu, other], round_number)
@@ -128,7 +160,7 @@ def test_a_swarm_with_a_cpu_stays_the_same_bits(dataset: TokenDataset, name: str
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_it_saves_a_cpu_goes_on_with(dataset: TokenDataset, name: str, tmp_path: Path) -> None:
     cpu = make(dataset, name)
-    other = Trainer(cpu.run, DeviceConfig(name=str(DEVICE), autocast="off"), dataset)
+    other = Trainer(cpu.run, on_device(), dataset)
     swarm_round([other], 0)
     other.save(tmp_path / "state")
     cpu.load(tmp_path / "state")
@@ -136,16 +168,39 @@ def test_what_it_saves_a_cpu_goes_on_with(dataset: TokenDataset, name: str, tmp_
     assert torch.equal(cpu.recipe.residual.coefficients, other.recipe.residual.coefficients.cpu())
 
 
-@pytest.mark.parametrize("settings", [{"checkpointing": True}, {"sequences_per_pass": 1}])
+@pytest.mark.parametrize(
+    ("settings", "passes", "is_checkpointed"),
+    [({}, [4], False), ({"checkpointing": True}, [4], True), ({"sequences_per_pass": 1}, [1, 1, 1, 1], False)],
+)
 def test_settings_that_save_memory_change_a_step_by_rounding_alone(
-    dataset: TokenDataset, settings: dict[str, object]
+    dataset: TokenDataset,
+    settings: dict[str, object],
+    passes: list[int],
+    is_checkpointed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And they do what they say: so many sequences a pass, and each layer computed again."""
     run = make(dataset).run
-    losses = []
-    for changed in ({}, settings):
-        config = DeviceConfig.model_validate({"name": str(DEVICE), "autocast": "off"} | changed)
-        losses.append(Trainer(run, config, dataset).train(0, 0, 1)[0].loss)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    plain = Trainer(run, on_device(), dataset).train(0, 0, 1)[0]
+    trainer = Trainer(run, on_device(**settings), dataset)
+    sizes, layers = [], []
+    loss, checkpoint = trainer.live.model.loss, model_module.checkpoint
+
+    def noted_loss(batch: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(batch))
+        return loss(batch)
+
+    def noted_checkpoint(block: torch.nn.Module, *rest: Any, **options: Any) -> Any:
+        layers.append(block)
+        return checkpoint(block, *rest, **options)
+
+    monkeypatch.setattr(trainer.live.model, "loss", noted_loss)
+    monkeypatch.setattr(model_module, "checkpoint", noted_checkpoint)
+    step = trainer.train(0, 0, 1)[0]
+    assert step.loss == pytest.approx(plain.loss, rel=1e-4)
+    assert step.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-3)
+    assert sizes == passes
+    assert layers == (list(trainer.live.model.layers) if is_checkpointed else [])
 
 
 def larger_run(dataset: TokenDataset) -> RunConfig:
@@ -158,7 +213,7 @@ def test_out_of_memory_it_trains_on_with_fewer_sequences(
 ) -> None:
     """The device itself refuses: what is left is a third of what a pass takes."""
     run = larger_run(dataset)
-    trainer = Trainer(run, DeviceConfig(name=str(DEVICE), autocast="off"), dataset)
+    trainer = Trainer(run, on_device(), dataset)
     with memory_of_bytes(need_of(run, Passes(device=DEVICE.type)).activations // 3):
         loss = trainer.train(0, 0, 1)[0].loss
         payload = trainer.contribute(0)
@@ -169,15 +224,14 @@ def test_out_of_memory_it_trains_on_with_fewer_sequences(
         assert "out of memory in a pass of 32 sequences (cuda" in caplog.text
 
 
+@CUDA_ALONE
 def test_what_it_takes_is_what_was_told(dataset: TokenDataset) -> None:
-    if DEVICE.type != "cuda":
-        return  # the CPU has tests of its own
     run = larger_run(dataset)
     for autocast in ("off", "bf16"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(DEVICE)
         before = torch.cuda.memory_allocated(DEVICE)
-        trainer = Trainer(run, DeviceConfig(name=str(DEVICE), autocast=autocast), dataset)
+        trainer = Trainer(run, on_device(autocast=autocast), dataset)
         trainer.train(0, 0, 1)
         trainer.apply(0, [trainer.contribute(0)] * 10)
         took = torch.cuda.max_memory_allocated(DEVICE) - before
@@ -201,11 +255,10 @@ def test_votes_on_the_device_are_those_of_the_cpu() -> None:
     assert torch.equal(*states)
 
 
+@CUDA_ALONE
 def test_a_card_tells_what_it_draws() -> None:
     """NVML really answers; of a processor another test knows the files."""
-    if DEVICE.type != "cuda":
-        return
-    meter = meter_of(torch.device("cuda", torch.cuda.current_device()))
+    meter = meter_of(DEVICE)
     before = meter.read()[0][0]
     much = torch.randn(4_096, 4_096, device=DEVICE)
     for _ in range(300):
