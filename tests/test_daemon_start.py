@@ -138,3 +138,18 @@ def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:
     status, _, err = p2ptrain("identity", "new", *place)
     assert (status, "there is a file already" in err) == (2, True)
     assert Identity.load(path).key == identity.key
+
+
+def test_a_run_that_does_not_fit_is_refused_on_both_ways_in_before_anything_is_made(swarm: Swarm) -> None:
+    """Of memory one byte is allowed; who is allowed enough tells what the run takes before it takes it."""
+    first = swarm.first().start().until_up()
+    assert first.text.index("takes about") < first.text.index("p2ptrain join --bootstrap")
+    assert " of main memory (weights " in first.text
+    limit = {"P2PTRAIN_LIMITS__MEMORY_BYTES": "1"}
+    beginning = swarm.add("beginning", "start", swarm.run_file("other"), **limit).start()
+    joining = swarm.joiner("joining", first.address, **limit).start()
+    for node in (beginning, joining):
+        assert node.until_ended(SECONDS_TO_END) == 2
+        assert "limits.memory_bytes: run " in node.text.splitlines()[-1]
+        assert not list(node.directory.rglob("*.bin")) and not (node.directory / "data").exists()
+        assert not (node.directory / "runs").exists() or not list((node.directory / "runs").rglob("run.json"))

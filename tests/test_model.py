@@ -442,3 +442,20 @@ def test_a_layer_that_is_computed_again_gives_the_same_gradients() -> None:
         model.loss(random_tokens(2, TINY.sequence_length + 1)).backward()
         gradients.append(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]))
     assert torch.equal(*gradients)
+
+
+def test_the_fused_loss_in_bf16_is_that_of_cross_entropy_within_its_rounding() -> None:
+    """Products are bf16, sums of exponentials are not."""
+    inputs, table = weights(1, (64, 32)).requires_grad_(), weights(2, (50, 32)).requires_grad_()
+    targets = torch.arange(64) * 7 % 50
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = FusedLoss.apply(inputs, table, targets, True)
+    found.backward()
+    exact = [each.detach().clone().requires_grad_() for each in (inputs, table)]
+    expected = functional.cross_entropy(exact[0] @ exact[1].T, targets)
+    expected.backward()
+    assert found.dtype == torch.float32
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-3)
+    assert float(found.detach()) != float(expected.detach()), "it was computed in bf16"
+    for each, other in zip((inputs, table), exact, strict=True):
+        assert float((each.grad - other.grad).norm() / other.grad.norm()) < 1e-2
