@@ -45,7 +45,9 @@ def _exported(swarm: Swarm, node: Daemon, name: str) -> tuple[int, bytes]:
     out = swarm.directory / name
     status, told, err = p2ptrain("export", out, "--data-dir", node.directory)
     assert status == 0
-    assert all("not certified: the newest root that the log certifies is of round" in line for line in err.splitlines())
+    assert all(
+        "not certified: the newest root that the log certifies is of round" in line for line in err.splitlines()
+    ), err
     assert ", certified by this node's log: " in told
     assert "; after this round 1 with a vote, of 1 admitted |" in (out / "README.md").read_text()
     content = (out / "model.safetensors").read_bytes()
