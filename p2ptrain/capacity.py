@@ -38,7 +38,7 @@ def free_memory_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """What the machine has, swap included, or less where the process is limited to less."""
+    """Returns the machine's memory with swap, or the limit of the process where that is lower."""
     there = int(psutil.virtual_memory().total + psutil.swap_memory().total)
     return min(
         [there, *(most for group in _groups("memory") for name, _, _ in LIMITS for most in _numbers(group, name))]

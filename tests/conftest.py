@@ -8,9 +8,8 @@ import signal
 import pytest
 from hypothesis import settings
 
-# Before torch is imported: two processes that use both cores run five times slower than with a thread each.
+# Before any test imports torch: two processes that use both cores run five times slower than with a thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
-
 
 # Examples are slow on a busy machine, which is no fault of the code: pytest's timeout is the deadline. In CI
 # the same examples are tried every time, so that a red run can be repeated; at a desk they differ.

@@ -41,7 +41,7 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
         "nothing; a node goes on from what is on its disk when it is started again",
     ),
 }
-# What status 1 says of these, by command.
+# Why a command ends with status 1, and what to do about it.
 FOUND: dict[str, tuple[str, str]] = {
     "audit": ("something that the node kept is wrong", "it names the file; a node without it gets it from its peers"),
     "checkpoint verify": (

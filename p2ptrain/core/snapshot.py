@@ -146,11 +146,11 @@ class NodeView:
         return by_gravity(told)
 
     # -----------------------------------------------------------------------------------------------
-    # What was counted
+    # Counters
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened how often, by name, in this life."""
+        """Counts events by name since the start."""
         return dict(sorted(self._node.context.counters.items()))
 
     @property

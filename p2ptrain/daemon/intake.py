@@ -29,7 +29,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # a task, and its na
 
 
 class Intake:
-    """What one node hears. `is_admitted` says of whom more is heard, `keep` takes a payload that came with its
+    """Takes in what a node hears. `is_admitted` says of whom more is heard, `keep` takes a payload that came with its
     announcement.
     """
 

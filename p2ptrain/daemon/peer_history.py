@@ -1,4 +1,4 @@
-"""What peers have done, over all starts of this node, as records for people.
+"""Records for people of what peers have done, over all starts of this node.
 
 The core tallies what it sees, and counts anew with each start, and for whoever it has forgotten meanwhile; here the
 differences are added up. Records are written with those of rounds (rounds.py).
@@ -20,7 +20,7 @@ POINTS_WAITING_MAX = 1_000  # rows that wait for a disk in trouble; then the old
 
 @dataclass(slots=True)
 class Deeds:
-    """What peers have done since the last look."""
+    """Returns what peers have done since the last look."""
 
     late: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
