@@ -11,6 +11,7 @@ import pytest
 from connections_known import ME, RUN, A, B, C, Seen, address, key, others
 from net_known import at, skipping_time, until
 
+from p2ptrain.core import wire
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import inquiry
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
@@ -26,7 +27,7 @@ from p2ptrain.net.connections import (
 from p2ptrain.net.known import ADDRESSES_MAX, Origin
 from p2ptrain.net.memory import Network
 from p2ptrain.net.records import VALUE_BYTES_MAX
-from p2ptrain.net.transport import TransportError
+from p2ptrain.net.transport import Stream, TransportError
 
 # ---------------------------------------------------------------------------------------------------
 # Dialling
@@ -87,6 +88,28 @@ async def test_who_lets_us_in_and_hangs_up_is_dialled_ever_less_often() -> None:
         network.unlink(ME, A, "an outage")
         await until(lambda: len(node.dials) == count + 1)
         assert asyncio.get_running_loop().time() < lost_at + 2.0
+
+
+@skipping_time
+async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_it_is() -> None:
+    network = Network()
+    node = Seen(network)
+    peer, _ = await others(network, A, B)
+    node.connections.add(network.address(B), Origin.USER)
+    async with node.running() as connections:
+        await at(310.0)  # searches are a minute apart by now
+        await peer.connect(network.address(ME))
+        await until(lambda: node.told == [("seen", B), ("seen", A)])
+        await at(313.0)
+        assert connections.remembered() == [network.address(B)]
+
+        async def told(stream: Stream) -> None:
+            await stream.receive(inquiry.QUESTION_BYTES_MAX)
+            await stream.send(wire.encode(inquiry.Peers((network.address(A),))))
+
+        await peer.serve(inquiry.PROTOCOL, told)
+        await until(lambda: connections.remembered() == [network.address(B), network.address(A)])
+        assert asyncio.get_running_loop().time() < 320.0
 
 
 @skipping_time

@@ -106,9 +106,10 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, device, keeping, launch.state)
     started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)
-    await stack.enter_async_context(edges.lines)
-    await stack.enter_async_context(edges.server)
+    # Questions first: whoever finds that we speak the run's protocol asks at once where we can be reached.
     await inquiry.serve(transport, daemon.ask_by_peer, edges.upload)
+    await stack.enter_async_context(edges.server)
+    await stack.enter_async_context(edges.lines)
     return daemon, started
 
 

@@ -38,6 +38,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import inquiry
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
 from p2ptrain.net.known import ADDRESSES_MAX, Known, Origin, Standing, Stranger
+from p2ptrain.net.tasks import pauses
 from p2ptrain.net.transport import Transport, TransportError
 
 LOOK_SECONDS = 1.0  # between looks at who is connected: a unix socket and a few hundred bytes
@@ -233,7 +234,15 @@ class Connections:
         known = self._of(peer)
         known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
         self.seen(peer)
-        await self._ask_around(peer)
+        await self._learn_addresses(peer)
+
+    async def _learn_addresses(self, peer: bytes) -> None:
+        """Asks a peer that has come where it is to be found until it answers: it may still be starting. Whoever came to
+        us and has never told could not be found again after a restart."""
+        for pause in pauses():
+            if peer not in self.linked or await self._ask_around(peer):
+                return
+            await asyncio.sleep(pause)
 
     def takes_part(self, peer: bytes) -> None:
         """It has said so itself: a stranger a moment ago, it was only starting."""
@@ -373,12 +382,19 @@ class Connections:
                 wait = min(2 * wait, SEARCH_SECONDS_MAX)
             await asyncio.sleep(wait)
 
-    async def _ask_around(self, peer: bytes) -> None:
-        """Peers know peers, and themselves; more certain than the DHT, and at once."""
-        with contextlib.suppress(TransportError, RemoteProtocolError):
-            took = self._of(peer).answered_in.append
-            for address in await inquiry.ask_peers(self.transport, peer, self.run_id, took):
-                self._take_hint(address, peer)
+    async def _ask_around(self, peer: bytes) -> bool:
+        """Asks a peer for its own addresses and those of others, which is more certain than the DHT, and at once;
+        whether it answered."""
+        took = self._of(peer).answered_in.append
+        try:
+            addresses = await inquiry.ask_peers(self.transport, peer, self.run_id, took)
+        except TransportError:
+            return False
+        except RemoteProtocolError:
+            return True  # nonsense, which a second question would not mend
+        for address in addresses:
+            self._take_hint(address, peer)
+        return True
 
     def _take_hints(self, hints: dict[bytes, bytes]) -> None:
         for peer, value in hints.items():
