@@ -107,7 +107,7 @@ def test_the_package_keeps(rule: Rule) -> None:
 
 def test_the_exceptions_and_the_window_are_there() -> None:
     assert {*map(PurePosixPath, INSIDE | JOINTS), BEGINS_WITH_AN_EVENT} <= {*MODULES}
-    assert {"context", "line", "parts", "here", "work"} <= PARTS
+    assert {"context", "line", "here", "work"} <= PARTS
     assert all(hasattr(Node, name) for name in WINDOW - {"deadline"})
 
 

@@ -147,13 +147,13 @@ def test_a_large_payload_is_fetched_from_its_author() -> None:
     assert bench.hear(offer) == [ev.Fetch(offer.payload, BYTES, (KEYS[2],))]
     assert bench.hear(offer) == []
     assert bench.do(ev.PayloadArrived(offer.payload, True)) == []
-    assert bench.node.parts.payloads.held == {offer.payload: True}
+    assert bench.node.context.payloads.held == {offer.payload: True}
 
 
 def test_a_payload_that_nobody_wanted_is_not_taken_for_held() -> None:
     bench = Bench(4, me=1)
     assert bench.do(ev.PayloadArrived(announced(KEYS[2]).payload, True)) == []
-    assert bench.node.parts.payloads.held == {}
+    assert bench.node.context.payloads.held == {}
 
 
 def test_whoever_holds_a_payload_is_asked_when_its_author_fails() -> None:

@@ -175,7 +175,7 @@ def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None
 def test_after_a_restart_nobody_waits_for_who_lets_the_round_pass(names_its_own: bool, closes: bool) -> None:
     """The other has said what it holds: our contribution alone, or its own too, which is still to come."""
     bench = started_again(Bench(2), 10.0)
-    (mine,) = [offer.announcement for offer in bench.node.parts.offers.by_name.values()]
+    (mine,) = [offer.announcement for offer in bench.node.context.offers.by_name.values()]
     other = bench.others[0]
     bench.hear(bench.available(other, (mine, announced(other, 1)) if names_its_own else (mine,)))
     assert (bench.node.here.closed_at is not None) is closes

@@ -68,7 +68,7 @@ def test_two_announcements_for_one_round_are_told_to_everyone_once() -> None:
     )
     assert bench.hear(offers[1], attachment=payload(KEYS[2], 1, b"\1"), good=True) == [ev.Publish(*envelopes(proof))]
     assert bench.hear(offers[2], attachment=payload(KEYS[2], 1, b"\2"), good=True) == []
-    assert list(bench.node.parts.requests.by_name) == [name_of(proof)]
+    assert list(bench.node.context.requests.by_name) == [name_of(proof)]
 
 
 def test_two_votes_for_one_place_are_told_to_everyone() -> None:
@@ -95,7 +95,7 @@ def test_evidence_goes_into_the_availability_and_the_manifest_bans() -> None:
     named = [bench.available(key, offers, requests=(name_of(proof),)) for key in KEYS[:3]]
     assert bench.node.here.mine == signed(named[1])
     proposal, manifest = bench.proposed(
-        named, offers, asked={name_of(proof): bench.node.parts.requests.request(name_of(proof))}
+        named, offers, asked={name_of(proof): bench.node.context.requests.request(name_of(proof))}
     )
     assert (manifest.evidence, manifest.banned, manifest.unseated) == ((name_of(proof),), (KEYS[3],), (KEYS[3],))
     bench.hear_all(named[0], named[2], proposal)
@@ -207,7 +207,7 @@ def test_a_newcomer_is_admitted_contributes_and_gets_a_seat() -> None:
     bench = Bench(4, me=1, admission={"probation_rounds": 1})
     request = JoinRequest(RUN, 1, b"", STRANGER)
     assert bench.hear(request) == []
-    named_requests = {name_of(request): bench.node.parts.requests.request(name_of(request))}
+    named_requests = {name_of(request): bench.node.context.requests.request(name_of(request))}
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(request),)) for key in KEYS[:3]]
     proposal, manifest = bench.proposed(named, offers, asked=named_requests)
@@ -215,7 +215,7 @@ def test_a_newcomer_is_admitted_contributes_and_gets_a_seat() -> None:
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
     assert [entry.key for entry in bench.state.admitted] == sorted((*KEYS[:4], STRANGER))
-    assert bench.node.parts.requests.by_name == {}
+    assert bench.node.context.requests.by_name == {}
     bench.do(ev.Applied(RUN, 1, root_of(1)))
     theirs = announced(STRANGER, 2, inline=True)
     bench.hear_offer(theirs)
@@ -231,7 +231,7 @@ def test_a_leaver_votes_until_a_manifest_carries_its_leave() -> None:
     leave = Leave(RUN, 1, ME)
     bench.now = 1.0
     assert bench.do(ev.StopRequested()) == [ev.Publish(*envelopes(leave))]
-    asked = {name_of(leave): bench.node.parts.requests.request(name_of(leave))}
+    asked = {name_of(leave): bench.node.context.requests.request(name_of(leave))}
     bench.now = 9.0
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(leave),)) for key in KEYS[:3]]

@@ -112,7 +112,7 @@ def test_who_missed_a_round_by_little_is_waited_for_in_the_next() -> None:
         return offers
 
     offers = bench.collect()
-    bench.node.parts.arrivals.missed(late)
+    bench.node.context.arrivals.missed(late)
     bench.agree(offers)
     offers = (*others_offer(2), announced(bench.me, 2, branch=bench.state.branch))
     bench.agree(offers)  # at once: nobody waits for it

@@ -200,7 +200,7 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(peer=peers, shift=shifts, pick=picks, root=st.integers(0, 3), heard=st.integers(0, 255))
     def somebody_holds(self, peer: int, shift: int, pick: int, root: int, heard: int) -> None:
-        offers, requests = sorted(self.node.parts.offers.by_name), sorted(self.node.parts.requests.by_name)
+        offers, requests = sorted(self.node.context.offers.by_name), sorted(self.node.context.requests.by_name)
         odd = (digest("core test", bytes([pick]))[:16],)
         held = {0: (), 1: odd, 2: tuple(sorted({*offers[:1], *odd}))}.get(pick, tuple(offers))
         refused = odd if pick == 3 else tuple(offers[:1]) if pick == 4 else ()
@@ -305,7 +305,7 @@ class Anyone(RuleBasedStateMachine):
                     offer = announced(key, at.round + 1, inline=True, branch=at.branch)
                     self.hear(offer, attachment=payload(key, at.round + 1), good=True)
             self.training_ends(True, 1)
-            offers = self.node.parts.offers.attestable(at)[0]
+            offers = self.node.context.offers.attestable(at)[0]
             for key in at.members:
                 if key != self.bench.me and self.state is at:
                     self.hear(self.bench.available(key, held=offers))
@@ -351,7 +351,11 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(names=st.integers(0, 3), peer=peers, pick=picks, back=st.integers(0, 4))
     def somebody_asks(self, names: int, peer: int, pick: int, back: int) -> None:
-        known = [*self.node.parts.offers.by_name, *(each[:16] for each in self.node.here.availabilities), NOWHERE[:16]]
+        known = [
+            *self.node.context.offers.by_name,
+            *(each[:16] for each in self.node.here.availabilities),
+            NOWHERE[:16],
+        ]
         self.do(ev.Asked(self.author(peer), tuple(known[: names * 3])))
         self.do(ev.HistoryAsked(self.author(peer), self.branch(pick), bounded(self.state.round - back)))
 

@@ -1,4 +1,4 @@
-"""What the parts of a node share: who it is, what time it is, and its voice.
+"""Everything that the parts of a node share: its identity, the time, its voice, and what outlives a round.
 
 A message that may be said only once goes to the disk before it goes out, so that a node that is killed in between
 says the same again and not something else. A node that no longer knows what it has said, or that comes back to a
@@ -14,6 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from p2ptrain.config import RunConfig
+from p2ptrain.core.arrivals import Arrivals
 from p2ptrain.core.events import Effect, Persist, Publish, Said, Send
 from p2ptrain.core.messages import (
     NOTHING,
@@ -29,7 +30,10 @@ from p2ptrain.core.messages import (
     message_digest,
     signed_bytes,
 )
+from p2ptrain.core.offers import Offers
+from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.reputation import Reputation
+from p2ptrain.core.requests import Requests
 from p2ptrain.core.tally import Tallies
 
 SILENT_BRANCHES_MAX = 64  # branches left; the oldest is forgotten, and by then its rounds are long past
@@ -68,6 +72,11 @@ class Context:
         self.counters: Counter[str] = Counter()
         self.reputation = Reputation()
         self.tallies = Tallies()  # of contributions, for people
+        self.payloads = Payloads(self)
+        self.offers = Offers(run.agreement.staleness_rounds_max, self.payloads)
+        self.requests = Requests(self)
+        self.arrivals = Arrivals()
+        self.applied_root: tuple[int, bytes] = (0, NOTHING)  # the round and root that our availabilities carry
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
         self.heard_at: dict[bytes, float] = {}  # when a member last said something about the round we are in
         self.silent: dict[bytes, int] = {}  # by branch: the last round in which we say nothing
@@ -77,6 +86,7 @@ class Context:
         self.silent_everywhere = -1  # the same on any branch: what we said there is lost
         self.is_halted = False  # more than f members have lied, and nothing that we say could be trusted
         self.published_at = 0.0
+        self.round_began_at = 0.0  # the round before this one
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)

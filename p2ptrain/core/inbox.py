@@ -187,9 +187,9 @@ class Inbox:
                 self._ahead(author, message.branch, message.round - overlap)
             if message.round > state.round + 2 + overlap:
                 return
-        elif not state.may_take(message, node.parts.offers.staleness):
+        elif not state.may_take(message, node.context.offers.staleness):
             if (author, message.round) not in state.taken:
-                arrivals = node.parts.arrivals
+                arrivals = node.context.arrivals
                 if message.round > arrivals.noted.get(author, 0):  # peers repeat what they have heard
                     self.context.tallies.of(author).late += 1
                     arrivals.note(author, message.round, self.context.now)
@@ -200,8 +200,8 @@ class Inbox:
     def _offer(self, sender: bytes, received: Received, asked_for: bool, payload_good: bool | None) -> None:
         node, message = self.node, received.message
         assert isinstance(message, Announcement)
-        payloads = node.parts.payloads
-        verdict = node.parts.offers.add(received, asked_for)
+        payloads = node.context.payloads
+        verdict = node.context.offers.add(received, asked_for)
         if sender != self.context.me:  # then it was said before a restart, and counted
             self._tally(message.author, verdict)
         if verdict in (Verdict.USELESS, Verdict.FULL):
@@ -210,7 +210,7 @@ class Inbox:
         if message.author in node.here.roster.seat:
             self.context.heard_at[message.author] = self.context.now
         if verdict is Verdict.CONFLICT:
-            self._accuse(node.parts.offers.conflicting(received), received)
+            self._accuse(node.context.offers.conflicting(received), received)
         if payload_good is not None and payloads.came_along(message.payload, payload_good, message.payload_bytes):
             self.payload_came(message.payload, received.name)
         known = payloads.checked(message.payload, message.payload_bytes)
@@ -230,10 +230,10 @@ class Inbox:
 
     def payload_came(self, payload: bytes, but: bytes = b"") -> None:
         """It is here, and whoever has announced it, but for one announcement, has told the truth about it or not."""
-        parts = self.node.parts
-        for offer in list(parts.offers.by_payload.get(payload, ())):
+        context = self.node.context
+        for offer in list(context.offers.by_payload.get(payload, ())):
             if offer.name != but:
-                self.payload_checked(offer.announcement, parts.offers.is_good(offer.announcement))
+                self.payload_checked(offer.announcement, context.offers.is_good(offer.announcement))
 
     def payload_checked(self, message: Announcement, good: bool, is_ripe: bool = False) -> None:
         """The payload of an announcement is here, and good or bad. `is_ripe`: this round may take it."""
@@ -243,8 +243,8 @@ class Inbox:
             context.tallies.refuse(message.author, Refusal.BAD_PAYLOAD)
             context.reputation.note(message.author, Reason.MALFORMED, context.now)
             return
-        node.parts.arrivals.note(message.author, message.round, context.now)
-        if is_ripe or node.line.state.may_take(message, node.parts.offers.staleness):
+        node.context.arrivals.note(message.author, message.round, context.now)
+        if is_ripe or node.line.state.may_take(message, node.context.offers.staleness):
             node.here.offer_held(message.author)
 
     # -----------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Inbox:
             self._useless(event.sender)
             return
         try:
-            is_new = node.parts.requests.add(event.received, node.line.state, asked_for)
+            is_new = node.context.requests.add(event.received, node.line.state, asked_for)
         except RemoteProtocolError:
             is_new = False
         if not is_new:
@@ -338,7 +338,7 @@ class Inbox:
         context.counters["lies proved"] += 1
         evidence = prove(first.envelope, second.envelope)
         received = Received(evidence, message_digest(evidence), encode(evidence), b"")
-        node.parts.requests.add(received, node.line.state)
+        node.context.requests.add(received, node.line.state)
         context.publish(received)
         return True
 

@@ -41,7 +41,6 @@ from p2ptrain.core.messages import (
     Vote,
     decode,
 )
-from p2ptrain.core.parts import Parts
 from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason
@@ -65,7 +64,6 @@ class Node:
         self.context = Context(run, run_id, me, signer, rng)
         self.deadline: float | None = None
         self.has_started = False
-        self.parts: Parts
         self.line: Line
         self.here: Round
         self.work: Work
@@ -163,8 +161,8 @@ class Node:
             agreement.stage,
             agreement.timer,
             agreement.views[agreement.view].proposal,
-            len(self.parts.requests.by_name),
-            self.parts.payloads.deadline,
+            len(self.context.requests.by_name),
+            self.context.payloads.deadline,
             catching_up.deadline,
             catching_up.is_behind,
             len(regrouping.calls),
@@ -181,7 +179,6 @@ class Node:
                 context.reputation.restore(saved.scores, context.now)
             except DataError:  # what was observed is a help, and no reason not to start
                 context.counters["saved scores damaged"] += 1
-        self.parts = Parts(context)
         self.line = Line.restored(saved, context.run_id, context.run.agreement.history_rounds)
         is_forgetful = event.forgetful and self.line.state.members != (context.me,)
         if is_forgetful:
@@ -193,12 +190,12 @@ class Node:
                 context.silent_everywhere = silence.round
         if is_forgetful or context.silent_everywhere >= NUMBER_MAX:
             self.recalled, context.silent_everywhere = {}, NUMBER_MAX
-        self.work = Work(context, self.parts, self.line, saved.applied_round, saved.applied_root)
+        self.work = Work(context, self.line, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
         self.catching_up = CatchingUp(context, self.line, self._may_follow, lambda: self.regrouping.has_waited)
         if saved.halted is not None:
             context.is_halted, self.catching_up.proof_of_lies = True, (saved.halted.first, saved.halted.second)
-        self.membership = Membership(context, self.parts.requests, event.ticket)
+        self.membership = Membership(context, context.requests, event.ticket)
         self.inbox = Inbox(self)
         if event.trust:
             self.trust = Trust(context, self.line, event.trust)
@@ -225,7 +222,7 @@ class Node:
             elif isinstance(received.message, Announcement):
                 self.inbox.announcement(context.me, received, asked_for=True)
             elif isinstance(received.message, JoinRequest | Leave | Evidence):
-                self.parts.requests.add(received, self.line.state, asked_for=True)
+                self.context.requests.add(received, self.line.state, asked_for=True)
         here.agreement.restore(
             votes, [each for each in backing if isinstance(each.message, Proposal | Vote)], context.now
         )
@@ -259,11 +256,11 @@ class Node:
         self.work.failed(event.round)
 
     def _payload_arrived(self, event: ev.PayloadArrived) -> None:
-        if self.parts.payloads.arrived(event.payload, event.good, event.payload_bytes):
+        if self.context.payloads.arrived(event.payload, event.good, event.payload_bytes):
             self.inbox.payload_came(event.payload)
 
     def _fetch_failed(self, event: ev.FetchFailed) -> None:
-        self.parts.payloads.failed(event.payload, event.peer)
+        self.context.payloads.failed(event.payload, event.peer)
 
     def _applied(self, event: ev.Applied) -> None:
         self.work.applied(event.branch, event.round, event.root)
@@ -331,7 +328,7 @@ class Node:
             self.membership.tick(self.line.state, is_current=False)
             self._rest(self.trust.deadline, self.membership.deadline(self.line.state))
             return
-        self.parts.payloads.tick()
+        self.context.payloads.tick()
         self.here.tick()
         while True:
             if self.here.closed_at is not None:
@@ -346,7 +343,7 @@ class Node:
         self.membership.tick(self.line.state, self.work.is_current and not self.catching_up.is_behind)
         self._rest(
             self.here.deadline,
-            self.parts.payloads.deadline,
+            self.context.payloads.deadline,
             self.regrouping.deadline,
             self.catching_up.deadline,
             self.work.deadline,
@@ -410,17 +407,17 @@ class Node:
     def _begin_round(self, before: Round | None = None) -> None:
         context, state = self.context, self.line.state
         self.catching_up.advanced()
-        self.parts.offers.prune(state)
-        self.parts.requests.prune(state)
+        self.context.offers.prune(state)
+        self.context.requests.prune(state)
         self._keep_payloads()
         admitted = state.place
         context.heard_at = {key: at for key, at in context.heard_at.items() if key in admitted}
-        self.parts.arrivals.forget(admitted)
+        self.context.arrivals.forget(admitted)
         context.tallies.forget(admitted)
         self.regrouping = Regrouping(context, state)
         if before is not None:
             before.agreement.release()
-        self.here = Round(context, self.parts, state)
+        self.here = Round(context, state)
         if records := context.remembered(state.branch, self.here.number):
             self._stand_by(records)
         self.inbox.begin_round()
@@ -438,7 +435,7 @@ class Node:
             context.emit(ev.Persist(ev.Observed(scores)))
 
     def _keep_payloads(self) -> None:
-        self.parts.payloads.keep(self.parts.offers.by_payload.keys() | self.work.payloads_needed())
+        self.context.payloads.keep(self.context.offers.by_payload.keys() | self.work.payloads_needed())
 
     def _adopt(self, verified: Verified) -> None:
         """Follow what a peer has proved."""
@@ -486,10 +483,10 @@ class Node:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Every buffer's size and bound."""
-        context, parts = self.context, self.parts
+        context = self.context
         members = self.line.state.place
         owners: tuple[Any, ...] = (
-            parts.offers, parts.payloads, parts.requests, parts.arrivals, self.line, self.here, self.work,
+            context.offers, context.payloads, context.requests, context.arrivals, self.line, self.here, self.work,
             self.repair, self.catching_up, self.regrouping, self.inbox, context.reputation,
             context.tallies, *([self.trust] if self.trust else []),
         )  # fmt: skip

@@ -11,13 +11,16 @@ covers the length: of what is here it is known, and an announcement with another
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from p2ptrain.core.context import Context
 from p2ptrain.core.events import Fetch
 from p2ptrain.core.messages import ADMITTED_MAX
 from p2ptrain.core.reputation import Reason
+
+if TYPE_CHECKING:
+    from p2ptrain.core.context import Context
 
 SOURCES_MAX = 8  # that one fetch tries; the next tries others
 RETRY_SECONDS = 1.0  # after all sources have failed; doubles

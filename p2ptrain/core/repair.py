@@ -51,7 +51,7 @@ class Repair:
         """Where we stand."""
         seat = here.roster.seat
         view = here.agreement.views[here.agreement.view]
-        offers = here.parts.offers.by_author
+        offers = here.context.offers.by_author
         return self.context.signed(
             Hello(
                 (PROTOCOL_VERSION,),
@@ -117,7 +117,7 @@ class Repair:
     def _is_level(self, here: Round, hello: Hello) -> bool:
         """Whether a peer plainly lacks nothing: then nothing is looked through."""
         mine = here.agreement.views[here.agreement.view]
-        counts = len(here.available), len(mine.prevotes), len(mine.precommits), len(here.parts.offers.by_author)
+        counts = len(here.available), len(mine.prevotes), len(mine.precommits), len(here.context.offers.by_author)
         bitmaps = hello.available, hello.prevoted, hello.precommitted, hello.announced
         return hello.view == here.agreement.view and all(
             count == 0 or int.from_bytes(seats, "little").bit_count() == here.roster.size
@@ -136,7 +136,7 @@ class Repair:
             if seat not in available:
                 lacking += here.available.get(key, [])[:2]
             if seat not in announced:
-                lacking += [offer.received for offer in here.parts.offers.by_author.get(key, [])[:2]]
+                lacking += [offer.received for offer in here.context.offers.by_author.get(key, [])[:2]]
         return lacking
 
     def _of_view(self, here: Round, number: int, hello: Hello | None) -> list[Received]:
@@ -196,8 +196,8 @@ class Repair:
         found: list[Received] = []
         size = 0
         for name in dict.fromkeys(names[:HANDED_MAX]):
-            offer = here.parts.offers.by_name.get(name)
-            received = offer.received if offer else known.get(name) or here.parts.requests.received(name)
+            offer = here.context.offers.by_name.get(name)
+            received = offer.received if offer else known.get(name) or here.context.requests.received(name)
             if received is not None:
                 size += len(received.envelope)
                 if size > HANDED_BYTES_MAX or not self.may_send(peer, len(received.envelope)):

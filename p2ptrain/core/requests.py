@@ -7,14 +7,18 @@ has asked to leave, twice, could not be convicted, and a crowd that leaves would
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
 
 from p2ptrain.core.admission import check_request
-from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import Request
 from p2ptrain.core.messages import REQUESTS_MAX, Evidence, JoinRequest, Leave, Received
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from p2ptrain.core.context import Context
 
 JOINS_MAX = REQUESTS_MAX // 2
 EVIDENCE_MAX = REQUESTS_MAX // 2  # beside joins and leaves; three times as many as liars are tolerated

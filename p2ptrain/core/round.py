@@ -28,7 +28,6 @@ from p2ptrain.core.messages import (
     read,
     signature_of,
 )
-from p2ptrain.core.parts import Parts
 from p2ptrain.core.questions import NAMES_MAX, Questions
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import bitmap, proposers
@@ -52,13 +51,13 @@ class Judged:
 class Round:
     """The round after `state`."""
 
-    def __init__(self, context: Context, parts: Parts, state: AgreedState) -> None:
-        self.context, self.parts, self.state = context, parts, state
+    def __init__(self, context: Context, state: AgreedState) -> None:
+        self.context, self.state = context, state
         self.branch, self.number, self.roster = state.branch, state.round + 1, state.roster
         self.is_member = context.me in self.roster.seat
         self.began = context.now
         context.enter(self.branch, self.number)
-        self.heard_since, parts.last_began = parts.last_began, context.now
+        self.heard_since, context.round_began_at = context.round_began_at, context.now
         self.closed_at: float | None = None  # when collecting ended
         self.mine: Received | None = None  # my availability
         self.mine_held = 0  # contributions that it names
@@ -79,7 +78,7 @@ class Round:
             self._may_propose,
             (float(agreement.view_seconds), float(agreement.view_seconds_max)),
         )
-        parts.arrivals.begin(self.number, context.now)
+        context.arrivals.begin(self.number, context.now)
         self.collect_at: float | None = None
         self.waiting: set[bytes] = set()
         self.has_any = self.is_blind = False  # blind: after a restart, when no pace is known
@@ -90,28 +89,28 @@ class Round:
 
     def _expect(self) -> None:
         """Work out whom to wait for, and until when."""
-        arrivals, me = self.parts.arrivals, self.context.me
+        arrivals, me = self.context.arrivals, self.context.me
         members = self.roster.members
         usual, strangers = arrivals.patience(members)
-        self.has_any = any(self.parts.offers.has_from(author, self.state) for author in self.parts.offers.by_author)
+        self.has_any = any(self.context.offers.has_from(author, self.state) for author in self.context.offers.by_author)
         if usual is None:
             stall = float(self.context.run.agreement.stall_seconds)
             # We have an offer from before a restart, and know of no arrival: the others may have gone meanwhile.
             self.is_blind = self.has_any
             self.collect_at = self.context.now + stall if self.has_any else None
-            self.waiting = {key for key in members if not self.parts.offers.has_from(key, self.state)}
+            self.waiting = {key for key in members if not self.context.offers.has_from(key, self.state)}
             return
         others = [entry.key for entry in self.state.admitted]
         expected = arrivals.expected(members, others, usual)
         unknown = any(key not in arrivals.offsets for key in members if key != me)
         self.collect_at = self.began + (strangers if unknown else usual)
-        self.waiting = {key for key in expected if not self.parts.offers.has_from(key, self.state)}
+        self.waiting = {key for key in expected if not self.context.offers.has_from(key, self.state)}
 
     def heard_late(self, author: bytes) -> None:
         """Its last contribution missed its round, maybe by little: then this round waits for its next one."""
         is_open = self.closed_at is None and self.collect_at is not None
-        has_one = self.parts.offers.has_from(author, self.state)
-        if is_open and not has_one and self.parts.arrivals.is_in_time(author, self.roster.members):
+        has_one = self.context.offers.has_from(author, self.state)
+        if is_open and not has_one and self.context.arrivals.is_in_time(author, self.roster.members):
             self.waiting.add(author)
 
     def offer_held(self, author: bytes) -> None:
@@ -136,34 +135,34 @@ class Round:
             self.waiting -= {author for author in self.waiting & self.available.keys() if self._lets_pass(author)}
         others_closed = len(self.available) >= self.roster.attesting
         in_time = self.has_any and (not self.waiting or (self.collect_at is not None and now >= self.collect_at))
-        idle_over = bool(self.parts.requests.by_name) and now >= self._idle_at()
+        idle_over = bool(self.context.requests.by_name) and now >= self._idle_at()
         if others_closed or in_time or idle_over:
             self._close()
 
     def _lets_pass(self, author: bytes) -> bool:
         """Whether a member that has said what it holds has nothing of its own."""
-        return self.parts.offers.are_of_others(read(self.available[author][0], Availability).held, author)
+        return self.context.offers.are_of_others(read(self.available[author][0], Availability).held, author)
 
     def _idle_at(self) -> float:
         return self.began + self.context.run.agreement.idle_round_seconds
 
     def _close(self) -> None:
-        context, parts = self.context, self.parts
+        context = self.context
         self.closed_at = context.now
         if self.has_any and self.collect_at is not None and context.now >= self.collect_at:
             for author in sorted(self.waiting):
-                parts.arrivals.missed(author)
+                context.arrivals.missed(author)
                 is_silent = author in self.roster.seat and not context.has_heard(author, self.began)
                 context.reputation.note(author, Reason.SILENT if is_silent else Reason.LATE, context.now)
         if self.is_member and self.mine is None and context.may_speak(self.branch, self.number):
-            held, refused = parts.offers.attestable(self.state)
+            held, refused = context.offers.attestable(self.state)
             message = Availability(
                 self.branch,
                 self.number,
-                *parts.applied_root,
+                *context.applied_root,
                 held[:HELD_MAX],
                 refused[:HELD_MAX],
-                parts.requests.names(),
+                context.requests.names(),
                 bitmap(self._heard_seats()),
                 context.me,
             )
@@ -231,7 +230,7 @@ class Round:
             self.advance()  # others wait for the proposal, and for what it names
 
     def _ask_for_what_it_holds(self, message: Availability) -> None:
-        by_name, payloads = self.parts.offers.by_name, self.parts.payloads
+        by_name, payloads = self.context.offers.by_name, self.context.payloads
         if (
             self.mine is not None
             and len(message.held) <= self.mine_held
@@ -244,7 +243,7 @@ class Round:
             for name in message.held:
                 if name in by_name:
                     payloads.add_source(by_name[name].announcement.payload, message.author)
-        unknown += [name for name in message.requests if name not in self.parts.requests.by_name]
+        unknown += [name for name in message.requests if name not in self.context.requests.by_name]
         unknown += [name for name in message.refused if name not in by_name]
         if unknown and message.author != self.context.me:
             self.questions.ask(unknown[:NAMES_MAX], [message.author])
@@ -273,14 +272,14 @@ class Round:
 
     def _make_draft(self) -> bool:
         """Choose the q availabilities that attest most of what we hold; True if their manifest is here in full."""
-        by_name, requests = self.parts.offers.by_name, self.parts.requests.by_name
+        by_name, requests = self.context.offers.by_name, self.context.requests.by_name
         lacking: dict[tuple[bytes, ...], int] = {}
 
         def rank(received: Received) -> tuple[int, int, bytes]:
             message = read(received, Availability)
             if message.held not in lacking:
                 lacking[message.held] = sum(
-                    (offer := by_name.get(name)) is None or not self.parts.offers.is_good(offer.announcement)
+                    (offer := by_name.get(name)) is None or not self.context.offers.is_good(offer.announcement)
                     for name in message.held
                 )
             lacks = lacking[message.held] + sum(name not in requests for name in message.requests)
@@ -297,10 +296,10 @@ class Round:
 
     def _manifest(self, names: tuple[bytes, ...]) -> Manifest | None:
         """The manifest of these availabilities; None if something is missing, which is then asked for."""
-        context, parts = self.context, self.parts
+        context = self.context
         named = [read(self.availabilities[name], Availability) for name in names]
         found = manifest_of(
-            self.state, context.run, context.run_id, named, parts.offers.announcement, parts.requests.request
+            self.state, context.run, context.run_id, named, context.offers.announcement, context.requests.request
         )
         if isinstance(found, Missing):
             self.questions.ask(found.names, [each.author for each in named], is_needed=True)
@@ -311,7 +310,7 @@ class Round:
         return self.manifests.setdefault(found.digest, found)
 
     def _payloads_are_here(self, manifest: Manifest) -> bool:
-        payloads, holders = self.parts.payloads, self.parts.offers.holders
+        payloads, holders = self.context.payloads, self.context.offers.holders
         missing = [taken for taken in manifest.taken if not payloads.is_good(taken.payload)]
         for taken in missing:
             payloads.want(taken.payload, taken.payload_bytes, taken.author, holders(taken.payload, self.available))
@@ -406,7 +405,7 @@ class Round:
         lists = dict.fromkeys(names for each in contents for names in (each.held, each.refused))  # few differ
         wanted = sorted({name for names in lists for name in names})
         asked = sorted({name for names in dict.fromkeys(each.requests for each in contents) for name in names})
-        offers, requests = self.parts.offers.by_name, self.parts.requests.by_name
+        offers, requests = self.context.offers.by_name, self.context.requests.by_name
         backing = [received, *named]
         backing += [offers[name].received for name in wanted if name in offers]
         backing += [requests[name].received for name in asked if name in requests]
@@ -470,7 +469,7 @@ class Round:
         if self.closed_at is None:
             if self.has_any and self.collect_at is not None:
                 times.append(self.collect_at)
-            if self.parts.requests.by_name:
+            if self.context.requests.by_name:
                 times.append(self._idle_at())
         elif self.propose_at is not None and self.propose_at > self.context.now:
             times.append(self.propose_at)
@@ -484,7 +483,7 @@ class Round:
         self.advance()
 
     def _is_known(self, name: bytes) -> bool:
-        return name in self.parts.offers.by_name or name in self.parts.requests.by_name
+        return name in self.context.offers.by_name or name in self.context.requests.by_name
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Sizes and their bounds. What backed our lock, when we were here before, is of no member's list."""

@@ -78,7 +78,7 @@ class NodeView:
     @property
     def held(self) -> int:
         """Contributions on offer."""
-        return len(self._node.parts.offers.by_name)
+        return len(self._node.context.offers.by_name)
 
     @property
     def waiting_for(self) -> int:
@@ -89,7 +89,7 @@ class NodeView:
     @property
     def payloads(self) -> Collection[bytes]:
         """Those that may still be asked for."""
-        return self._node.parts.payloads.held.keys()
+        return self._node.context.payloads.held.keys()
 
     # -----------------------------------------------------------------------------------------------
     # This node

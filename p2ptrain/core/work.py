@@ -20,7 +20,6 @@ from p2ptrain.core.history import Entry
 from p2ptrain.core.line import Line
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
-from p2ptrain.core.parts import Parts
 from p2ptrain.core.round import Round
 
 REPLAY_ROUNDS_MAX = 32  # behind by more, fetching the state is cheaper than fetching each round's payloads; a guess
@@ -47,8 +46,8 @@ class Training:
 class Work:
     """Of one node."""
 
-    def __init__(self, context: Context, parts: Parts, line: Line, applied_round: int, applied_root: bytes) -> None:
-        self.context, self.parts, self.line = context, parts, line
+    def __init__(self, context: Context, line: Line, applied_round: int, applied_root: bytes) -> None:
+        self.context, self.line = context, line
         self.applied_round = applied_round
         self.roots = {applied_round: applied_root} if applied_root else {}  # mine, by round
         self.applying: Manifest | None = None
@@ -77,9 +76,9 @@ class Work:
     def _carry_root(self) -> None:
         state = self.line.state
         if self.is_astray or self.is_quarantined:
-            self.parts.applied_root = (state.root_round, state.root)
+            self.context.applied_root = (state.root_round, state.root)
         else:
-            self.parts.applied_root = (self.applied_round, self.roots[self.applied_round])
+            self.context.applied_root = (self.applied_round, self.roots[self.applied_round])
 
     # -----------------------------------------------------------------------------------------------
     # What was agreed on
@@ -94,7 +93,7 @@ class Work:
                 self.context.counters["contributions taken"] += 1
                 del self.outstanding[number]
             elif announcement.branch != state.branch or (
-                number <= state.round + 1 and not state.may_take(announcement, self.parts.offers.staleness)
+                number <= state.round + 1 and not state.may_take(announcement, self.context.offers.staleness)
             ):
                 self.context.counters["contributions expired"] += 1
                 self.context.emit(Return(number))
@@ -141,7 +140,7 @@ class Work:
         if entry is None or (can_jump and is_far):
             self._catch_up()
             return
-        payloads, tries = self.parts.payloads, 0
+        payloads, tries = self.context.payloads, 0
         missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
         for taken in missing:
             payloads.want(taken.payload, taken.payload_bytes, taken.author, self._holders(), is_old=True)
@@ -240,11 +239,17 @@ class Work:
 
     def _lets_pass(self, number: int) -> bool:
         """Whether a training from now on would come too late only because it begins late; never twice in a row."""
-        parts, state, now = self.parts, self.line.state, self.context.now
+        context, state = self.context, self.line.state
+        now = context.now
         if self.passed != (state.branch, number):
-            began = parts.arrivals.starts.get(number)
-            patience, _ = parts.arrivals.patience(key for key in state.members if key != self.context.me)
-            if parts.offers.staleness or self.passed == (state.branch, number - 1) or began is None or patience is None:
+            began = context.arrivals.starts.get(number)
+            patience, _ = context.arrivals.patience(key for key in state.members if key != self.context.me)
+            if (
+                context.offers.staleness
+                or self.passed == (state.branch, number - 1)
+                or began is None
+                or patience is None
+            ):
                 return False
             if not self.training_seconds <= patience < now - began + self.training_seconds:
                 return False
@@ -253,7 +258,7 @@ class Work:
         if now < self.passed_until:
             self.look_at = self.passed_until
             return True
-        return any(parts.offers.has_from(author, state) for author in parts.offers.by_author)
+        return any(context.offers.has_from(author, state) for author in context.offers.by_author)
 
     def finished(self, event: TrainingFinished, here: Round) -> None:
         """Offer what was trained, if it may still be taken."""
@@ -280,7 +285,7 @@ class Work:
             and context.may_speak(state.branch, event.round)
         )
         may = is_mine_to_say and (
-            state.may_take(announcement, self.parts.offers.staleness)
+            state.may_take(announcement, self.context.offers.staleness)
             or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds
         )
         if not may:
@@ -294,10 +299,10 @@ class Work:
         received = context.signed(announcement, event.attachment)
         self.announced[state.branch] = event.round
         self.outstanding[event.round] = received
-        self.parts.payloads.mine(event.payload)
-        self.parts.offers.add(received)
+        self.context.payloads.mine(event.payload)
+        self.context.offers.add(received)
         context.tallies.of(context.me).offered += 1
-        self.parts.arrivals.note(context.me, event.round, context.now)
+        self.context.arrivals.note(context.me, event.round, context.now)
         context.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
 
@@ -317,11 +322,11 @@ class Work:
             announcement = read(received, Announcement)
             last = self.announced.get(announcement.branch, 0)
             self.announced[announcement.branch] = max(last, announcement.round)
-            may = announcement.round > state.round + 1 or state.may_take(announcement, self.parts.offers.staleness)
+            may = announcement.round > state.round + 1 or state.may_take(announcement, self.context.offers.staleness)
             if announcement.branch == state.branch and may and self.context.me in state.place:
                 self.outstanding[announcement.round] = received
-                self.parts.payloads.mine(announcement.payload)
-                self.parts.offers.add(received)
+                self.context.payloads.mine(announcement.payload)
+                self.context.offers.add(received)
 
     @property
     def deadline(self) -> float | None:

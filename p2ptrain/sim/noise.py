@@ -88,7 +88,7 @@ class KeepsTheDead(Unasked):
         self.words: dict[bytes, dict[bytes, bytes]] = {}  # by author, by digest
 
     def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        here, offers = core.here, core.parts.offers.by_author
+        here, offers = core.here, core.context.offers.by_author
         view = here.agreement.views[here.agreement.view]
         said = [*here.availabilities.values(), *view.prevotes.values(), *view.precommits.values()]
         said += [each.received for each_of in offers.values() for each in each_of]
@@ -114,7 +114,7 @@ class Asks(Unasked):
         victim = next((key for key in here.roster.members if key in context.peers), None)
         if victim is None:
             return []
-        known = [each.name for each in here.availabilities.values()] + list(core.parts.offers.by_name)
+        known = [each.name for each in here.availabilities.values()] + list(core.context.offers.by_name)
         names = known or [rng.randbytes(SHORT_BYTES)]
         ways: tuple[Said, ...] = (
             Ask(victim, tuple(names)),

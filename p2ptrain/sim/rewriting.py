@@ -154,12 +154,17 @@ def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], 
 
 def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
     """What these availabilities lead to, as far as we know what they name."""
-    parts, context = core.parts, core.context
+    context = core.context
     availabilities = [availability_of(received) for received in named]
     if len(availabilities) != core.here.roster.quorum:
         return None
     found = manifest_of(
-        core.here.state, context.run, context.run_id, availabilities, parts.offers.announcement, parts.requests.request
+        core.here.state,
+        context.run,
+        context.run_id,
+        availabilities,
+        context.offers.announcement,
+        context.requests.request,
     )
     return None if isinstance(found, Missing) else found
 

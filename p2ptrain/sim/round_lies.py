@@ -60,7 +60,7 @@ class Censors(Proposer):
         message = received.message
         if isinstance(message, Availability | Proposal) and is_here(core, message):
             victim = next((key for key in core.here.roster.members if key != self.me), b"")
-            self.hidden = frozenset(offer.name for offer in core.parts.offers.by_author.get(victim, ()))
+            self.hidden = frozenset(offer.name for offer in core.context.offers.by_author.get(victim, ()))
         if isinstance(message, Availability):
             kept = tuple(name for name in message.held if name not in self.hidden)
             return [Publish(self.signed(replace(message, held=kept)).envelope)]
@@ -125,7 +125,7 @@ class FalseLengths(Liar):
         return [Publish((false or received).envelope)]
 
     def _false(self, core: Node, message: Announcement) -> Received:
-        offers = [offer.announcement for each in core.parts.offers.by_author.values() for offer in each]
+        offers = [offer.announcement for each in core.context.offers.by_author.values() for offer in each]
         payloads = sorted({each.payload for each in offers if each.round == message.round} | {message.payload})
         length = self.rng.choice((1, message.payload_bytes + 1, 2 * message.payload_bytes))
         return self.signed(replace(message, payload=self.rng.choice(payloads), payload_bytes=length))
