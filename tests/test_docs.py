@@ -242,6 +242,11 @@ def test_what_is_read_first_is_short(name: str, lines: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
+def test_every_entry_of_the_log_opens_with_its_result_in_one_line() -> None:
+    entries = (ROOT / "LOG.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert [entry.splitlines()[0] for entry in entries if not re.match(r".+\n\nResult: .{10,112}\n\n", entry)] == []
+
+
 @pytest.mark.parametrize("page", HOUSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     """Between backticks, from the root of the project, the package, deploy/ or the page's own folder."""
