@@ -74,7 +74,8 @@ class NetworkConfig(Section):
     listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
         ("/ip4/0.0.0.0/tcp/4001",),
         max_length=ADDRESSES_MAX,
-        description="addresses to listen on; /ip4/0.0.0.0 and /ip6/:: are all of the machine's; empty: none",
+        description="addresses to listen on; /ip4/0.0.0.0 and /ip6/:: are all of the machine's; empty: none; "
+        "the default port gives way to a free one if it is taken and no address is announced",
     )
     announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="addresses to publish; empty: those that others see"
