@@ -260,6 +260,14 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert missing == []
 
 
+def test_every_module_that_the_layout_lists_is_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paragraphs = re.findall(r"^\*\*(core|learn|net|node|store)\.\*\* (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    listed = [(package, name) for package, told in paragraphs for name in re.findall(r"`(\w+)`", told)]
+    assert len(listed) > 80
+    assert [each for each in listed if not [*(ROOT / "p2ptrain" / each[0]).rglob(f"{each[1]}.py")]] == []
+
+
 def test_tests_that_a_page_selects_are_there() -> None:
     tests = list((ROOT / "tests").rglob("test_*.py"))
     for page in HOUSE:
