@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt docs demo test swarm kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
+.PHONY: help setup check fmt docs pictures demo test swarm kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ fmt: setup ## format, and mend what the linter can
 
 docs: setup ## make the reference in docs/ from the code
 	$(VENV)/bin/python docs/generate.py || test $$? -eq 1  # 1: something has changed
+
+pictures: setup ## make README's pictures: the dashboard of a real demo, by Chromium, and loss over bytes
+	$(VENV)/bin/python docs/pictures.py
 
 demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
 	$(VENV)/bin/p2ptrain demo --nodes $(NODES) --rounds $(ROUNDS)

@@ -66,8 +66,8 @@ def _commands() -> Iterator[str]:
     yield "| exit status | why | what to do |\n|---|---|---|\n"
     for status, told in exits.MEANINGS.items():
         yield _row(_code(str(int(status))), *told)
-    yield "\nMore than 128 is another signal's number and 128; 137 is often the system's, for want of memory.\n"
-    yield "Status 1 of these commands may say what they found:\n\n"
+    yield "\nAbove 128: 128 plus a signal's number; 137 often means that the system killed it for lack of memory.\n"
+    yield "For these commands status 1 may report what they found:\n\n"
     yield "| command | what it found | what to do |\n|---|---|---|\n"
     for command, told in exits.FOUND.items():
         yield _row(_code(command), *told)
@@ -107,14 +107,14 @@ def _help(words: tuple[str, ...]) -> str:
 def _config() -> Iterator[str]:
     yield "# The files\n\n" + NOTE.format(source="p2ptrain/run_config.py and p2ptrain/node_config.py") + "\n"
     yield (
-        "`p2ptrain config check FILE` says whether a file is right, `p2ptrain config show FILE` prints every value.\n"
+        "`p2ptrain config check FILE` checks a file, `p2ptrain config show FILE` prints every value.\n"
         'An unknown key is an error. A fraction is written as a decimal or as `"1/3"`.\n\n'
         "- [A run](#a-run): `p2ptrain start RUN.toml`. The same for everyone, and part of the run's id.\n"
         "- [A node](#a-node): `--config NODE.toml`. Yours alone.\n"
     )
     yield "\n## A run\n"
     yield from _keys(RunConfig)
-    yield "\n## A node\n\nFor each key there is a variable of the environment too, which goes before the file:\n"
+    yield "\n## A node\n\nEach key also has an environment variable, which overrides the file:\n"
     yield "`P2PTRAIN_DEVICE__THREADS=4`, and for lists `P2PTRAIN_NETWORK__BOOTSTRAP=address,address`.\n"
     yield from _keys(NodeConfig)
 
@@ -167,9 +167,9 @@ def _metrics() -> Iterator[str]:
     ]
     yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/web/metrics.py and app.py") + "\n"
     yield (
-        "For Prometheus, at `/metrics`. Names are stable. Counters begin anew when the daemon starts, but for energy,\n"
-        "and never fall while it lives; what goes up and down is a gauge.\n"
-        f"Besides these there are the usual ones of the process: {', '.join(map(_code, _of_process()))}.\n\n"
+        "For Prometheus, at `/metrics`. Names are stable. Counters start over with the daemon, except energy, and\n"
+        "never fall while it lives; what goes up and down is a gauge.\n"
+        f"There are also the usual metrics of the process: {', '.join(map(_code, _of_process()))}.\n\n"
     )
     yield "| name | type | labels | what it is |\n|---|---|---|---|\n"
     for family in families:
@@ -221,8 +221,8 @@ def _http() -> Iterator[str]:
     yield "# The HTTP answers\n\n" + NOTE.format(source="p2ptrain/web/models.py and openapi.py") + "\n"
     yield (
         f"{described['info']['description']}\nThe same for programs, as OpenAPI: `/openapi.json`. A field is never "
-        "renamed or removed within a\n`version`; new ones may come. Beyond loopback a token is asked for, except where "
-        "it says *open*.\n\n"
+        "renamed or removed within a\n`version`; new ones may be added. Beyond loopback a token is required, except "
+        "for those marked *open*.\n\n"
     )
     anywhere = described["paths"]["/status"]["get"]["responses"]
     yield "| address | what it tells | answers |\n|---|---|---|\n"

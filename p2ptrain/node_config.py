@@ -63,56 +63,63 @@ FilePath = Annotated[
 
 
 class IdentityConfig(Section):
-    """Who this node is to others."""
+    """The identity that this node has to others."""
 
     file: FilePath = Field("", description="the node's private key; empty: identity.key in storage.directory")
 
 
 class NetworkConfig(Section):
-    """Where this node is reached, and whom it calls first."""
+    """The addresses of this node, and which nodes it contacts first."""
 
     listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
         ("/ip4/0.0.0.0/tcp/4001",),
         max_length=ADDRESSES_MAX,
-        description="where connections are accepted; /ip4/0.0.0.0 and /ip6/:: are all of the machine; empty: nowhere",
+        description="addresses to listen on; /ip4/0.0.0.0 and /ip6/:: are all of the machine's; empty: none; "
+        "the default port gives way to a free one if it is taken and no address is announced",
     )
     announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
-        (), max_length=ADDRESSES_MAX, description="what others are told to call; empty: what others see"
+        (), max_length=ADDRESSES_MAX, description="addresses to publish; empty: those that others see"
     )
     bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
-        (), max_length=ADDRESSES_MAX, description="nodes to call first; empty: those remembered from the last time"
+        (), max_length=ADDRESSES_MAX, description="nodes to contact first; empty: those remembered from the last time"
     )
     nat: bool = Field(
-        True, description="find out whether others can reach this node, open a port on the router, punch holes"
+        True, description="check whether others can reach this node, open a port on the router, punch holes"
     )
-    relay: bool = Field(True, description="go through relays where there is no direct way")
+    relay: bool = Field(True, description="connect through relays where there is no direct way")
     trusted_relays: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
         (),
         max_length=ADDRESSES_MAX,
-        description="relays to be reached through, the first four that answer at a start; "
-        "empty: the bootstraps, and peers that are remembered",
+        description="relays through which others reach this node, the first four that answer at a start; "
+        "empty: the bootstraps and remembered peers",
     )
     relay_for_others: bool = Field(
         True,
-        description="carry connections of nodes that have no other way; limits of bytes do not count these; "
-        "false: at most 128 KiB and two minutes each, and none with relay = false",
+        description="relay connections of nodes that have no direct way, outside the byte limits; "
+        "false: at most 128 KiB and two minutes each; with relay = false: none",
     )
 
 
 class DeviceConfig(Section):
-    """What trains."""
+    """The device that trains."""
 
     name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Words("auto, cpu, cuda or cuda:N")] = Field(
-        "auto", description="auto: the first CUDA device, or else the processor"
+        "auto", description="auto: the first CUDA device, or else the CPU"
     )
     threads: int = Field(
-        0, ge=0, le=1_024, description="torch threads; 0: one less than the cores that it may use, at least one"
+        0,
+        ge=0,
+        le=1_024,
+        description="torch threads; 0: one less than the cores that the process may use, at least one",
     )
     autocast: Literal["auto", "off", "bf16"] = Field(
         "auto", description="auto: bf16 where the device has it in hardware"
     )
     sequences_per_pass: int = Field(
-        0, ge=0, le=65_536, description="the most sequences in one forward and backward pass; 0: the run's number"
+        0,
+        ge=0,
+        le=65_536,
+        description="maximum number of sequences in one forward and backward pass; 0: as many as the run says",
     )
     checkpointing: bool = Field(
         False,
@@ -123,30 +130,36 @@ class DeviceConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What the node may take of this machine."""
+    """How much of this machine the node may use."""
 
     upload_bytes_per_second: int = Field(
-        0, ge=0, le=10**12, description="for all but gossip and a line's small messages; 0: no limit"
+        0, ge=0, le=10**12, description="limit on all uploads but gossip and small messages; 0: none"
     )
     download_bytes_per_second: int = Field(
-        0, ge=0, le=10**12, description="for all but gossip and a line's small messages; 0: no limit"
+        0, ge=0, le=10**12, description="limit on all downloads but gossip and small messages; 0: none"
     )
     memory_bytes: int = Field(
-        0, ge=0, le=2**50, description="main memory: a run that needs more is refused; 0: no limit"
+        0, ge=0, le=2**50, description="limit on main memory: a run that needs more is refused; 0: none"
     )
     hours: Annotated[
         str,
         Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),
         Words('hours such as "22:00-07:00", or nothing'),
-    ] = Field("", description="when it may train, in local time; empty: always")
+    ] = Field("", description="hours in which the node may train, local time; empty: always")
     device_percent: int = Field(
-        100, ge=1, le=100, description="of the time that it may train, how much the device works; else it rests"
+        100,
+        ge=1,
+        le=100,
+        description="share of its training time in which the device works; the rest of the time it idles",
     )
     on_battery: Literal["pause", "train"] = Field(
-        "pause", description="what it does while the machine runs on its battery, if it has one"
+        "pause", description="whether to train while the machine runs on battery"
     )
     nice: int = Field(
-        0, ge=0, le=19, description="how far it steps back for other programs, with its p2pd; 0: as it is started"
+        0,
+        ge=0,
+        le=19,
+        description="niceness of the node and its p2pd, so that other programs go first; 0: as it was started",
     )
 
     @model_validator(mode="after")
@@ -158,13 +171,15 @@ class LimitsConfig(Section):
 
 
 class StorageConfig(Section):
-    """What the node keeps."""
+    """What is stored, and where."""
 
-    directory: FilePath = Field("", description="where runs, data and keys are kept; empty: the user's data directory")
+    directory: FilePath = Field("", description="directory of runs, data and keys; empty: the user's data directory")
     checkpoint_every_rounds: int = Field(
-        8, ge=1, le=10**6, description="rounds between checkpoints, at most half of those whose history is kept"
+        8, ge=1, le=10**6, description="rounds between checkpoints, at most half of the run's history_rounds"
     )
-    checkpoints_kept: int = Field(4, ge=1, le=1_000, description="checkpoints; each takes as much as the model twice")
+    checkpoints_kept: int = Field(
+        4, ge=1, le=1_000, description="checkpoints to keep; each takes twice the size of the model"
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -175,22 +190,22 @@ def is_loopback(host: str) -> bool:
 
 
 class HttpConfig(Section):
-    """The dashboard, and the status and metrics that other programs read. Nothing can be changed there."""
+    """The dashboard, and status and metrics for other programs; all of it is read-only."""
 
-    enabled: bool = Field(True, description="whether there is any of it")
+    enabled: bool = Field(True, description="whether to serve it at all")
     host: Annotated[
         str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Words("an address or a host name of this machine")
-    ] = Field("127.0.0.1", description="address to listen on; beyond loopback it takes a token_file")
+    ] = Field("127.0.0.1", description="address to listen on; any but loopback requires a token_file")
     port: int = Field(
-        8_420, ge=0, le=65_535, description="0: any free one, as also where this one is taken and nobody has chosen it"
+        8_420, ge=0, le=65_535, description="0: any free port; the default port falls back to a free one if it is taken"
     )
     token_file: FilePath = Field(
-        "", description="holds the secret that readers must present, for its owner alone; empty: none is asked for"
+        "", description="file with the secret that readers must present, readable by its owner alone; empty: none"
     )
     allowed_hosts: Annotated[tuple[HostName, ...], FromArray] = Field(
         (),
         max_length=ADDRESSES_MAX,
-        description="names under which browsers reach this, besides host and those of loopback; without port: any port",
+        description="names under which browsers may reach it, besides host and loopback's; without a port: any port",
     )
 
     @model_validator(mode="after")
@@ -204,22 +219,20 @@ class HttpConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Figures of each round, for other tools that show them."""
+    """Figures of each round for other tools."""
 
     tensorboard: FilePath = Field("", description="directory for TensorBoard's event files; empty: none are written")
     wandb: FilePath = Field(
         "",
-        description="directory for runs of Weights & Biases, by the extra [wandb]; they are sent if WANDB_API_KEY is "
-        "set; empty: none are written",
+        description="directory for runs of Weights & Biases (the extra [wandb]), sent if WANDB_API_KEY is set; "
+        "empty: none are written",
     )
 
 
 class LoggingConfig(Section):
-    """What the node writes about itself."""
+    """The node's log."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least important line that is written"
-    )
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is written")
     format: Literal["auto", "text", "json"] = Field(
         "auto", description="auto: text on a terminal, JSON lines elsewhere"
     )

@@ -7,6 +7,7 @@ real daemons; those that are not are listed here, with the reason that the page 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,6 +221,71 @@ def test_what_is_seen_is_compared_line_by_line() -> None:
     assert not is_seen(("five", "one two"), text)
     assert not is_seen(("one",), text)
     assert not is_seen(("five", "five"), text)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The documents as a whole
+
+HOUSE = [
+    *PAGES,
+    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/README.md", "deploy/README.md")),
+]
+LINES_MAX = {"README.md": 130, "ARCHITECTURE.md": 350}  # what is read before anything else, and at one sitting
+FOLDERS = (ROOT, ROOT / "p2ptrain", ROOT / "deploy")  # from which a page may name a file, besides its own
+FILE = re.compile(r"[A-Za-z][\w.-]*(?:/[\w.-]+)*/[\w-]+\.(?:py|toml|json|md|js|yml|yaml|png|service|conf)")
+MADE_AT_WORK = re.compile(r"(runs|out|checkpoints)/")  # in a data directory, or by a command
+SELECTED = re.compile(r"pytest [^`]*-k ([\w]+)")
+
+
+@pytest.mark.parametrize(("name", "lines"), LINES_MAX.items())
+def test_what_is_read_first_is_short(name: str, lines: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
+
+
+def test_every_entry_of_the_log_opens_with_its_result_in_one_line() -> None:
+    entries = (ROOT / "LOG.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert [entry.splitlines()[0] for entry in entries if not re.match(r".+\n\nResult: .{10,112}\n\n", entry)] == []
+
+
+@pytest.mark.parametrize("page", HOUSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    """Between backticks, from the root of the project, the package, deploy/ or the page's own folder."""
+    missing = []
+    for number, line in outside_boxes(page):
+        for text in re.findall(r"`([^`]*)`", line):
+            for name in FILE.findall(text):
+                is_named = not MADE_AT_WORK.match(name) and name in text.split()  # else it is a part of something
+                if is_named and not any((folder / name).exists() for folder in (*FOLDERS, page.parent)):
+                    missing.append(f"{number}: {name}")
+    assert missing == []
+
+
+def test_every_module_that_the_layout_lists_is_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paragraphs = re.findall(r"^\*\*(core|learn|net|node|store)\.\*\* (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    listed = [(package, name) for package, told in paragraphs for name in re.findall(r"`(\w+)`", told)]
+    assert len(listed) > 80
+    assert [each for each in listed if not [*(ROOT / "p2ptrain" / each[0]).rglob(f"{each[1]}.py")]] == []
+
+
+def test_tests_that_a_page_selects_are_there() -> None:
+    tests = list((ROOT / "tests").rglob("test_*.py"))
+    for page in HOUSE:
+        for word in SELECTED.findall(page.read_text(encoding="utf-8")):
+            found = any(word in path.stem or f"{word}" in path.read_text(encoding="utf-8") for path in tests)
+            assert found, f"{page.relative_to(ROOT)}: -k {word}"
+
+
+def test_the_plot_shows_the_figures_that_the_page_tells() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for row in json.loads((ROOT / "benchmarks" / "figures" / "learning.json").read_text())["results"]:
+        loss = f"{row['loss']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else "")
+        assert loss in page
+        assert f"{row['bytes_per_step']:,}" in page
+
+
+def test_the_pictures_are_small() -> None:
+    assert sum(path.stat().st_size for path in (DOCS / "pictures").iterdir()) < 200_000
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,144 @@
+"""Makes the pictures of README.md: `make pictures`.
+
+`dashboard.png` is the page of the first node of a real `p2ptrain demo`, photographed by Chromium while the swarm
+trains. `loss_over_bytes.png` is drawn from benchmarks/figures/learning.json, the figures of benchmarks/learning.py.
+
+    python docs/pictures.py [dashboard] [loss]
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+FIGURES = ROOT / "benchmarks" / "figures" / "learning.json"
+NODES, ROUNDS = 4, 150  # on the page when the picture is taken
+SCREEN = {"width": 1_200, "height": 1_180}
+COLOURS = 128  # of the picture's palette: a flat page needs no more, and weighs a third
+START_SECONDS, MINUTES = 300.0, 15.0
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def main() -> None:
+    """Draw what the arguments name, or both."""
+    wanted = sys.argv[1:] or ["dashboard", "loss"]
+    PICTURES.mkdir(exist_ok=True)
+    if "loss" in wanted:
+        loss_over_bytes(PICTURES / "loss_over_bytes.png")
+    if "dashboard" in wanted:
+        dashboard(PICTURES / "dashboard.png")
+    for picture in sorted(PICTURES.glob("*.png")):
+        print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size:,} bytes")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The dashboard
+
+
+def dashboard(path: Path) -> None:
+    """Run a demo, and photograph the first node's page when the swarm has trained for a while."""
+    with tempfile.TemporaryDirectory(prefix="p2ptrain-pictures-") as folder:
+        command = [sys.executable, "-m", "p2ptrain", "demo", "--nodes", str(NODES), "--rounds", str(10 * ROUNDS)]
+        demo = subprocess.Popen([*command, "--keep", folder], stdout=subprocess.DEVNULL)
+        try:
+            status = _until_trained(demo, Path(folder) / "node1")
+            photograph(status["http"], path)
+        finally:
+            demo.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                demo.wait(60)
+            if demo.poll() is None:
+                demo.kill()
+
+
+def _until_trained(demo: subprocess.Popen[bytes], directory: Path) -> dict[str, Any]:
+    """The first node's status once all are members and enough rounds are applied."""
+    began = monotonic()
+    while monotonic() - began < 60.0 * MINUTES:
+        if demo.poll() is not None:
+            raise SystemExit(f"the demo has ended with status {demo.returncode}")
+        asked = subprocess.run(
+            [sys.executable, "-m", "p2ptrain", "status", "--json", "--data-dir", str(directory)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        status: dict[str, Any] = json.loads(asked.stdout) if asked.returncode == 0 else {}
+        if status.get("applied_round", 0) >= ROUNDS and len(status["roster"]) == NODES:
+            return status
+        if not status and monotonic() - began > START_SECONDS:
+            raise SystemExit("the first node does not answer")
+        sleep(3.0)
+    raise SystemExit(f"not {ROUNDS} rounds within {MINUTES:.0f} minutes")
+
+
+def photograph(url: str, path: Path) -> None:
+    """Save a picture of a page whose charts are drawn, with few colours."""
+    from PIL import Image  # noqa: PLC0415  (matplotlib brings it; the plot alone takes no browser)
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_context(viewport=SCREEN, color_scheme="light", locale="en-GB", timezone_id="UTC").new_page()
+        page.goto(url)
+        page.wait_for_function("document.getElementById('main').dataset.round !== undefined", timeout=60_000)
+        page.wait_for_selector(".plotly .main-svg", timeout=60_000)
+        page.wait_for_timeout(3_000)  # plotly draws the charts one after the other
+        page.screenshot(path=path)
+        browser.close()
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(COLOURS).save(path, optimize=True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Loss over bytes
+
+
+def loss_over_bytes(path: Path) -> None:
+    """Draw each method's validation loss over what one peer uploads a step."""
+    import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    found = json.loads(FIGURES.read_text())
+    figure, axes = pyplot.subplots(figsize=(8, 4.4), dpi=110, layout="constrained")
+    for place, (family, rows) in enumerate(_families(found["results"]).items()):
+        rows.sort(key=lambda row: row["bytes_per_step"])
+        axes.errorbar(
+            [row["bytes_per_step"] for row in rows],
+            [row["loss"] for row in rows],
+            yerr=[row["deviation"] or 0.0 for row in rows],
+            color=f"C{place}", marker="o", capsize=3, linewidth=1.2, label=family,
+        )  # fmt: skip
+        for row in rows:
+            at = (row["bytes_per_step"], row["loss"])
+            axes.annotate(row["label"], at, xytext=row["label_at"], textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.set_xlabel("bytes that a peer uploads for each step")
+    axes.set_ylabel("validation loss, nats a byte")
+    axes.set_title(found["what"], fontsize=9)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, pil_kwargs={"optimize": True})
+    pyplot.close(figure)
+
+
+def _families(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in results:
+        families.setdefault(row["family"], []).append(row)
+    return families
+
+
+if __name__ == "__main__":
+    main()
