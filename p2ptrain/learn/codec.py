@@ -75,7 +75,7 @@ class PayloadFormat:
     @classmethod
     def of(cls, layout: Layout, recipe: RecipeConfig) -> PayloadFormat:
         low_bits, ranked, upper_bits = index_widths(layout.area, recipe.k)
-        groups = len(layout.groups) if recipe.scaled else 0
+        groups = len(layout.groups) if recipe.spec.is_scaled else 0
         return cls(layout.chunks, groups, layout.area, recipe.k, recipe.value_bits, low_bits, ranked, upper_bits)
 
     @property

@@ -26,11 +26,7 @@ from p2ptrain.learn.transform import Layout, block_chunks
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
 CHECKPOINTING_BYTES = 90 * 10**6  # of main memory: torch's way of computing a layer again imports its compiler
 PAYLOADS_BYTES = 256 * 2**20  # the most that is kept in memory of contributions (store/payloads.py)
-KEPT_COPIES = 2  # contributions whose fate is open as a rule: that of this round, and that of the last
-# Copies of the weights beside the live ones: agreed, this round's start, and AdamW's two moments.
-OPTIMIZER_COPIES = {"distro": 0, "demo": 0, "local": 4}
-OPTIMIZER_COPIES_UNKNOWN = 4  # a recipe of somebody else's: taken for one as hungry as any of ours
-SAVED_MOMENTS = {"distro": 0, "demo": 0, "local": 2}
+KEPT_COPIES = 2  # contributions whose fate is open as a rule, an index and a value each: this round's and the last
 WITHIN_OPERATIONS = 1.03  # of a pass: what operations also allocate for themselves; measured on a CPU
 # Between blocks below 32 MiB glibc leaves holes, more of them where fp32 and bf16 take turns; measured. Larger blocks
 # go back to the system, as do all with checkpointing, and torch's allocator for CUDA is taken to leave none.
@@ -174,12 +170,11 @@ def need_of(run: RunConfig, passes: Passes = Passes()) -> Need:
     form = PayloadFormat.of(layout, run.recipe)
     parameters = parameter_count(run.model)
     state, residual = FLOAT_BYTES * parameters, FLOAT_BYTES * layout.chunks * layout.area
-    name, coefficients = run.recipe.name, layout.chunks * run.recipe.k
+    spec, coefficients = run.recipe.spec, layout.chunks * run.recipe.k
     sequences = min(run.recipe.sequences_per_pass, passes.sequences_max or run.recipe.sequences_per_pass)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
     vote_bytes = 2 if contributions * run.recipe.vote_max <= INT16_MAX else 4
     work = BLOCK_COPIES * 8 * layout.area * min(layout.chunks, block_chunks(torch.device(passes.device)))
-    saved = SAVED_MOMENTS.get(name, 2) * state
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     return Need(
@@ -187,12 +182,12 @@ def need_of(run: RunConfig, passes: Passes = Passes()) -> Need:
         state=state,
         payload=form.payload_bytes,
         residual=residual,
-        optimizer=OPTIMIZER_COPIES.get(name, OPTIMIZER_COPIES_UNKNOWN) * state + libraries,
+        optimizer=spec.copies * state + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
-        checkpoint=state + residual + saved + KEPT_COPIES * coefficients * 2 * FLOAT_BYTES,  # an index and a value
+        checkpoint=(1 + spec.copies_saved) * state + residual + KEPT_COPIES * coefficients * 2 * FLOAT_BYTES,
     )
 
 

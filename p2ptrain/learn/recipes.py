@@ -75,7 +75,7 @@ class Residual:
         # push the same way for ever.
         turn = (indices.astype(np.int64) + round_number) % 2 == 1
         signs = np.where((chosen < 0) | ((chosen == 0) & turn), np.int8(-1), np.int8(1))
-        if recipe.scaled:
+        if recipe.spec.is_scaled:
             sizes = [group.chunks for group in self.layout.groups]
             magnitudes, exponents = quantise(np.abs(chosen), sizes, recipe.value_bits)
             units = np.repeat(np.ldexp(np.float32(1), exponents), sizes)
@@ -229,22 +229,12 @@ class LocalRecipe:
         return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}
 
 
-RECIPES: dict[str, Callable[[RecipeConfig, LiveModel, Layout], Recipe]] = {
-    "distro": GradientRecipe,
-    "demo": GradientRecipe,
-    "local": LocalRecipe,
-}
-
-
 def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:
-    """The recipe of that name, or the class that "package.module:Name" stands for."""
-    if config.name in RECIPES:
-        return RECIPES[config.name](config, live, layout)
-    module, _, name = config.name.partition(":")
+    """Makes the run's recipe from the class that its `RecipeSpec` names."""
+    module, _, name = config.spec.made_by.partition(":")
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory: Callable[[RecipeConfig, LiveModel, Layout], Recipe] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         fix = "Install the package that has it, the same version as the run's creator"
         raise ConfigError(f"cannot load {config.name!r} ({error})", key="recipe.name", fix=fix) from error
-    made: Recipe = factory(config, live, layout)
-    return made
+    return factory(config, live, layout)
