@@ -7,7 +7,7 @@ time of the loop, so that nothing depends on threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,11 +129,14 @@ class ChainTrainer:
     def state_bytes(self) -> bytes:
         return self.state
 
-    def adopt(self, number: int, state: bytes) -> None:
-        self.round, self.state = number, bytes(state)
+    def leaves(self) -> list[bytes]:
+        return leaf_digests(self.state)
+
+    def adopt(self, number: int, pieces: Iterable[bytes]) -> None:
+        self.round, self.state = number, b"".join(pieces)
         self.done.append(("adopt", number))
 
-    def capture(self) -> Any:
+    def capture(self, is_copied: bool = True) -> Any:
         kept = b"".join(number.to_bytes(8, "little") for number in self.kept_rounds)
         counts = self.round.to_bytes(8, "little") + len(self.kept).to_bytes(8, "little")
         content, state = counts + kept + self.residual + self.state, self.state

@@ -11,8 +11,9 @@ from bulk_known import BLOB, NAME, PIECE, lie, swarm, tree, wrong_piece
 from net_known import skipping_time, some_bytes, until
 
 from p2ptrain.core.messages import payload_digest
+from p2ptrain.digest import is_piece, proves
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob, MemorySink, Sink, all_pieces, is_piece, proves
+from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob, MemorySink, Sink, all_pieces
 from p2ptrain.net.sources import pick
 
 

@@ -17,10 +17,11 @@ destroy a sparse signal, whose coefficients most peers do not send.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -67,14 +68,17 @@ def apply_payloads(
     payloads: Sequence[bytes],
     learning_rate: Fraction,
     parameters: Sequence[Tensor],
+    unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
 ) -> None:
-    """One outer step from payloads that `unpack` has accepted, in any order. They are read one at a time."""
+    """One outer step from payloads that `unpack` has accepted, in any order. They are read one at a time, but for
+    those that are `unpacked` already.
+    """
     scales = None
     if form.groups and payloads:
         scales = common_scales([read_exponents(payload, form) for payload in payloads])
 
     def votes_on(device: torch.device) -> Votes:
-        contributions = (unpack(payload, form) for payload in payloads)
+        contributions = (unpacked.get(payload) or unpack(payload, form) for payload in payloads)
         return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
 
     votes = where_it_fits(votes_on, parameters[0].device)

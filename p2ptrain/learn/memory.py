@@ -26,6 +26,7 @@ from p2ptrain.learn.transform import Layout, block_chunks
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
 CHECKPOINTING_BYTES = 90 * 10**6  # of main memory: torch's way of computing a layer again imports its compiler
 PAYLOADS_BYTES = 256 * 2**20  # the most that is kept in memory of contributions (store/payloads.py)
+UNPACKED_BYTES = 64 * 2**20  # the most that is kept of contributions between check and round, unpacked; a guess
 KEPT_COPIES = 2  # contributions whose fate is open as a rule, an index and a value each: this round's and the last
 WITHIN_OPERATIONS = 1.03  # of a pass: what operations also allocate for themselves; measured on a CPU
 # Between blocks below 32 MiB glibc leaves holes, more of them where fp32 and bf16 take turns; measured. Larger blocks
@@ -185,7 +186,8 @@ def need_of(run: RunConfig, passes: Passes = Passes()) -> Need:
         optimizer=spec.copies * state + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work),
-        payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes),
+        payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
+        + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
         checkpoint=(1 + spec.copies_saved) * state + residual + KEPT_COPIES * coefficients * 2 * FLOAT_BYTES,
     )

@@ -46,11 +46,17 @@ def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
     size = state.numel() * FLOAT_BYTES
     each = PIECE_BYTES // FLOAT_BYTES
     if pieces is None:
-        fetched = (part.cpu() for part in torch.split(state, FETCHED_PIECES * each))
-        whole = (piece for part in fetched for piece in torch.split(part, each))
-        return merkle_root([leaf_digest(index, octets(piece)) for index, piece in enumerate(whole)], size)
+        return merkle_root(state_leaves(state), size)
     leaves = [leaf_digest(index, octets(state[index * each : (index + 1) * each])) for index in pieces]
     return _partial_root(pieces, leaves, size)
+
+
+def state_leaves(state: Tensor) -> list[bytes]:
+    """The digests of all pieces of the flat fp32 state."""
+    each = PIECE_BYTES // FLOAT_BYTES
+    fetched = (part.cpu() for part in torch.split(state, FETCHED_PIECES * each))
+    whole = (piece for part in fetched for piece in torch.split(part, each))
+    return [leaf_digest(index, octets(piece)) for index, piece in enumerate(whole)]
 
 
 def root_of_leaves(leaves: Sequence[bytes], size: int, pieces: list[int] | None = None) -> bytes:

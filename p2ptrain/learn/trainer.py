@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
@@ -37,13 +39,13 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import Positions, shard
-from p2ptrain.learn.codec import PayloadFormat, pack, unpack
+from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
-from p2ptrain.learn.memory import find_device
+from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Kept, make_recipe
-from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_root
+from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.sample import Wish, sample
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.shortage import told
@@ -51,7 +53,6 @@ from p2ptrain.learn.transform import Layout
 
 STATE_FORMAT = "p2ptrain trainer 1"
 EVALUATED_SEQUENCES = 64  # held-out: 16 KB of text at the smallest preset, enough for a curve; a guess
-ADOPTED_VALUES = 2**22  # taken over at a time: 16 MiB in place of a second copy of the state
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
@@ -129,6 +130,8 @@ class Trainer:
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
         self.round = 0  # applied so far
+        self._unpacked: OrderedDict[bytes, Contribution] = OrderedDict()  # by payload, those checked last at the end
+        self._lock = Lock()  # of these: payloads are checked while a round trains
         self._trained: int | None = None  # the round whose steps are done and not contributed yet
 
     def positions_for(self, round_number: int, place: int, places: int) -> Positions:
@@ -187,11 +190,15 @@ class Trainer:
         return tuple(sorted(self.recipe.residual.kept))
 
     def check(self, payload: bytes) -> str | None:
-        """Why a payload is refused; None if it is good."""
+        """Why a payload is refused; None if it is good. In any thread; `apply` need not unpack it again."""
         try:
-            unpack(payload, self.form)
+            contribution = unpack(payload, self.form)
         except RemoteProtocolError as error:
             return error.why
+        with self._lock:
+            self._unpacked[payload] = contribution
+            while len(self._unpacked) * self.form.contribution_bytes > UNPACKED_BYTES:
+                self._unpacked.popitem(last=False)
         return None
 
     @torch.no_grad()
@@ -200,7 +207,11 @@ class Trainer:
         assert round_number == self.round, f"round {round_number} cannot follow {self.round} applied rounds"
         recipe = self.run.recipe
         parameters = self.live.parts(self.recipe.agreed)
-        apply_payloads(self.layout, recipe, self.form, payloads, learning_rate(recipe, round_number), parameters)
+        with self._lock:
+            found = {payload: self._unpacked.pop(payload, None) for payload in payloads}
+        unpacked = {payload: contribution for payload, contribution in found.items() if contribution is not None}
+        rate = learning_rate(recipe, round_number)
+        apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
         self.round = round_number + 1
 
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
@@ -217,23 +228,31 @@ class Trainer:
         """A copy of the agreed weights, as the state root is made of them."""
         return bytes(octets(self.recipe.agreed))
 
-    @torch.no_grad()
-    def adopt(self, round_number: int, state: bytes | memoryview, keep_residual: bool = True) -> None:
-        """Go on from the state that others have after `round_number` rounds; a training in progress is dropped.
+    def leaves(self) -> list[bytes]:
+        """The digests of the pieces of the agreed weights."""
+        return state_leaves(self.recipe.agreed)
 
-        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Bytes
-        that are no state change nothing.
+    @torch.no_grad()
+    def adopt(self, round_number: int, pieces: Iterable[bytes | memoryview], keep_residual: bool = True) -> None:
+        """Goes on from the state that others have after `round_number` rounds; a training in progress is dropped.
+
+        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Pieces that
+        are no state change nothing: they are put together where the next step's gradient will be, so that a state
+        that comes from a disk is never in memory beside the weights.
         """
         assert round_number >= 0, f"the state of round {round_number}"
-        agreed = self.recipe.agreed
-        if (size := memoryview(state).nbytes) != self.state_size:
+        received, size, is_aligned = self.live.gradient, 0, True
+        for piece in pieces:
+            start, size = size // FLOAT_BYTES, size + len(piece)
+            is_aligned = is_aligned and len(piece) % FLOAT_BYTES == 0
+            if is_aligned and size <= self.state_size:  # otherwise it is refused, and only its size is told
+                values = np.frombuffer(piece, dtype="<f4")
+                if not np.isfinite(values).all():
+                    raise RemoteProtocolError("state with a weight that is not finite")
+                received[start : start + len(values)] = torch.from_numpy(values.copy())
+        if size != self.state_size or not is_aligned:
             raise RemoteProtocolError(f"state of {size} bytes, this run's has {self.state_size}")
-        values = np.frombuffer(state, dtype="<f4")
-        blocks = [slice(start, start + ADOPTED_VALUES) for start in range(0, len(values), ADOPTED_VALUES)]
-        if not all(np.isfinite(values[block]).all() for block in blocks):
-            raise RemoteProtocolError("state with a weight that is not finite")
-        for block in blocks:
-            agreed[block] = torch.from_numpy(values[block].copy())
+        self.recipe.agreed.copy_(received)
         if not keep_residual:
             self.recipe.residual.clear()
         self.round, self._trained = round_number, None
@@ -286,8 +305,8 @@ class Trainer:
         named["residual"] = self.recipe.residual.coefficients
         return named | {f"recipe.{name}": tensor for name, tensor in self.recipe.state().items()}
 
-    def capture(self) -> Capture:
-        """A copy of everything.
+    def capture(self, is_copied: bool = True) -> Capture:
+        """A copy of everything, or for a caller that lets nothing happen until it is written, views where they do.
 
         It holds the agreed weights, the round, the residual, the contributions whose fate is open, and the inner
         optimizer. It does not hold the steps of a training that has not been contributed: a trainer that loads it
@@ -295,9 +314,11 @@ class Trainer:
         Between `contribute` and the announcement, it holds a contribution that nobody may ever hear of: after
         `load`, whoever announces restores those of `kept_rounds` that were not announced.
         """
-        agreed = _copied(self.recipe.agreed)
-        tensors = self._tensors(agreed)
-        tensors = {name: each if name.startswith("weights.") else _copied(each) for name, each in tensors.items()}
+        agreed = _in_memory(self.recipe.agreed, is_copied)
+        tensors = {
+            name: each if name.startswith("weights.") else _in_memory(each, is_copied)
+            for name, each in self._tensors(agreed).items()
+        }
         for number, kept in self.recipe.residual.kept.items():  # which is never changed
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
@@ -306,7 +327,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write everything to a new file."""
-        self.capture().write(path)
+        self.capture(is_copied=False).write(path)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
@@ -359,7 +380,6 @@ class Trainer:
         return kept
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """In main memory, contiguous, and nobody else's."""
-    found = tensor.detach().to("cpu", copy=True)
-    return found.contiguous()
+def _in_memory(tensor: Tensor, is_copied: bool) -> Tensor:
+    """The tensor in main memory and contiguous; nobody else's if it is copied."""
+    return tensor.detach().to("cpu", copy=is_copied).contiguous()

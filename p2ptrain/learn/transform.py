@@ -156,7 +156,9 @@ class Layout:
         return pad(flat, (0, group.rows * group.columns - flat.numel())).view(group.rows, group.columns)
 
     def store(self, matrix: Tensor, tensors: Sequence[Tensor], group: Group) -> None:
-        """Put a matrix that `matrix` copied back into its vectors."""
+        """Puts what `matrix` copied back into its tensors; what it only viewed is there already."""
+        if matrix.data_ptr() == tensors[group.members[0]].data_ptr():
+            return
         flat, start = matrix.reshape(-1), 0
         for index in group.members:
             size = tensors[index].numel()

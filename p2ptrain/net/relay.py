@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from p2ptrain.digest import PIECE_BYTES, piece_count
+from p2ptrain.digest import PIECE_BYTES, is_piece, piece_bytes, piece_count, proves
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.net.blobs import Blob, BlobName, Sink, all_pieces, is_piece, piece_bytes, proves
+from p2ptrain.net.blobs import Blob, BlobName, Sink, all_pieces
 from p2ptrain.net.bulk import FetchError, Given, Have, Later, Piece, Reply, Want
 from p2ptrain.net.sources import PIECE_SECONDS, Source, SourceError, Sources, pick
 from p2ptrain.net.transport import TransportError
