@@ -1,4 +1,4 @@
-"""`RunConfig`: what all nodes of a run share, and what its id is the digest of.
+"""`RunConfig`: the settings that all nodes of a run share; the run's id is their digest.
 
 Whatever decides a bit of the agreed state, or how the swarm agrees on it, stands here. The canonical
 encoding is JSON with sorted keys, no white space and no floating-point number: fractions are written as
@@ -79,7 +79,7 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
 
 
 class TokenizerConfig(Section):
-    """What turns text into tokens; its file is part of the run."""
+    """The tokenizer; its file is part of the run."""
 
     kind: Literal["bytes", "json"] = Field(
         "bytes", description="bytes: 256 tokens; json: a file of the tokenizers library"
@@ -99,7 +99,7 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on."""
+    """The training data."""
 
     manifest: Annotated[
         str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Words("embedded, or 64 hexadecimal digits in lower case")
@@ -118,7 +118,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class RecipeSpec:
-    """All that is special about a recipe; the rest of the package asks this and never the recipe's name."""
+    """All that is special about a recipe; no other code looks at a recipe's name."""
 
     made_by: str  # "package.module:Name" of its class, so that a config can be read without torch
     is_scaled: bool  # whether its contributions carry a power-of-two scale a tensor
@@ -168,7 +168,7 @@ SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one a
 
 
 class RecipeConfig(Section):
-    """How steps become a contribution, and contributions an update. Defaults of a recipe fill what is not written."""
+    """How steps become a contribution, and contributions an update. The recipe's defaults apply to keys not written."""
 
     name: str = Field("distro", description=f'{", ".join(RECIPES)}, or "package.module:Name"')
     outer: Literal["normalised", "mean", "sign"] = Field("sign", description="how summed votes become an update")
@@ -248,7 +248,7 @@ class RecipeConfig(Section):
 
 
 class StateConfig(Section):
-    """What a state root covers. The digest of a few GB would hold up a round; that of 64 pieces does not."""
+    """The part of the state that a root covers. To hash a few GB would hold up a round, 64 pieces do not."""
 
     initial_root: DigestOrEmpty = Field("", description="root of the first weights; empty until the run is started")
     full_root_bytes_max: int = Field(

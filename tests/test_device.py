@@ -140,11 +140,11 @@ def test_trainings_are_repeated_with_as_many_sequences_a_pass_as_there_was_memor
 
     life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
     life.train(1)
-    assert [each.sequences for each in life.diary] == [2]
+    assert [each.sequences_per_pass for each in life.diary] == [2]
     again = Life(dataset, "distro")
     again.device.repeat(life.diary, life.device.trained)
     again.device._repeat()
-    assert again.device.trainer.live.sequences_max == 0, "for what comes, what the owner has set"
+    assert again.device.trainer.live.sequences_per_pass == 0, "for what comes, what the owner has set"
     assert again.device._repeated[1][2] == life.payloads[1], "the same bits"
     again.close()
     life.close()
@@ -163,7 +163,7 @@ def test_a_training_that_finds_no_memory_contributes_nothing_and_the_next_state_
     life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
     with pytest.raises(MemoryShortError, match="one sequence"):
         life.train(1)
-    assert (life.diary, life.device.trainer.live.sequences_max) == ([], 1)
+    assert (life.diary, life.device.trainer.live.sequences_per_pass) == ([], 1)
     for each in (life, other):
         each.apply(1)
     assert life.device.trainer.root() == other.device.trainer.root()

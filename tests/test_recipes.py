@@ -363,7 +363,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
 
 def test_parts_of_different_sizes_weigh_as_much_as_they_have_sequences() -> None:
     whole, parts = live_model(), live_model()
-    parts.sequences_max = 4
+    parts.sequences_per_pass = 4
     recipe = RecipeConfig(sequences_per_pass=5)
     losses = [live.gradient_step(0, batch(1, 5), [], recipe).loss for live in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

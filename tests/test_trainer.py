@@ -310,38 +310,6 @@ def test_payloads_are_refused_with_the_reason(dataset: TokenDataset) -> None:
     assert trainer.check(bytes(len(payload))) == "indices of a chunk do not rise"
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_payload_that_was_checked_is_not_unpacked_again_and_gives_the_same_weights(
-    dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = make(dataset, name), make(dataset, name)
-    first.train(0, 0, 1)
-    payload = first.contribute(0)
-    second.apply(0, [payload])
-    assert first.check(payload) is None
-
-    def unpack(*_: object) -> None:
-        raise AssertionError("it was unpacked before")
-
-    monkeypatch.setattr("p2ptrain.learn.aggregate.unpack", unpack)
-    first.apply(0, [payload])
-    assert first.root() == second.root()
-    assert not first._unpacked, "it is of no more use"
-
-
-def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
-    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make(dataset)
-    monkeypatch.setattr(trainer_module, "UNPACKED_BYTES", 2 * trainer.form.contribution_bytes)
-    payloads = []
-    for number in range(3):
-        trainer.train(number, 0, 1)
-        payloads.append(trainer.contribute(number))
-        assert trainer.check(payloads[-1]) is None
-    assert list(trainer._unpacked) == payloads[1:]
-
-
 def test_a_round_without_contributions_leaves_the_weights(dataset: TokenDataset) -> None:
     trainer = make(dataset)
     root = trainer.root()

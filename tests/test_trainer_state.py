@@ -230,3 +230,35 @@ def test_a_node_trains_and_evaluates_with_just_the_pieces_that_it_asked_for(
         sparse.add_piece(digest, piece)
     assert contribution(poor, 0) == contribution(rich, 0)
     assert poor.evaluate() == rich.evaluate()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_payload_that_was_checked_is_not_unpacked_again_and_gives_the_same_weights(
+    dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make(dataset, name), make(dataset, name)
+    first.train(0, 0, 1)
+    payload = first.contribute(0)
+    second.apply(0, [payload])
+    assert first.check(payload) is None
+
+    def unpack(*_: object) -> None:
+        raise AssertionError("it was unpacked before")
+
+    monkeypatch.setattr("p2ptrain.learn.aggregate.unpack", unpack)
+    first.apply(0, [payload])
+    assert first.root() == second.root()
+    assert not first._unpacked, "it is of no more use"
+
+
+def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(dataset)
+    monkeypatch.setattr(trainer_module, "UNPACKED_BYTES", 2 * trainer.form.contribution_bytes)
+    payloads = []
+    for number in range(3):
+        trainer.train(number, 0, 1)
+        payloads.append(trainer.contribute(number))
+        assert trainer.check(payloads[-1]) is None
+    assert list(trainer._unpacked) == payloads[1:]

@@ -133,7 +133,7 @@ class Device:
         payload = self._train_now(number, place, places, outstanding)
         self.trained += 1
         base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload)
-        threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_max
+        threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_per_pass
         noted = Trained(self.trained, number, base, place, places, still, name.hex(), threads, sequences)
         return name, payload, noted
 
@@ -143,16 +143,16 @@ class Device:
         self.trained = last
 
     def _repeat(self) -> None:
-        sequences = self.trainer.live.sequences_max
+        sequences = self.trainer.live.sequences_per_pass
         try:
             while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
                 self._repeat_one(self._to_repeat.popleft())
         finally:  # what the owner has set, or this life has found out, is for what comes
-            self.trainer.live.sequences_max = sequences
+            self.trainer.live.sequences_per_pass = sequences
 
     def _repeat_one(self, each: Trained) -> None:
         _use_threads(each.threads)
-        self.trainer.live.sequences_max = each.sequences
+        self.trainer.live.sequences_per_pass = each.sequences_per_pass
         try:
             payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
         except (DataError, MemoryShortError, TrainingError) as error:

@@ -9,13 +9,14 @@ pieces a matter of microseconds.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from p2ptrain.digest import (
     DIGEST_BYTES,
@@ -31,6 +32,7 @@ from p2ptrain.errors import DataError
 
 Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
 TREES = ("payload", "state")
+T = TypeVar("T")
 PIECES_MAX = 60_000  # of a blob, 63 GB: the digests and counts of all of them fit a frame
 
 
@@ -108,6 +110,11 @@ class Sink(Blob, Protocol):
 
 def all_pieces(size: int) -> int:
     return (1 << piece_count(size)) - 1
+
+
+async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
+    """Does what may wait for a disk in a thread."""
+    return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
 
 
 def verified(blob: Blob) -> Iterator[bytes]:

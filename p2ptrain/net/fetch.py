@@ -17,11 +17,10 @@ from typing import TypeAlias, TypeVar, overload
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_bytes, piece_count
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, MemorySink, Sink, all_pieces
+from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, MemorySink, Sink, all_pieces, aside
 from p2ptrain.net.bulk import FetchError, Given, Piece, Want
 from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.relay import PIPELINE, Failed, Relay, aside
-from p2ptrain.net.sources import SourceError, Sources
+from p2ptrain.net.relay import PIPELINE, Failed, Relay, SourceError, Sources
 from p2ptrain.net.transport import Transport, TransportError
 
 LEFT_SECONDS = 600.0  # until what came of a tree that was broken off is given up; the next attempt comes sooner

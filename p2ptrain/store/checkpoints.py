@@ -266,7 +266,7 @@ class Checkpoints:
     def export(self, checkpoint: Checkpoint, target: Path, beside: Mapping[str, bytes]) -> None:
         """A copy in a directory of its own, and checked there; `beside` are the files that it is read with."""
         if target.exists():
-            raise DataError(f"{target}: there is something already")
+            raise DataError(f"{target}: it exists already")
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
         forget(partial)
         with trouble(target):
