@@ -22,7 +22,7 @@ import torch
 
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import NOTHING
-from p2ptrain.daemon.library import leaves_of
+from p2ptrain.digest import leaves_of
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import load_tokenizer

@@ -32,6 +32,11 @@ def piece_count(size: int) -> int:
     return max(1, -(-size // PIECE_BYTES))
 
 
+def piece_bytes(size: int, index: int) -> int:
+    """The length of a piece of `size` bytes: all have a mebibyte but the last."""
+    return min(PIECE_BYTES, size - index * PIECE_BYTES)
+
+
 def leaf_digest(index: int, piece: bytes | memoryview) -> bytes:
     return digest("leaf", index.to_bytes(8, "little"), piece)
 
@@ -51,3 +56,26 @@ def merkle_root(leaves: Sequence[bytes], size: int) -> bytes:
         paired = [digest("node", level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
         level = paired + level[len(level) & ~1 :]
     return digest("root", size.to_bytes(8, "little"), level[0])
+
+
+def leaf(leaves: bytes, index: int) -> bytes:
+    """One of `leaves`, the digests of all pieces in a row."""
+    return leaves[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+
+def is_piece(leaves: bytes, size: int, index: int, piece: bytes) -> bool:
+    """Whether these bytes are what the tree says."""
+    return len(piece) == piece_bytes(size, index) and leaf_digest(index, piece) == leaf(leaves, index)
+
+
+def proves(leaves: bytes, size: int, root: bytes) -> bool:
+    """Whether these digests lead to the root."""
+    if len(leaves) != piece_count(size) * DIGEST_BYTES:
+        return False
+    return merkle_root([leaf(leaves, index) for index in range(piece_count(size))], size) == root
+
+
+def leaves_of(data: bytes | memoryview, root: bytes) -> bytes:
+    """The digests of the pieces in a row; nothing if they do not lead to this root."""
+    leaves = b"".join(leaf_digests(data))
+    return leaves if proves(leaves, memoryview(data).nbytes, root) else b""

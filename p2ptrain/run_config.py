@@ -1,4 +1,4 @@
-"""`RunConfig`: what all nodes of a run share, and what its id is the digest of.
+"""`RunConfig`: the settings that all nodes of a run share; the run's id is their digest.
 
 Whatever decides a bit of the agreed state, or how the swarm agrees on it, stands here. The canonical
 encoding is JSON with sorted keys, no white space and no floating-point number: fractions are written as
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -78,7 +79,7 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
 
 
 class TokenizerConfig(Section):
-    """What turns text into tokens; its file is part of the run."""
+    """The tokenizer; its file is part of the run."""
 
     kind: Literal["bytes", "json"] = Field(
         "bytes", description="bytes: 256 tokens; json: a file of the tokenizers library"
@@ -98,7 +99,7 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on."""
+    """The training data."""
 
     manifest: Annotated[
         str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Words("embedded, or 64 hexadecimal digits in lower case")
@@ -107,26 +108,69 @@ class DataConfig(Section):
     )
 
 
-RECIPE_DEFAULTS: dict[str, dict[str, object]] = {
-    "distro": {"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 1, "outer": "sign"},
-    "demo": {"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 3, "outer": "normalised"},
-    "local": {
-        "decay": Fraction(95, 100),
-        "local_steps": 10,
-        "value_bits": 1,
-        "outer": "mean",
-        "learning_rate": Fraction(1),
-    },
+class Limit(NamedTuple):
+    """The largest value that a recipe takes for one of its settings."""
+
+    most: int
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class RecipeSpec:
+    """All that is special about a recipe; no other code looks at a recipe's name."""
+
+    made_by: str  # "package.module:Name" of its class, so that a config can be read without torch
+    is_scaled: bool  # whether its contributions carry a power-of-two scale a tensor
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of settings that are not written
+    limits: Mapping[str, Limit] = field(default_factory=dict)  # settings that do not combine with it beyond a value
+    # Copies of the weights, 4 bytes a parameter each. A recipe from elsewhere is taken for one as hungry as `local`.
+    copies: int = 4  # in memory beside the live weights and their gradient
+    copies_saved: int = 2  # of them, how many its `state` adds to a checkpoint
+
+
+_SIGNS_ALONE = Limit(1, "sends signs alone", "use 1 or recipe demo")
+_ONE_STEP = Limit(1, "takes one step a round", "use passes_per_step or recipe local")
+RECIPES: dict[str, RecipeSpec] = {
+    "distro": RecipeSpec(
+        made_by="p2ptrain.learn.recipes:GradientRecipe",
+        is_scaled=False,
+        defaults={"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 1, "outer": "sign"},
+        limits={"value_bits": _SIGNS_ALONE, "local_steps": _ONE_STEP},
+        copies=0,
+        copies_saved=0,
+    ),
+    "demo": RecipeSpec(
+        made_by="p2ptrain.learn.recipes:GradientRecipe",
+        is_scaled=True,
+        defaults={"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 3, "outer": "normalised"},
+        limits={"local_steps": _ONE_STEP},
+        copies=0,
+        copies_saved=0,
+    ),
+    "local": RecipeSpec(
+        made_by="p2ptrain.learn.recipes:LocalRecipe",
+        is_scaled=True,
+        defaults={
+            "decay": Fraction(95, 100),
+            "local_steps": 10,
+            "value_bits": 1,
+            "outer": "mean",
+            "learning_rate": Fraction(1),
+        },
+        limits={"value_bits": _SIGNS_ALONE},
+        copies=4,  # the agreed weights, this round's start, and AdamW's two moments
+        copies_saved=2,  # the moments
+    ),
 }
 OWN_RECIPE = r"[A-Za-z_][A-Za-z0-9_.]{0,99}:[A-Za-z_][A-Za-z0-9_]{0,99}"  # "package.module:Name"
-SCALED_RECIPES = ("demo", "local")  # their contributions carry a power-of-two scale a tensor
 SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one another (learn/aggregate.py)
 
 
 class RecipeConfig(Section):
-    """How steps become a contribution, and contributions an update. Defaults of a recipe fill what is not written."""
+    """How steps become a contribution, and contributions an update. The recipe's defaults apply to keys not written."""
 
-    name: str = Field("distro", description='distro, demo, local, or "package.module:Name"')
+    name: str = Field("distro", description=f'{", ".join(RECIPES)}, or "package.module:Name"')
     outer: Literal["normalised", "mean", "sign"] = Field("sign", description="how summed votes become an update")
     chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
     k: int = Field(32, ge=1, le=512, description="coefficients kept of each chunk")
@@ -166,28 +210,20 @@ class RecipeConfig(Section):
         if not isinstance(data, dict):
             return data
         name = data.get("name", "distro")
-        return {**RECIPE_DEFAULTS.get(name, {}), **data} if isinstance(name, str) else data
+        return {**RECIPES[name].defaults, **data} if isinstance(name, str) and name in RECIPES else data
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.name not in RECIPE_DEFAULTS and not re.fullmatch(OWN_RECIPE, self.name):
-            raise ValueError(
-                f'unknown recipe {self.name!r}: use one of {", ".join(RECIPE_DEFAULTS)} or "package.module:Name"'
-            )
+        if self.name not in RECIPES and not re.fullmatch(OWN_RECIPE, self.name):
+            raise ValueError(f'unknown recipe {self.name!r}: use one of {", ".join(RECIPES)} or "package.module:Name"')
         area = self.chunk**2
         if self.k > area // 2:
             raise ValueError(
                 f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}"
             )
-        if self.value_bits > 1 and self.name in ("distro", "local"):
-            raise ValueError(
-                f"value_bits = {self.value_bits}: recipe {self.name} sends signs alone, use 1 or recipe demo"
-            )
-        if self.local_steps > 1 and self.name in ("distro", "demo"):
-            raise ValueError(
-                f"local_steps = {self.local_steps}: recipe {self.name} takes one step a round, "
-                "use passes_per_step or recipe local"
-            )
+        for key, limit in self.spec.limits.items():
+            if (value := getattr(self, key)) > limit.most:
+                raise ValueError(f"{key} = {value}: recipe {self.name} {limit.why}, {limit.fix}")
         if self.learning_rate * self.weight_decay > 1:
             raise ValueError("learning_rate * weight_decay is above 1: weights would change sign, lower weight_decay")
         if self.schedule == "constant" and (self.decay_rounds or self.rounds):
@@ -201,18 +237,18 @@ class RecipeConfig(Section):
         return self
 
     @property
-    def scaled(self) -> bool:
-        """Whether contributions carry a scale a tensor; a recipe of one's own does when it asks for value bits."""
-        return self.name in SCALED_RECIPES or (self.name not in RECIPE_DEFAULTS and self.value_bits > 1)
+    def spec(self) -> RecipeSpec:
+        """The recipe's entry in the table; one from elsewhere carries scales when it asks for value bits."""
+        return RECIPES.get(self.name) or RecipeSpec(made_by=self.name, is_scaled=self.value_bits > 1)
 
     @property
     def vote_max(self) -> int:
         """The largest integer that one contribution can add to one coefficient's votes."""
-        return (1 << (self.value_bits - 1)) * (1 << SCALE_SPREAD_BITS if self.scaled else 1)
+        return (1 << (self.value_bits - 1)) * (1 << SCALE_SPREAD_BITS if self.spec.is_scaled else 1)
 
 
 class StateConfig(Section):
-    """What a state root covers. The digest of a few GB would hold up a round; that of 64 pieces does not."""
+    """The part of the state that a root covers. To hash a few GB would hold up a round, 64 pieces do not."""
 
     initial_root: DigestOrEmpty = Field("", description="root of the first weights; empty until the run is started")
     full_root_bytes_max: int = Field(

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from p2ptrain.config import ModelConfig
 from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.memory import Passes
+from p2ptrain.learn.memory import PassSettings
 from p2ptrain.learn.model import Transformer
 
 
-def peak_of_pass(model: ModelConfig, sequences: int, passes: Passes) -> int:
+def peak_of_pass(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
     """The most bytes that were alive at a time, without the weights and their gradient."""
     with FakeTensorMode():
         live = LiveModel(Transformer(model, checkpointing=passes.checkpointing), autocast=passes.autocast)

@@ -7,7 +7,7 @@ time of the loop, so that nothing depends on threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
 from p2ptrain.learn.assignment import Positions, shard
-from p2ptrain.learn.data import Manifest, Stream, TokenDataset, TokenizerName, manifest_digest, piece_digest
+from p2ptrain.learn.data import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
 from p2ptrain.learn.data import store_manifest as store_data_manifest
 from p2ptrain.learn.live import StepResult
 from p2ptrain.net.bulk import Server
@@ -66,7 +66,7 @@ class ChainTrainer:
         self.dataset = dataset
         self.round, self.state = 0, STATE
         self.device = "cpu"
-        self.live = SimpleNamespace(sequences_max=0)
+        self.live = SimpleNamespace(sequences_per_pass=0)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
         self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
@@ -129,11 +129,14 @@ class ChainTrainer:
     def state_bytes(self) -> bytes:
         return self.state
 
-    def adopt(self, number: int, state: bytes) -> None:
-        self.round, self.state = number, bytes(state)
+    def leaves(self) -> list[bytes]:
+        return leaf_digests(self.state)
+
+    def adopt(self, number: int, pieces: Iterable[bytes]) -> None:
+        self.round, self.state = number, b"".join(pieces)
         self.done.append(("adopt", number))
 
-    def capture(self) -> Any:
+    def capture(self, is_copied: bool = True) -> Any:
         kept = b"".join(number.to_bytes(8, "little") for number in self.kept_rounds)
         counts = self.round.to_bytes(8, "little") + len(self.kept).to_bytes(8, "little")
         content, state = counts + kept + self.residual + self.state, self.state
@@ -355,9 +358,11 @@ def of_kind(each: Bench, *kinds: type) -> list[ev.Event]:
 
 def a_dataset(directory: Path, data: bytes = DATA, is_whole: bool = True) -> TokenDataset:
     """Bytes as tokens, in one piece."""
-    stream = Stream((piece_digest(data),), len(data))
+    stream = Split((piece_digest(data),), len(data))
     tokenizer = TokenizerName(digest="", kind="bytes", vocab_size=256)
-    encoded = Manifest(held_out=Stream((), 0), token_bytes=1, tokenizer=tokenizer, training=stream, version=1).encode()
+    encoded = DatasetIndex(
+        held_out=Split((), 0), token_bytes=1, tokenizer=tokenizer, training=stream, version=1
+    ).encode()
     made = store_data_manifest(directory, encoded, manifest_digest(encoded))
     if is_whole:
         made.add_piece(bytes.fromhex(piece_digest(data)), data)

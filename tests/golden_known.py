@@ -30,7 +30,7 @@ def parts(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def scales_of(recipe: RecipeConfig, contributions: list[Contribution]) -> tuple[int, ...] | None:
-    if not recipe.scaled:
+    if not recipe.spec.is_scaled:
         return None
     return common_scales([one.exponents for one in contributions if one.exponents is not None])
 

@@ -35,7 +35,7 @@ def contribution(seed: int, layout: Layout, recipe: RecipeConfig) -> Contributio
     drawn = integers(seed + 10**6, indices.size).reshape(indices.shape)
     sizes = (drawn % np.uint64(1 << (recipe.value_bits - 1))).astype(np.int8) + np.int8(1)
     values = np.where((drawn >> np.uint64(20)) & np.uint64(1) == 1, -sizes, sizes).astype(np.int8)
-    if not recipe.scaled:
+    if not recipe.spec.is_scaled:
         return Contribution(indices, values)
     exponents = (integers(seed + 2 * 10**6, len(layout.groups)) % np.uint64(12)).astype(np.int8) - np.int8(16)
     return Contribution(indices, values, exponents)

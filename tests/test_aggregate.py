@@ -198,7 +198,7 @@ def test_updates_are_the_formulas_worked_out_in_floating_point(name: str, outer:
         np.add.at(dense, (np.arange(2)[:, None], one.indices.astype(int)), one.values * units)
     decoded = fft.idctn(dense.reshape(2, 64, 64), axes=(1, 2), norm="ortho").reshape(128, 64)
     if outer == "mean":
-        update = decoded / 5 * (1 if recipe.scaled else math.sqrt(4096 / 16))
+        update = decoded / 5 * (1 if recipe.spec.is_scaled else math.sqrt(4096 / 16))
     elif outer == "normalised":
         update = decoded / math.sqrt(np.square(dense).mean())
     else:

@@ -29,7 +29,7 @@ from audit_known import (
 from typer.testing import CliRunner
 
 from p2ptrain.audit import run as audited
-from p2ptrain.audit.findings import Finding, Report, Verdict
+from p2ptrain.audit.findings import Finding, Grade, Report
 from p2ptrain.audit.run import audit, find_directory
 from p2ptrain.cli import app
 from p2ptrain.config import RunConfig
@@ -59,7 +59,7 @@ def directory(history: tuple[RunConfig, list[Path]], tmp_path: Path) -> Path:
     return shutil.copytree(history[1][0], tmp_path / "runs" / history[1][0].name)
 
 
-def bad(report: Report, verdict: Verdict = Verdict.WRONG) -> list[Finding]:
+def bad(report: Report, verdict: Grade = Grade.WRONG) -> list[Finding]:
     return [finding for finding in report.findings if finding.verdict is verdict]
 
 
@@ -104,7 +104,7 @@ def test_a_log_that_has_forgotten_its_beginning_is_proved_from_genesis_by_the_ch
     assert report.all_holds, report.lines()
     assert report.certified is not None
     assert report.certified[0] > ROUNDS
-    subjects = {finding.subject: finding.what for finding in bad(report, Verdict.HOLDS)}
+    subjects = {finding.subject: finding.what for finding in bad(report, Grade.HOLDS)}
     assert subjects["roster"].startswith("1 changes lead from genesis to the 5 members")
     assert "agreed state" in subjects
 
@@ -133,7 +133,7 @@ def test_a_torn_end_is_what_a_crash_leaves(directory: Path) -> None:
     path.write_bytes(content + frame(int(path.name[:8]), len(content), b"a record")[:-3])
     report = audit(directory)
     assert report.all_holds
-    assert any("not whole" in finding.what for finding in bad(report, Verdict.NOTE))
+    assert any("not whole" in finding.what for finding in bad(report, Grade.NOTE))
 
 
 def test_what_a_running_node_replaces_meanwhile_is_looked_at_again(
@@ -213,10 +213,10 @@ def test_a_missing_file_is_told(directory: Path, run: RunConfig) -> None:
     path, _ = log_of(directory)
     path.unlink()
     report = audit(directory)
-    assert "there is no log" in str(bad(report, Verdict.OPEN)[0])
+    assert "there is no log" in str(bad(report, Grade.OPEN)[0])
     (directory / "run.json").unlink()
     report = audit(directory)
-    assert [str(each) for each in bad(report, Verdict.OPEN)] == [str(report.findings[0])]
+    assert [str(each) for each in bad(report, Grade.OPEN)] == [str(report.findings[0])]
     assert report.run_id == ""
 
 
@@ -336,7 +336,7 @@ def test_a_missing_payload_cannot_be_checked(directory: Path, run: RunConfig) ->
     (directory / "payloads" / before.taken[0].payload.hex()).unlink()
     for ends in (f"no root of round {last.round} or later is", f"ends after round {before.round - 1} of {last.round}"):
         report = audit(directory)
-        payload, replay = bad(report, Verdict.OPEN)
+        payload, replay = bad(report, Grade.OPEN)
         assert (bad(report), payload.subject, replay.subject) == ([], f"round {before.round}", "replay")
         assert replay.what.startswith(ends)
         for path in directory.glob(f"checkpoints/*-round-{last.round}"):
@@ -423,7 +423,7 @@ def test_a_checkpoint_after_another_manifest_cannot_be_checked(directory: Path, 
     restamped(newest, head="ab" * 32)
     report = audit(directory)
     assert bad(report) == []
-    assert [finding.subject for finding in bad(report, Verdict.OPEN)] == [str(newest.path)]
+    assert [finding.subject for finding in bad(report, Grade.OPEN)] == [str(newest.path)]
 
 
 def spoil_weights(checkpoint: Checkpoint, run: RunConfig) -> None:

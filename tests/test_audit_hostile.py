@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from p2ptrain.audit import findings as told
 from p2ptrain.audit import run as audited
 from p2ptrain.audit import tensors, weights
-from p2ptrain.audit.findings import Finding, Report, Verdict
+from p2ptrain.audit.findings import Finding, Grade, Report
 from p2ptrain.audit.run import audit, find_directory
 from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs
 from p2ptrain.cli import app, main
@@ -63,7 +63,7 @@ def _nothing_waits_for_ever() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def found(report: Report, verdict: Verdict = Verdict.WRONG) -> list[Finding]:
+def found(report: Report, verdict: Grade = Grade.WRONG) -> list[Finding]:
     return [finding for finding in report.findings if finding.verdict is verdict]
 
 
@@ -192,7 +192,7 @@ def test_of_many_findings_some_are_told_and_all_are_counted(directory: Path, mon
     whole = audit(directory)
     monkeypatch.setattr(told, "FINDINGS_MAX", 12)
     report = audit(directory)
-    assert report.count(Verdict.WRONG) == whole.count(Verdict.WRONG) == 40
+    assert report.count(Grade.WRONG) == whole.count(Grade.WRONG) == 40
     assert not report.all_holds
     left_out = len(whole.findings) - 12
     lines = report.lines()
@@ -204,7 +204,7 @@ def test_a_log_beyond_the_limit_is_not_read(directory: Path, monkeypatch: pytest
     path, _ = log_of(directory)
     monkeypatch.setattr(log, "READ_BYTES_MAX", path.stat().st_size - 1)
     report = audit(directory)
-    assert any("and at most" in str(finding) and str(path) in str(finding) for finding in found(report, Verdict.OPEN))
+    assert any("and at most" in str(finding) and str(path) in str(finding) for finding in found(report, Grade.OPEN))
 
 
 @pytest.mark.parametrize("name", ["state", "trainer"])
@@ -223,15 +223,15 @@ def test_what_this_machine_has_no_memory_for_is_not_replayed(directory: Path, mo
     size = weights.Model(audited._read_run(directory / "run.json", directory.name, Report(""))).state_bytes  # type: ignore[arg-type]
     monkeypatch.setattr(audited, "free_memory_bytes", lambda: 2 * size - 1)
     report = audit(directory)
-    assert (report.replayed, [finding.subject for finding in found(report, Verdict.OPEN)]) == (None, ["checkpoints"])
+    assert (report.replayed, [finding.subject for finding in found(report, Grade.OPEN)]) == (None, ["checkpoints"])
     monkeypatch.setattr(audited, "free_memory_bytes", lambda: 2 * size)
     largest = max(path.stat().st_size for path in (directory / "payloads").iterdir())
     monkeypatch.setattr(weights, "free_memory_bytes", lambda: largest)
-    [finding] = found(audit(directory), Verdict.OPEN)
+    [finding] = found(audit(directory), Grade.OPEN)
     assert f"bytes of payloads, and there are {largest:,} of memory" in finding.what
     monkeypatch.setattr(weights, "free_memory_bytes", lambda: 1)  # not even for one of them
     monkeypatch.setattr(weights, "SMALL_BYTES", 0)
-    assert "and 1 bytes of memory are free here" in found(audit(directory), Verdict.OPEN)[0].what
+    assert "and 1 bytes of memory are free here" in found(audit(directory), Grade.OPEN)[0].what
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def test_a_state_that_changes_after_it_was_checked_is_not_replayed_from(
     monkeypatch.setattr(audited, "check_checkpoints", changing)
     report = Report(str(directory))
     audited._audit(directory, report)
-    assert [finding.subject for finding in found(report, Verdict.OPEN)] == ["replay"]
-    assert "has changed since it was checked" in found(report, Verdict.OPEN)[0].what
+    assert [finding.subject for finding in found(report, Grade.OPEN)] == ["replay"]
+    assert "has changed since it was checked" in found(report, Grade.OPEN)[0].what
     assert report.replayed is None
 
 
@@ -350,7 +350,7 @@ def test_a_name_is_a_payloads_in_one_spelling_only(directory: Path) -> None:
         (directory / "payloads" / name).touch()
     report = audit(directory)
     assert report.all_holds, report.lines()
-    notes = [finding for finding in found(report, Verdict.NOTE) if "this is no payload" in finding.what]
+    notes = [finding for finding in found(report, Grade.NOTE) if "not a payload" in finding.what]
     assert len(notes) == len(names)
 
 
@@ -363,8 +363,8 @@ def test_no_name_commands_a_terminal_or_forges_a_line(directory: Path, capsysbin
     text = "\n".join(report.lines())
     assert len(text.splitlines()) == len(report.findings) + 1
     assert all(each.isprintable() or each == "\n" for each in text)
-    assert r"/\x1b[2J\x1b]0;owned\x07: this is no payload" in text
-    assert r"x\nOK            everything: holds: this is no payload" in text
+    assert r"/\x1b[2J\x1b]0;owned\x07: not a payload" in text
+    assert r"x\nOK            everything: holds: not a payload" in text
     shown = CliRunner().invoke(app, ["audit", str(directory)])
     assert (shown.exit_code, shown.output) == (0, text + "\n")
     shutil.copytree(directory, directory.parent / COMMAND)

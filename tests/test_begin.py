@@ -123,7 +123,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: begin(
             run_of(data=_named(path), state=StateConfig(initial_root=DIGEST)), path / "new", [ME], path / "data"
         ),
-        r"^state\.initial_root: the first weights that this machine makes are others \([0-9a-f]{64}\)\. Join the run",
+        r"^state\.initial_root: this machine makes other first weights \([0-9a-f]{64}\)\. Join the run",
     ),
     "other founders": (
         lambda path: begin(run_of(admission=AdmissionConfig(founders=(OTHER,))), path / "new", [ME]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import math
 import sys
@@ -101,3 +102,11 @@ def test_the_checkpoint_benchmark_writes_and_copies_the_same_bytes(tmp_path: Pat
     assert all(value > 0 for value in result.values())
     assert result["bytes"] > 3 * 4 * 1_000_000  # weights twice, and the residual
     assert not list((tmp_path / "checkpoints").iterdir())  # turns do not fill the disk
+
+
+def test_the_benchmark_of_copies_finds_each_payload_hashed_and_unpacked_once(tmp_path: Path) -> None:
+    """A peer hashes a payload once and unpacks it once, and so does its author."""
+    copies = load("copies")
+    found = asyncio.run(copies.a_round("1m", tmp_path, 2))
+    assert [found[f"{name} hashed"] for name in ("author", "peer")] == [1.0, 1.0]
+    assert found["unpacked"] == 1.0

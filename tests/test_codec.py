@@ -72,7 +72,7 @@ def test_a_payload_unpacks_to_the_contribution_that_was_packed(
     read = unpack(payload, form)
     assert same(read, offered)
     assert pack(read, form) == payload
-    if recipe.scaled:
+    if recipe.spec.is_scaled:
         assert np.array_equal(read_exponents(payload, form), offered.exponents)
 
 
@@ -85,7 +85,7 @@ def test_extreme_sets_of_indices_survive(name: str, chunk: int, k: int, value_bi
         for value in (1, -1, 1 << (value_bits - 1), -(1 << (value_bits - 1))):
             values = np.full((layout.chunks, k), value, np.int8)
             for exponent in (-64, 15):
-                scales = np.full(len(layout.groups), exponent, np.int8) if recipe.scaled else None
+                scales = np.full(len(layout.groups), exponent, np.int8) if recipe.spec.is_scaled else None
                 offered = Contribution(np.ascontiguousarray(indices), values, scales)
                 assert same(unpack(pack(offered, form), form), offered)
 

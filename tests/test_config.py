@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from p2ptrain import config as config_module
 from p2ptrain.config import (
     MODEL_PRESETS,
-    RECIPE_DEFAULTS,
+    RECIPES,
     DeviceConfig,
     ModelConfig,
     NodeConfig,
@@ -86,11 +86,11 @@ def test_the_description_of_preset_names_every_preset() -> None:
     assert re.findall(r"\d+[mb]", description) == list(MODEL_PRESETS)
 
 
-@pytest.mark.parametrize("name", RECIPE_DEFAULTS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_gives_the_values_that_are_not_written(name: str, tmp_path: Path) -> None:
     recipe = load_run_config(said(tmp_path / "run.toml", f'name = "a"\n[recipe]\nname = "{name}"\nk = 8')).recipe
-    assert recipe == RecipeConfig(**{"name": name, "k": 8, **RECIPE_DEFAULTS[name]})
-    assert {key: getattr(recipe, key) for key in RECIPE_DEFAULTS[name]} == RECIPE_DEFAULTS[name]
+    assert recipe == RecipeConfig(**{"name": name, "k": 8, **RECIPES[name].defaults})
+    assert {key: getattr(recipe, key) for key in RECIPES[name].defaults} == RECIPES[name].defaults
 
 
 def test_lists_are_read_from_files(tmp_path: Path) -> None:

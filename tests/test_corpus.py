@@ -11,7 +11,7 @@ from texts import written
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.learn import corpus
-from p2ptrain.learn.corpus import BLOCK_BYTES_MAX, Source, documents, embedded_sources, file_sources
+from p2ptrain.learn.corpus import BLOCK_BYTES_MAX, TextFile, documents, embedded_sources, file_sources
 
 
 def read(path: Path) -> list[str]:
@@ -148,5 +148,5 @@ def test_a_python_without_its_library_cannot_embed(tmp_path: Path, monkeypatch: 
 def test_documents_say_what_they_took_up(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", '{"text": "abc"}\n{"text": "de"}\n')
     (source,) = file_sources([path])
-    assert isinstance(source, Source)
+    assert isinstance(source, TextFile)
     assert [document.source_bytes for document in documents(source)] == [16, 15]

@@ -38,7 +38,7 @@ class Life:
 
     def train(self, number: int) -> None:
         outstanding = frozenset({3}) if number == 4 else NONE_OPEN
-        payload, trained = self.device._train(number, 0, 1, outstanding)
+        _, payload, trained = self.device._train(number, 0, 1, outstanding)
         if trained is not None:
             self.diary.append(trained)
         self.payloads[number] = payload
@@ -140,12 +140,12 @@ def test_trainings_are_repeated_with_as_many_sequences_a_pass_as_there_was_memor
 
     life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
     life.train(1)
-    assert [each.sequences for each in life.diary] == [2]
+    assert [each.sequences_per_pass for each in life.diary] == [2]
     again = Life(dataset, "distro")
     again.device.repeat(life.diary, life.device.trained)
     again.device._repeat()
-    assert again.device.trainer.live.sequences_max == 0, "for what comes, what the owner has set"
-    assert again.device._repeated[1][1] == life.payloads[1], "the same bits"
+    assert again.device.trainer.live.sequences_per_pass == 0, "for what comes, what the owner has set"
+    assert again.device._repeated[1][2] == life.payloads[1], "the same bits"
     again.close()
     life.close()
 
@@ -163,7 +163,7 @@ def test_a_training_that_finds_no_memory_contributes_nothing_and_the_next_state_
     life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
     with pytest.raises(MemoryShortError, match="one sequence"):
         life.train(1)
-    assert (life.diary, life.device.trainer.live.sequences_max) == ([], 1)
+    assert (life.diary, life.device.trainer.live.sequences_per_pass) == ([], 1)
     for each in (life, other):
         each.apply(1)
     assert life.device.trainer.root() == other.device.trainer.root()
@@ -174,7 +174,7 @@ def test_a_training_that_finds_no_memory_contributes_nothing_and_the_next_state_
 def test_a_state_that_is_taken_over_ends_repeating(dataset: TokenDataset, tmp_path: Path) -> None:
     life = Life(dataset, "distro")
     life.device.repeat([Trained(1, 1, 0, 0, 1, (), "0" * 64)], life.device.trained)
-    life.device._adopt(0, life.device.trainer.state_bytes())
+    life.device._adopt(0, [life.device.trainer.state_bytes()])
     before = life.save(tmp_path / "before")
     life.device._repeat()
     assert life.save(tmp_path / "after") == before

@@ -17,7 +17,7 @@ from test_cli import p2ptrain
 
 from p2ptrain.config import DeviceConfig, NodeConfig, RunConfig, TrackingConfig
 from p2ptrain.doctor import disk, examine, machine
-from p2ptrain.doctor.findings import Check, Finding, can_work, json_of, text_of, verdict_of, within
+from p2ptrain.doctor.findings import Check, Diagnosis, can_work, json_of, text_of, verdict_of, within
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
@@ -43,7 +43,7 @@ def broken(name: str) -> None:
     raise RuntimeError("CUDA error: no kernel image\nand more")
 
 
-def level_of(found: Finding) -> tuple[str, bool]:
+def level_of(found: Diagnosis) -> tuple[str, bool]:
     """And whether it says what to do; where all is well there is nothing to do."""
     return found.level, bool(found.fix)
 
@@ -58,22 +58,22 @@ GOOD, WARNING, FAILED = ("good", False), ("warning", True), ("failed", True)
 def test_a_check_that_hangs_is_given_up_at_its_deadline() -> None:
     released = threading.Event()
 
-    def hang() -> list[Finding]:
+    def hang() -> list[Diagnosis]:
         released.wait(60)
-        return [Finding("disk", "good", "at last")]
+        return [Diagnosis("disk", "good", "at last")]
 
     (found,) = within(Check("disk", hang, 0.05))
     assert (found.what, found.level, found.result) == ("disk", "failed", "no answer within 0 s")
     assert found.fix
-    assert within(Check("disk", hang, 0.05, "warning", "Wait"))[0] == Finding(
+    assert within(Check("disk", hang, 0.05, "warning", "Wait"))[0] == Diagnosis(
         "disk", "warning", "no answer within 0 s", "Wait"
     )
     released.set()
-    assert within(Check("disk", hang, 60)) == [Finding("disk", "good", "at last")]
+    assert within(Check("disk", hang, 60)) == [Diagnosis("disk", "good", "at last")]
 
 
 def test_what_is_found_is_told_line_by_line_with_what_to_do() -> None:
-    found = [Finding("python", "good", "3.11.7"), Finding("clock", "warning", "2 s\x1b[2J behind", "Set it")]
+    found = [Diagnosis("python", "good", "3.11.7"), Diagnosis("clock", "warning", "2 s\x1b[2J behind", "Set it")]
     lines = "\n".join(map(text_of, found)).splitlines()
     assert lines[0].split() == ["good", "python", "3.11.7"]
     assert lines[1].split(maxsplit=2) == ["warning", "clock", "2 s?[2J behind"]
@@ -81,7 +81,7 @@ def test_what_is_found_is_told_line_by_line_with_what_to_do() -> None:
     assert len(lines) == 3
     assert verdict_of(found) == "a node can work here: 0 failed, 1 warnings"
     assert can_work(found)
-    found.append(Finding("disk", "failed", "full", "Make room"))
+    found.append(Diagnosis("disk", "failed", "full", "Make room"))
     assert verdict_of(found) == "a node cannot work so: 1 failed, 1 warnings"
     told = json_of(found)
     assert (told["version"], told["can_work"]) == (1, False)
@@ -245,7 +245,7 @@ def test_the_key_is_its_owners_alone_and_a_key(tmp_path: Path) -> None:
     identity = Identity.make(path)
     assert identity.peer_id in disk.check_key(path).result
     path.chmod(0o644)
-    assert disk.check_key(path) == Finding(
+    assert disk.check_key(path) == Diagnosis(
         "key", "failed", f"{path}: others can read or change this private key", f"chmod 600 {path}"
     )
     path.chmod(0o600)
@@ -357,9 +357,9 @@ def test_each_thing_is_looked_at_when_what_was_found_before_has_been_told(monkey
     looked: list[str] = []
     for name in ("for_daemon", "at_programs", "at_device", "at_directory", "at_ports", "outside", "at_run", "at_speed"):
 
-        def look(_: object, name: str = name) -> list[Finding]:
+        def look(_: object, name: str = name) -> list[Diagnosis]:
             looked.append(name)
-            return [Finding(name, "good", "")]
+            return [Diagnosis(name, "good", "")]
 
         monkeypatch.setattr(examine, f"look_{name}", look)
     for number, found in enumerate(examine.examine(NodeConfig(), None, is_asked_outside=False)):
@@ -371,8 +371,8 @@ def test_each_thing_is_looked_at_when_what_was_found_before_has_been_told(monkey
 def test_what_was_found_before_a_ctrl_c_has_been_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object, **__: object) -> Iterator[Finding]:
-        yield Finding("disk", "good", "large")
+    def interrupted(*_: object, **__: object) -> Iterator[Diagnosis]:
+        yield Diagnosis("disk", "good", "large")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("p2ptrain.doctor.examine.examine", interrupted)
@@ -414,7 +414,7 @@ def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
     config = NodeConfig(storage=StorageConfig(directory=str(tmp_path)))
 
-    def asked(error: P2ptrainError) -> tuple[Finding, bool]:
+    def asked(error: P2ptrainError) -> tuple[Diagnosis, bool]:
         def ask(*arguments: object, **more: object) -> None:
             raise error
 

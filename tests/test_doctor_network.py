@@ -14,8 +14,8 @@ from net_known import key, skipping_time
 from p2ptrain.config import HttpConfig, NetworkConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.doctor import network
-from p2ptrain.doctor.findings import Finding
-from p2ptrain.doctor.network import BANDWIDTH_BYTES_MAX, Counting, Sight
+from p2ptrain.doctor.findings import Diagnosis
+from p2ptrain.doctor.network import BANDWIDTH_BYTES_MAX, NullSink, Sight
 from p2ptrain.errors import DataError
 from p2ptrain.net import inquiry
 from p2ptrain.net.inquiry import PROTOCOL, QUESTION_BYTES_MAX, Runs, Seen
@@ -192,7 +192,7 @@ async def test_peers_that_cannot_be_reached_or_do_not_answer_take_no_longer_than
     sights, trouble, reached = await network.ask_peers(asking, [*asked.addresses(), gone])
     assert (sights, reached, len(trouble)) == ([], [B], 2)
     assert asyncio.get_running_loop().time() < network.ASK_SECONDS + 1
-    assert network.judge_peers(2, 1, trouble)[-1] == Finding("peers", "good", "1 of 2 answer")
+    assert network.judge_peers(2, 1, trouble)[-1] == Diagnosis("peers", "good", "1 of 2 answer")
     assert network.judge_peers(2, 0, trouble)[-1].level == "failed"
     assert network.judge_peers(2, 0, trouble, is_named=False)[-1].level == "warning"
     released.set()
@@ -269,7 +269,7 @@ def test_bandwidth_is_told_as_far_as_it_was_measured(
 
 
 def test_what_is_fetched_to_measure_is_bounded_and_not_kept() -> None:
-    sink = Counting(3 * PIECE_BYTES)
+    sink = NullSink(3 * PIECE_BYTES)
     sink.begin(2**36, b"")
     sink.write(0, bytes(PIECE_BYTES))
     sink.write(1, bytes(PIECE_BYTES))

@@ -95,7 +95,7 @@ async def test_a_lost_payload_of_an_agreed_round_is_fetched_until_somebody_has_i
 @skipping_time
 async def test_a_round_that_does_not_follow_the_state_is_not_applied(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
-        each.trainer.adopt(7, NEWER)
+        each.trainer.adopt(7, [NEWER])
         doing(each, ev.Apply(held(each, 4)), ev.Apply(held(each, 8)))
         await until(lambda: bool(each.node.events))
         [applied] = each.node.events
@@ -163,8 +163,8 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
         def broken(path: Path) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(each.trainer, "capture", lambda: SimpleNamespace(write=broken, state=memoryview(STATE)))
-        each.trainer.adopt(3, NEWER)
+        monkeypatch.setattr(each.trainer, "capture", lambda _: SimpleNamespace(write=broken, state=memoryview(STATE)))
+        each.trainer.adopt(3, [NEWER])
         for number in (4, 5):
             doing(each, ev.Apply(held(each, number)))
             await until(lambda: len(of_kind(each, ev.Applied)) == number - 3)  # noqa: B023

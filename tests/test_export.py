@@ -242,7 +242,7 @@ def test_nothing_is_overwritten(kind: str, weights: Weights, tmp_path: Path) -> 
         out.write_text("mine")
     else:
         out.mkdir()
-    with pytest.raises(ConfigError, match=r"out: there is something already\. Name a directory that is to be made"):
+    with pytest.raises(ConfigError, match=r"out: it exists already\. Name a directory that is to be made"):
         export(out, weights, BYTES, None)
 
 

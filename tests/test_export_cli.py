@@ -81,7 +81,7 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
     for arguments, told in (
         (
             ("there", "--data-dir", tmp_path / "nothing"),
-            "there: there is something already. Name a directory that is to be made",
+            "there: it exists already. Name a directory that is to be made",
         ),
         (("out", *node.place, "--run", "none"), f"--data-dir: no run none in {node.directory}."),
         (("out", "--data-dir", tmp_path / "nothing"), f"--data-dir: no run in {tmp_path / 'nothing'}."),

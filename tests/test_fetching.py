@@ -13,7 +13,7 @@ from p2ptrain.daemon.fetching import DATA_SOURCES, LATE_MAX, LATE_SECONDS, LATE_
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.net.blobs import BlobName, MemoryBlob
 from p2ptrain.net.bulk import bulk_protocol
-from p2ptrain.net.sources import PIECE_SECONDS
+from p2ptrain.net.relay import PIECE_SECONDS
 from p2ptrain.net.transport import Stream
 
 PEER, OTHER = KEYS[1:3]

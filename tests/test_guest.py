@@ -35,7 +35,7 @@ from p2ptrain.daemon.guest import (
 from p2ptrain.daemon.status import unreadiness_of
 from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn import memory as memory_module
-from p2ptrain.learn.memory import Passes, need_of, rooms_of
+from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
 from p2ptrain.learn.shortage import mega
 from p2ptrain.web.models import Status
 
@@ -124,8 +124,8 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
 ) -> None:
     """As much as can be said where there is none: what it would be asked is answered for it."""
     run = RunConfig.model_validate({"name": "large", "model": {"preset": "100m"}})
-    need = need_of(run, Passes(autocast=True, device="cuda"))
-    least = need_of(run, Passes(autocast=True, device="cuda", sequences_max=1))
+    need = need_of(run, PassSettings(autocast=True, device="cuda"))
+    least = need_of(run, PassSettings(autocast=True, device="cuda", sequences_per_pass=1))
     there = [need.trainer, need.trainer]
     monkeypatch.setattr(memory_module, "find_device", lambda config: (torch.device("cuda:0"), True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(there))

@@ -48,7 +48,7 @@ async def begun(each: Bench, gate: threading.Event, number: int, **options: Any)
     """A checkpoint that is being written until the gate is open, as is every one after it."""
     capture, has_begun = each.trainer.capture, threading.Event()
 
-    def slow() -> Any:
+    def slow(is_copied: bool) -> Any:
         moment = capture()
 
         def write(path: Path) -> None:
@@ -68,7 +68,7 @@ def failing(each: Bench, why: str, times: int = 2**62) -> list[int]:
     """A trainer that cannot copy its state so many times; the rounds in which it was asked to."""
     capture, tries = each.trainer.capture, []
 
-    def fail() -> Any:
+    def fail(is_copied: bool = True) -> Any:
         tries.append(each.trainer.round)
         if len(tries) <= times:
             raise RuntimeError(why)
@@ -87,7 +87,7 @@ async def test_training_waits_for_a_copy_of_the_state_and_not_for_the_disk(
 ) -> None:
     async with bench(tmp_path) as each:
         saving = await begun(each, gate, 4)
-        await each.device.run(each.trainer.adopt, 5, NEWER)  # the device is free, and the state changes
+        await each.device.run(each.trainer.adopt, 5, [NEWER])  # the device is free, and the state changes
         assert not saving.done()
         gate.set()
         await saving

@@ -16,7 +16,7 @@ from trainer_known import embedded
 
 from p2ptrain.config import MODEL_PRESETS, ModelConfig, RunConfig
 from p2ptrain.learn.data import manifest_digest
-from p2ptrain.learn.memory import PROCESS_BYTES, Passes, activations, need_of
+from p2ptrain.learn.memory import PROCESS_BYTES, PassSettings, activations, need_of
 from p2ptrain.learn.model import parameter_count
 
 BOTH = (False, True)
@@ -65,7 +65,7 @@ def test_the_formula_of_a_pass_is_what_is_alive_in_it(
     shape: dict[str, Any], autocast: bool, checkpointing: bool
 ) -> None:
     """Within a tenth of all that a trainer takes: weights, gradient and residual besides."""
-    model, passes = ModelConfig.model_validate(shape), Passes(autocast, checkpointing)
+    model, passes = ModelConfig.model_validate(shape), PassSettings(autocast, checkpointing)
     besides = 3 * 4 * parameter_count(model)
     for sequences in (1, 8):
         alive = peak_of_pass(model, sequences, passes)
@@ -90,7 +90,7 @@ def _compare(tmp_path: Path, preset: str, recipe: str, autocast: bool, checkpoin
     if recipe == "local":
         run["recipe"]["local_steps"] = 2
     device = {"name": "cpu", "threads": 1, "autocast": "bf16" if autocast else "off", "checkpointing": checkpointing}
-    need = need_of(RunConfig.model_validate(run), Passes(autocast, checkpointing))
+    need = need_of(RunConfig.model_validate(run), PassSettings(autocast, checkpointing))
     before, most = _took(tmp_path, run, device, rounds)
     told = before + PROGRAM_GROWS_BYTES + need.program - PROCESS_BYTES + need.trainer
     assert told == pytest.approx(most, rel=0.1)

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from net_known import some_bytes
 
-from p2ptrain.daemon.library import STATES_SERVED, Library, SavedStates
-from p2ptrain.net.blobs import BlobName
+from p2ptrain.daemon.library import STATES_SERVED, Library, SavedStates, StateBlob
+from p2ptrain.digest import PIECE_BYTES, leaf_digests
+from p2ptrain.errors import DataError
+from p2ptrain.net.blobs import BlobName, verified
 
 NOBODY = b"n" * 32
 
@@ -70,3 +73,16 @@ def test_peers_may_ask_for_states_while_others_are_saved(library: Library, tmp_p
     assert library.states.places() == tuple((each.round, each.root) for each in before[::-1])
     assert next(numbers) == 2 * STATES_SERVED
     assert [number for number, _ in library.states.places()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][::-1]
+
+
+def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served() -> None:
+    """Its files were not read whole when the node started."""
+    state = some_bytes(2 * PIECE_BYTES)
+    pieces = [state[:PIECE_BYTES], state[PIECE_BYTES:-1] + bytes([state[-1] ^ 1])]
+    kept: Any = SimpleNamespace(round=3, state_bytes=len(state), read_piece=lambda index: pieces[index])
+    blob = StateBlob(kept, b"".join(leaf_digests(state)))
+    assert blob.read(0) == pieces[0]
+    with pytest.raises(DataError, match="the saved state of round 3 is damaged in piece 1"):
+        blob.read(1)
+    with pytest.raises(DataError, match="damaged in piece 1"):
+        list(verified(blob))

@@ -23,7 +23,7 @@ from p2ptrain.core.wire import encode
 from p2ptrain.daemon.driver import CATCH_UP_SECONDS
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName, MemoryBlob
+from p2ptrain.net.blobs import BlobName, MemoryBlob, verified
 from p2ptrain.net.bulk import Given, Have, Later, Nothing, Reply, Request, Want, bulk_protocol, decode_request
 from p2ptrain.net.transport import Stream, TransportError
 
@@ -195,7 +195,9 @@ async def be_honest(each: Bench, peer: bytes) -> None:
 async def state(each: Bench, sources: list[bytes], mine: bytes | None) -> tuple[int, bytes, bytes]:
     like = None if mine is None else (ROUND, mine)
     async with asyncio.timeout(CATCH_UP_SECONDS):
-        return await each.edges.fetching.state([(NEWER, NEWER_ROOT), (ROUND, ROOT)], sources, len(STATE), like)
+        roots = [(NEWER, NEWER_ROOT), (ROUND, ROOT)]
+        async with each.edges.fetching.state(roots, sources, len(STATE), like) as (number, root, found):
+            return number, root, b"".join(verified(found))
 
 
 def check_blame(each: Bench, liars: list[Liar], honest: bytes) -> None:

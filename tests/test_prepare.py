@@ -17,12 +17,12 @@ from texts import json_lines, prepared, tokenizer_json, written
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn import prepare as prepare_module
-from p2ptrain.learn.data import Stream, TokenDataset
+from p2ptrain.learn.data import Split, TokenDataset
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 
 
-def stream_texts(out: Path, stream: Stream, tokenizer: Tokenizer) -> list[str]:
+def stream_texts(out: Path, stream: Split, tokenizer: Tokenizer) -> list[str]:
     """The documents of a stream, read without the code under test."""
     width = {256: "<u1"}.get(tokenizer.vocab_size, "<u2")
     content = b"".join((out / "pieces" / name).read_bytes() for name in stream.pieces)
@@ -308,7 +308,7 @@ def test_nothing_to_prepare_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing to prepare\. Name text files"):
         prepared(tmp_path / "out")
     files = [written(tmp_path / "a.txt", ""), written(tmp_path / "b.jsonl", '{"text": ""}\n')]
-    with pytest.raises(ConfigError, match=r"a\.txt: no text in what was named"):
+    with pytest.raises(ConfigError, match=r"a\.txt: the named files hold no text"):
         prepared(tmp_path / "out", *files)
     assert not (tmp_path / "out" / "manifest.json").exists()
     assert prepared(tmp_path / "out", *files, written(tmp_path / "c.txt", "a")).tokens == 2

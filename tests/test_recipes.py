@@ -10,7 +10,7 @@ import torch
 from known import integers, weights
 from scipy import fft
 
-from p2ptrain.config import ModelConfig, RecipeConfig
+from p2ptrain.config import RECIPES, ModelConfig, RecipeConfig
 from p2ptrain.errors import ConfigError, MemoryShortError, TrainingError
 from p2ptrain.learn.codec import Contribution
 from p2ptrain.learn.live import LiveModel
@@ -296,6 +296,8 @@ def test_a_recipe_is_chosen_by_name_or_by_module_and_name() -> None:
     assert type(make_recipe(RecipeConfig(name="demo"), live, layout)) is GradientRecipe
     assert type(make_recipe(RecipeConfig(name="local"), live, layout)) is LocalRecipe
     assert type(make_recipe(RecipeConfig(name=f"{__name__}:Silent"), live, layout)) is Silent
+    for name in RECIPES:
+        assert make_recipe(RecipeConfig(name=name), live, layout).agreed.numel() == live.weights.numel()
     for name in ("no.such.module:Recipe", f"{__name__}:Nothing"):
         with pytest.raises(ConfigError, match=r"recipe\.name: cannot load .* Install the package"):
             make_recipe(RecipeConfig(name=name), live, layout)
@@ -303,6 +305,17 @@ def test_a_recipe_is_chosen_by_name_or_by_module_and_name() -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # Memory
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_takes_the_copies_of_the_weights_that_its_spec_tells(name: str) -> None:
+    config = RecipeConfig(name=name)
+    live = live_model()
+    recipe = make_recipe(config, live, Layout(live.shapes, 64))
+    own = [each for each in vars(recipe).values() if isinstance(each, torch.Tensor) and each is not live.weights]
+    assert sum(each.numel() for each in own) // live.weights.numel() == config.spec.copies
+    saved = sum(each.numel() for each in recipe.state().values())
+    assert saved // live.weights.numel() == config.spec.copies_saved
 
 
 def failing_above(live: LiveModel, sequences: int, error: Exception) -> list[int]:
@@ -350,7 +363,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
 
 def test_parts_of_different_sizes_weigh_as_much_as_they_have_sequences() -> None:
     whole, parts = live_model(), live_model()
-    parts.sequences_max = 4
+    parts.sequences_per_pass = 4
     recipe = RecipeConfig(sequences_per_pass=5)
     losses = [live.gradient_step(0, batch(1, 5), [], recipe).loss for live in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -18,7 +18,7 @@ from p2ptrain import files
 from p2ptrain.core import events as ev
 from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
-from p2ptrain.digest import PIECE_BYTES, leaf_digests, merkle_root
+from p2ptrain.digest import PIECE_BYTES, leaf_digests, leaves_of, merkle_root
 from p2ptrain.files import DiskError
 from p2ptrain.store import checkpoints as module
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints, NewerError
@@ -67,6 +67,44 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
         None, weights[:PIECE_BYTES], weights[PIECE_BYTES:], None,
     ]  # fmt: skip
     assert sorted(path.name for path in found.path.iterdir()) == ["checkpoint.json", "state.bin", "trainer.safetensors"]
+
+
+def with_leaves(directory: Path) -> tuple[Checkpoint, bytes, bytes]:
+    """A checkpoint, its weights, and the digests of their pieces."""
+    weights = Random(2).randbytes(2 * PIECE_BYTES + 100)
+    root = merkle_root(leaf_digests(weights), len(weights))
+    leaves = leaves_of(weights, root)
+    checkpoints = opened(directory)
+    made = checkpoints.write(7, RUN, LOST, root, 0, lambda path: void(path.write_bytes(b"")), weights, leaves)
+    return made, weights, leaves
+
+
+def test_the_digests_of_a_states_pieces_are_kept_beside_it_and_the_state_is_not_read_for_them(tmp_path: Path) -> None:
+    made, weights, leaves = with_leaves(tmp_path)
+    (made.path / "state.bin").write_bytes(bytes(len(weights)))
+    assert made.leaves() == leaves
+
+
+@pytest.mark.parametrize("damage", ["gone", "bit", "short", "long", "another's", "directory"])
+def test_wrong_digests_beside_a_state_are_noticed_and_worked_out_again(tmp_path: Path, damage: str) -> None:
+    made, weights, leaves = with_leaves(tmp_path)
+    path = made.path / "leaves.bin"
+    match damage:
+        case "bit":
+            path.write_bytes(leaves[:-1] + bytes([leaves[-1] ^ 1]))
+        case "short":
+            path.write_bytes(leaves[:-1])
+        case "long":
+            path.write_bytes(leaves + b"?")
+        case "another's":
+            path.write_bytes(b"".join(leaf_digests(weights[:-1])))
+        case _:
+            path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    assert made.leaves() == leaves
+    (made.path / "state.bin").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert made.leaves() == b"", "of neither is it known what it is"
 
 
 def test_digests_are_those_that_a_person_can_check(tmp_path: Path) -> None:

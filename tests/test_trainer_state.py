@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from trainer_known import ONE_THREAD, RECIPES, embedded, make
 
 from p2ptrain.digest import leaf_digests, merkle_root
-from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.learn import trainer as trainer_module
 from p2ptrain.learn.data import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
@@ -39,7 +40,7 @@ def test_a_newcomer_that_adopts_the_state_stays_the_same_bits(dataset: TokenData
         first.forget(round_number)
     second = newcomer(first, dataset)
     assert second.root() != first.root()
-    second.adopt(3, first.state_bytes())
+    second.adopt(3, [first.state_bytes()])
     assert (second.root(), second.round) == (first.root(), 3)
     assert second.evaluate() == first.evaluate()
     for round_number in range(3, 6):
@@ -65,18 +66,17 @@ def test_the_states_bytes_are_what_its_root_is_made_of(dataset: TokenDataset, na
     assert state != trainer.state_bytes()
 
 
-def test_a_state_larger_than_a_block_is_adopted_whole(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_module, "ADOPTED_VALUES", 1_000)
+def test_a_state_of_many_pieces_is_adopted_whole(dataset: TokenDataset) -> None:
     first, second = make(dataset), make(dataset, seed=2)
     received = bytearray(first.state_bytes())
-    second.adopt(0, memoryview(received))
+    second.adopt(0, (memoryview(received)[start : start + 4_000] for start in range(0, len(received), 4_000)))
     assert second.root() == first.root()
     received[:] = bytes(len(received))
     assert second.root() == first.root()  # a copy
     spoiled = np.frombuffer(first.state_bytes(), dtype="<f4").copy()
     spoiled[-1] = np.nan
     with pytest.raises(RemoteProtocolError, match="not finite"):
-        second.adopt(0, spoiled.tobytes())
+        second.adopt(0, [spoiled.tobytes()])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -94,8 +94,17 @@ def test_bytes_that_are_no_state_are_refused_and_change_nothing(dataset: TokenDa
         (b"", f"state of 0 bytes, this run's has {size}"),
     ]:
         with pytest.raises(RemoteProtocolError) as caught:
-            trainer.adopt(7, state)
+            trainer.adopt(7, [state])
         assert caught.value.why == why
+    with pytest.raises(RemoteProtocolError, match=f"state of {size} bytes"):
+        trainer.adopt(7, [good[:6], good[6:]])  # pieces are of whole weights
+
+    def broken() -> Iterator[bytes]:
+        yield bytes(4_000)
+        raise DataError("the disk has died")
+
+    with pytest.raises(DataError):
+        trainer.adopt(7, broken())
     assert (trainer.root(), trainer.round) == (root, 1)
 
 
@@ -104,13 +113,13 @@ def test_what_the_swarm_has_not_been_told_survives_a_new_state(dataset: TokenDat
     first, second = make(dataset, name), make(dataset, name, seed=2)
     contribution(second, 0)
     residual = second.recipe.residual.coefficients.clone()
-    second.adopt(5, first.state_bytes())
+    second.adopt(5, [first.state_bytes()])
     assert torch.equal(second.recipe.residual.coefficients, residual)
     assert second.kept_rounds == (0,)
     assert second.restore(0)
     assert not torch.equal(second.recipe.residual.coefficients, residual)
     contribution(second, 5)
-    second.adopt(9, first.state_bytes(), keep_residual=False)
+    second.adopt(9, [first.state_bytes()], keep_residual=False)
     assert not second.recipe.residual.coefficients.any()
     assert second.kept_rounds == ()
     assert second.round == 9
@@ -120,7 +129,7 @@ def test_what_the_swarm_has_not_been_told_survives_a_new_state(dataset: TokenDat
 def test_a_new_state_drops_the_training_in_progress(dataset: TokenDataset, name: str) -> None:
     first, second = make(dataset, name), make(dataset, name, seed=2)
     second.train(0, 0, 1)
-    second.adopt(4, first.state_bytes())
+    second.adopt(4, [first.state_bytes()])
     with pytest.raises(AssertionError, match="a contribution follows its training"):
         second.contribute(0)
     second.train(4, 0, 1)
@@ -134,7 +143,7 @@ def test_without_initial_weights_nothing_is_drawn(dataset: TokenDataset, monkeyp
     first = make(dataset)
     monkeypatch.setattr(trainer_module, "initialise", slow)
     second = newcomer(first, dataset)
-    second.adopt(0, first.state_bytes())
+    second.adopt(0, [first.state_bytes()])
     assert contribution(second, 0) == contribution(first, 0)
 
 
@@ -221,3 +230,35 @@ def test_a_node_trains_and_evaluates_with_just_the_pieces_that_it_asked_for(
         sparse.add_piece(digest, piece)
     assert contribution(poor, 0) == contribution(rich, 0)
     assert poor.evaluate() == rich.evaluate()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_payload_that_was_checked_is_not_unpacked_again_and_gives_the_same_weights(
+    dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make(dataset, name), make(dataset, name)
+    first.train(0, 0, 1)
+    payload = first.contribute(0)
+    second.apply(0, [payload])
+    assert first.check(payload) is None
+
+    def unpack(*_: object) -> None:
+        raise AssertionError("it was unpacked before")
+
+    monkeypatch.setattr("p2ptrain.learn.aggregate.unpack", unpack)
+    first.apply(0, [payload])
+    assert first.root() == second.root()
+    assert not first._unpacked, "it is of no more use"
+
+
+def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(dataset)
+    monkeypatch.setattr(trainer_module, "UNPACKED_BYTES", 2 * trainer.form.contribution_bytes)
+    payloads = []
+    for number in range(3):
+        trainer.train(number, 0, 1)
+        payloads.append(trainer.contribute(number))
+        assert trainer.check(payloads[-1]) is None
+    assert list(trainer._unpacked) == payloads[1:]

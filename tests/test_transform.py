@@ -142,9 +142,9 @@ def test_every_element_of_every_tensor_has_one_place_and_the_rest_is_padding(
     seen: list[float] = []
     for group in layout.groups:
         matrix = layout.matrix(tensors, group)
-        for block in layout.blocks(group, CPU):
-            tiles = layout._tiles(matrix[block.rows], group, block)
-            assert len(tiles) == block.chunks.stop - block.chunks.start
+        for strip in layout.strips(group, CPU):
+            tiles = layout._tiles(matrix[strip.rows], group, strip)
+            assert len(tiles) == strip.chunks.stop - strip.chunks.start
             seen += tiles[tiles != 0].tolist()
     assert sorted(seen) == list(range(1, start))
     assert layout.chunks == sum(group.chunks for group in layout.groups)
@@ -162,7 +162,7 @@ def test_blocks_cover_wide_and_tall_groups_once() -> None:
     layout = Layout([(64, 64 * 40), (64 * 70, 64)], 64)
     for group in layout.groups:
         chunks = [
-            number for block in layout.blocks(group, CPU) for number in range(block.chunks.start, block.chunks.stop)
+            number for strip in layout.strips(group, CPU) for number in range(strip.chunks.start, strip.chunks.stop)
         ]
         assert chunks == list(range(group.first_chunk, group.first_chunk + group.chunks))
 

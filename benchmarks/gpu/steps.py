@@ -26,7 +26,7 @@ from p2ptrain.errors import MemoryShortError
 from p2ptrain.learn.aggregate import apply_payloads, apply_votes, common_scales, sum_votes
 from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, unpack
 from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.memory import Passes, need_of
+from p2ptrain.learn.memory import PassSettings, need_of
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import make_recipe
 from p2ptrain.learn.root import state_root
@@ -177,7 +177,7 @@ def measure(report: Report, name: str, vocabulary: int, sequences: int, passes: 
         if what != "adamw":
             run = RunConfig.model_validate({"name": "told", "model": config.model_dump(), "recipe": {"name": what}})
             run = run.model_copy(update={"recipe": RECIPES[what].model_copy(update={"sequences_per_pass": sequences})})
-            told = need_of(run, Passes(report.device.type == "cuda", device=report.device.type)).trainer
+            told = need_of(run, PassSettings(report.device.type == "cuda", device=report.device.type)).trainer
             figures["told_over_taken"] = ratio(told / 1e6, figures["memory_mb"])
         flops = 6 * bench.live.weights.numel() + 12 * config.layers * config.dim * config.sequence_length
         rate = figures["tokens_per_second"]

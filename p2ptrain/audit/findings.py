@@ -1,4 +1,4 @@
-"""What an audit has found: one finding for each thing that it looked at, and what they come to together.
+"""An audit's findings, one for each thing that it looked at, and their summary.
 
 "Wrong" and "not checkable" are not the same. What is wrong contradicts what was signed, or is not what its digest
 says; what cannot be checked may be right, but here is nothing to hold it against.
@@ -16,11 +16,11 @@ from typing import Any
 
 from p2ptrain.visible import visible
 
-FINDINGS_MAX = 1_000  # that are told; of a million files that do not belong there, nobody reads more
-TEXT_MAX = 2_000  # characters of a text, of which its beginning and its end are told: the longest path has 4,096
+FINDINGS_MAX = 1_000  # reported; of a million foreign files nobody reads more
+TEXT_MAX = 2_000  # characters of a text, of which both ends are shown: the longest path has 4,096
 
 
-class Verdict(StrEnum):
+class Grade(StrEnum):
     HOLDS = "ok"
     WRONG = "wrong"
     OPEN = "not checkable"
@@ -29,7 +29,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    verdict: Verdict
+    verdict: Grade
     subject: str  # a file, a round, or what else was looked at
     what: str
     fix: str = ""
@@ -41,42 +41,42 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """Of one run's directory."""
+    """The findings in one run's directory."""
 
     directory: str
     run_id: str = ""
     run_name: str = ""
     findings: list[Finding] = field(default_factory=list)
-    counts: Counter[Verdict] = field(default_factory=Counter)  # also of those that are not told
+    counts: Counter[Grade] = field(default_factory=Counter)  # including findings beyond the limit
     signatures: int = 0  # that were verified
     certified: tuple[int, int] | None = None  # the first and the last round whose certificate holds
-    replayed: tuple[int, int] | None = None  # the state from which rounds were applied, and the last one
+    replayed: tuple[int, int] | None = None  # the state that the replay began with, and its last round
     final_root: str = ""  # after it
-    proved_round: int | None = None  # the newest round whose root was certified, and came out so
+    proved_round: int | None = None  # the newest round whose replayed root is the certified one
 
-    def note(self, verdict: Verdict, subject: object, what: str, fix: str = "") -> None:
+    def note(self, verdict: Grade, subject: object, what: str, fix: str = "") -> None:
         self.counts[verdict] += 1
         if len(self.findings) < FINDINGS_MAX:
             self.findings.append(Finding(verdict, *(_shown(text) for text in (str(subject), what, fix))))
 
     def holds(self, subject: object, what: str) -> None:
-        self.note(Verdict.HOLDS, subject, what)
+        self.note(Grade.HOLDS, subject, what)
 
     def wrong(self, subject: object, what: str, fix: str = "") -> None:
-        self.note(Verdict.WRONG, subject, what, fix)
+        self.note(Grade.WRONG, subject, what, fix)
 
     def open(self, subject: object, what: str, fix: str = "") -> None:
-        self.note(Verdict.OPEN, subject, what, fix)
+        self.note(Grade.OPEN, subject, what, fix)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: Grade) -> int:
         return self.counts[verdict]
 
     @property
     def all_holds(self) -> bool:
-        return not self.count(Verdict.WRONG) and not self.count(Verdict.OPEN)
+        return not self.count(Grade.WRONG) and not self.count(Grade.OPEN)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Formats the report for a person."""
         found = [str(finding) for finding in self.findings]
         if left_out := self.counts.total() - len(found):
             found.append(f"and {left_out:,} findings more, of the same directory")
@@ -90,21 +90,21 @@ class Report:
                 f"replayed from the state of round {self.replayed[0]} to round {self.replayed[1]}, whose state root is "
                 f"{self.final_root}; the newest certified root that came out so is of round {proved}"
             )
-        ends = f"{self.count(Verdict.WRONG)} wrong, {self.count(Verdict.OPEN)} not checkable"
+        ends = f"{self.count(Grade.WRONG)} wrong, {self.count(Grade.OPEN)} not checkable"
         return [
             *found,
             f"run {self.run_name} {self.run_id}: {rounds}; {replayed}; {self.signatures} signatures; {ends}",
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the report for programs."""
         return {
             "directory": self.directory,
             "run_id": self.run_id,
             "run_name": self.run_name,
             "all_holds": self.all_holds,
-            "wrong": self.count(Verdict.WRONG),
-            "not_checkable": self.count(Verdict.OPEN),
+            "wrong": self.count(Grade.WRONG),
+            "not_checkable": self.count(Grade.OPEN),
             "certified_from": self.certified[0] if self.certified else None,
             "certified_to": self.certified[1] if self.certified else None,
             "replayed_from": self.replayed[0] if self.replayed else None,
@@ -121,7 +121,7 @@ class Report:
 
 
 def _shown(text: str) -> str:
-    """Its ends, if it is long."""
+    """Makes a text safe to print, and shortens a long one to its two ends."""
     if len(text) > TEXT_MAX:
         text = f"{text[: TEXT_MAX // 2]} ... {text[-TEXT_MAX // 2 :]}"
     return visible(text)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from p2ptrain.audit.findings import Report, Verdict
+from p2ptrain.audit.findings import Grade, Report
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified, Halted, Record, Said, Trunk
 from p2ptrain.core.history import (
@@ -38,7 +38,7 @@ SIGNED_FIX = "Do not go on from this directory: move it away and join again, and
 RESTORE_FIX = "Restore the directory from a copy, or move it away and join again"
 
 
-class Counting:
+class CountingVerifier:
     """Checks signatures of one run, and counts those that hold."""
 
     def __init__(self, run_id: bytes) -> None:
@@ -51,8 +51,8 @@ class Counting:
 
 
 @dataclass(slots=True)
-class Kept:
-    """What a log holds, folded; nothing of it is verified yet."""
+class LogContents:
+    """A log, folded into a journal; nothing of it is verified yet."""
 
     path: Path
     journal: Journal
@@ -61,7 +61,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Proved:
-    """Of a log: what was verified."""
+    """The part of a log that was verified."""
 
     states: list[AgreedState] = field(default_factory=list)  # the first is that before the first entry
     entries: list[Entry] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Proved:
 
     @property
     def roots(self) -> dict[int, bytes]:
-        """Certified, by round."""
+        """The certified roots, by round."""
         return {state.root_round: state.root for state in self.states}
 
     @property
@@ -78,12 +78,12 @@ class Proved:
         return self.states[-1].root_round if self.states else -1
 
     def state_at(self, number: int) -> AgreedState | None:
-        """The last one of a round: after it, a branch may have begun."""
+        """Returns the last state of a round; a branch may have begun after it."""
         return next((state for state in reversed(self.states) if state.round == number), None)
 
 
-def read_log(directory: Path, run: RunConfig, verifier: Counting, report: Report) -> Kept | None:
-    """The newest segment, folded as far as it makes sense; None if there is nothing to go on with."""
+def read_log(directory: Path, run: RunConfig, verifier: CountingVerifier, report: Report) -> LogContents | None:
+    """Reads the newest segment as far as it is consistent; None if nothing can be used."""
     where = directory / "wal"
     try:
         found = newest_segment(where)
@@ -97,7 +97,7 @@ def read_log(directory: Path, run: RunConfig, verifier: Counting, report: Report
     return _fold(path, data, run, verifier, report)
 
 
-def _fold(path: Path, data: bytes, run: RunConfig, verifier: Counting, report: Report) -> Kept | None:
+def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, report: Report) -> LogContents | None:
     try:
         bodies, end = frames_of(path, int(path.name[:8]), data)
         (at, first), *rest = bodies
@@ -110,7 +110,7 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: Counting, report: R
         return None
     read_said = _reader(verifier)
     try:
-        kept = Kept(path, Journal.restored(snapshot.saved, ALL_ROUNDS, read_said), list(snapshot.saved.said))
+        kept = LogContents(path, Journal.restored(snapshot.saved, ALL_ROUNDS, read_said), list(snapshot.saved.said))
         for at, body in rest:
             record = decoded(path, at, body)
             if isinstance(record, Snapshot) or not _follows(kept.journal, record):
@@ -129,11 +129,11 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: Counting, report: R
     report.holds(path, f"{len(bodies)} records, each what was written")
     if end < len(data):
         what = f"{len(data) - end} bytes at the end are of a record that is not whole"
-        report.note(Verdict.NOTE, path, what, "That is usual after a crash, and while a node is writing")
+        report.note(Grade.NOTE, path, what, "That is usual after a crash, and while a node is writing")
     return kept
 
 
-def _reader(verifier: Counting) -> Callable[[bytes], Message]:
+def _reader(verifier: CountingVerifier) -> Callable[[bytes], Message]:
     def read_said(envelope: bytes) -> Message:
         return decode(envelope, verifier).message
 
@@ -141,18 +141,18 @@ def _reader(verifier: Counting) -> Callable[[bytes], Message]:
 
 
 def _follows(journal: Journal, record: Record) -> bool:
-    """Whether a journal can take a record: it takes our own word for it that a step follows one that is kept."""
+    """Whether a journal accepts a record; it does not itself check that a step follows one that it holds."""
     if not isinstance(record, Certified):
         return True
     parent = record.step.parent if isinstance(record.step, Beginning) else record.step.manifest.parent
     if record.trunk is not None and record.trunk.base is not None:
         return record.trunk.base.head == parent
-    # The last one is the usual parent, and of a prepared log no step should cost a look at all that are kept.
+    # The last one is the usual parent; a forged log must not make every step search all of them.
     return any(parent == each.state.head for each in reversed(journal.history)) or parent == journal.base.head
 
 
 def _short(error: DataError, path: Path) -> str:
-    """What a file's error says, without the file and without what a node would do about it."""
+    """Shortens an error about a file to the reason, without the path and the advice for a node."""
     return str(error).removeprefix(f"{path}: ").split(". ")[0]
 
 
@@ -160,13 +160,13 @@ def _short(error: DataError, path: Path) -> str:
 # Who we are, and what we said
 
 
-def check_said(kept: Kept, me: bytes | None, run_id: bytes, report: Report) -> None:
-    """Its signatures were checked as it was read; here, that it was the owner of the directory who spoke."""
+def check_said(kept: LogContents, me: bytes | None, run_id: bytes, report: Report) -> None:
+    """Checks that all messages are the directory's owner's; their signatures were checked on reading."""
     authors = {_author(said, run_id) for said in kept.said} - {b""}
     if me is None:
         return
     if not authors:
-        report.note(Verdict.NOTE, "identity", "the log holds nothing that it signed, to tell by")
+        report.note(Grade.NOTE, "identity", "the log holds nothing signed by which to tell")
     elif authors == {me}:
         report.holds("identity", f"it signed the {len(kept.said)} messages of the log")
     else:
@@ -180,7 +180,7 @@ def _author(said: Said, run_id: bytes) -> bytes:
 
 
 class _Taking:
-    """Of envelopes whose signatures were checked before."""
+    """Stands in for a verifier where signatures were checked before."""
 
     def __init__(self, run_id: bytes) -> None:
         self.run_id = run_id
@@ -193,8 +193,8 @@ class _Taking:
 # The chain
 
 
-def prove(kept: Kept, run: RunConfig, verifier: Counting, report: Report) -> Proved:
-    """Follow the log from genesis to its head; what holds up to the first step that does not."""
+def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report: Report) -> Proved:
+    """Follows the log from genesis to its head and returns what holds, up to the first step that does not."""
     run_id = verifier.run_id
     founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
     beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
@@ -235,18 +235,18 @@ def prove(kept: Kept, run: RunConfig, verifier: Counting, report: Report) -> Pro
         report.certified = first, last
         report.holds("certificates", f"rounds {first} to {last}, each by a quorum of the roster before it")
     elif is_led_to:
-        report.note(Verdict.NOTE, "certificates", "no round is certified yet")
+        report.note(Grade.NOTE, "certificates", "no round is certified yet")
     return proved
 
 
-def _check_changes(kept: Kept, beginning: AgreedState, verifier: Counting, report: Report) -> bool:
-    """Whether the changes that are kept lead from genesis to the roster of the base."""
+def _check_changes(kept: LogContents, beginning: AgreedState, verifier: CountingVerifier, report: Report) -> bool:
+    """Checks that the kept changes lead from genesis to the roster of the base."""
     journal, base = kept.journal, kept.journal.base
     inside = {_name(each.step) for each in journal.history}
     changes: list[Step] = []
     for change in journal.trunk.changes if journal.trunk is not None else ():
         if _name(change) in inside:
-            break  # what comes from here on is followed step by step
+            break  # from here on the steps are followed one by one
         changes.append(change)
     what = f"{len(changes)} changes lead from genesis to the {len(base.members)} members of round {base.round}"
     try:
@@ -268,7 +268,7 @@ def _name(step: Step) -> bytes:
 
 
 def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState, report: Report) -> None:
-    """Whether what is kept for ever names every change of the roster, and the branches as they began."""
+    """Checks that the permanent records name every change of the roster and the branches as they began."""
     changes = list(trunk.changes) if trunk is not None else []
     named = {_name(change) for change in changes}
     for step in steps:
@@ -282,7 +282,7 @@ def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState,
     begun = [Stage(change.branch, change.round) for change in changes if isinstance(change, Beginning)]
     lineage = [Stage(beginning.branch, 0), *begun][-STAGES_MAX:]
     if list(trunk.lineage) != lineage and len(changes) < CHANGES_MAX:
-        report.wrong("branches", "the log lists others than were begun", RESTORE_FIX)
+        report.wrong("branches", "the log lists other branches than were begun", RESTORE_FIX)
     elif len(lineage) > 1:
         report.holds("branches", f"{len(lineage) - 1}, each begun by a quorum of its own members")
 

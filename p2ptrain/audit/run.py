@@ -1,4 +1,4 @@
-"""A run's directory, from one end to the other.
+"""Audits a run's directory from one end to the other.
 
 Somebody else may have prepared it. So nothing in it is opened before it was looked at, and only files are, no links,
 pipes or devices; each kind has a size beyond which it is not read (files.py: `read_regular`, `listed`).
@@ -12,13 +12,13 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from p2ptrain.audit.findings import Report, Verdict
-from p2ptrain.audit.history import RESTORE_FIX, Counting, Proved, check_said, prove, read_log
+from p2ptrain.audit.findings import Grade, Report
+from p2ptrain.audit.history import RESTORE_FIX, CountingVerifier, Proved, check_said, prove, read_log
 from p2ptrain.audit.weights import (
     LARGER_FIX,
     PAYLOADS_MAX,
     Model,
-    Payloads,
+    PayloadFiles,
     check_checkpoints,
     found_checkpoints,
     replay,
@@ -33,17 +33,17 @@ from p2ptrain.run_config import CONFIG_BYTES_MAX
 from p2ptrain.store.diary import read_entries
 from p2ptrain.visible import visible
 
-TRIES = 5  # if a running node changed something meanwhile; one of them takes a second for a small model
+TRIES = 5  # while a running node changes something; each takes a second for a small model
 NAME_LENGTH = 16  # characters of a run's id in its directory's name
 PARTS = ("run.json", "wal", "checkpoints")  # by which a run's directory is known, also if some are missing
 MISSING = "missing"
-RUNS_MAX = 1_024  # in a node's data directory: more than anybody takes part in
+RUNS_MAX = 1_024  # in a node's data directory; nobody takes part in more
 IDENTITY_BYTES = 2 * KEY_BYTES + 1
 DIARY_BYTES_MAX = 2**22  # 1,024 trainings with 128 open contributions each take 2.5 MB
 
 
 def find_directory(directory: Path, wanted: str | None) -> Path:
-    """The run's directory that is meant: this one, or one in a node's data directory."""
+    """Returns the run's directory: this one, or one in a node's data directory."""
     with trouble(directory, "cannot be read"):
         is_directory = directory.is_dir()
     if not is_directory:
@@ -71,7 +71,7 @@ def _is_run(directory: Path) -> bool:
 
 
 def audit(directory: Path) -> Report:
-    """All that can be said of a run's directory. What a running node has just replaced is looked at again."""
+    """Audits a run's directory; looks again at what a running node has just replaced."""
     for _ in range(TRIES):
         report, before = Report(str(directory)), _look(directory)
         try:
@@ -84,7 +84,7 @@ def audit(directory: Path) -> Report:
 
 
 def _look(directory: Path) -> list[tuple[str, int]]:
-    """By which one sees whether anything has been written or removed. What cannot be listed is told by who needs it."""
+    """Lists names and sizes, to notice changes. What cannot be listed is reported where it is needed."""
     found: list[tuple[str, int]] = []
     for name in ("wal", "checkpoints", "payloads"):
         with suppress(DataError):
@@ -98,12 +98,12 @@ def _audit(directory: Path, report: Report) -> None:
         return
     run_id = bytes.fromhex(run.run_id)
     report.run_id, report.run_name = run.run_id, run.name
-    verifier = Counting(run_id)
+    verifier = CountingVerifier(run_id)
     me = _read_identity(directory / "identity", report)
     found = found_checkpoints(directory, run, report)
     kept = read_log(directory, run, verifier, report)
     model = Model(run)
-    payloads = Payloads(directory / "payloads", model)
+    payloads = PayloadFiles(directory / "payloads", model)
     proved = Proved()
     if kept is not None:
         check_said(kept, me, run_id, report)
@@ -140,7 +140,7 @@ def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:
 
 
 def _read(path: Path, bytes_max: int) -> tuple[bytes | None, str]:
-    """What is in a file; or None, and why."""
+    """Returns a file's content, or None and the reason."""
     try:
         return read_regular(path, bytes_max), MISSING
     except DataError as error:
@@ -157,7 +157,7 @@ def _read_identity(path: Path, report: Report) -> bytes | None:
 
 
 def _check_hints(directory: Path, report: Report) -> None:
-    """What the node could do without; nothing of the history rests on it."""
+    """Checks files that the node could do without; nothing of the history rests on them."""
     path = directory / "diary.jsonl"
     content, why = _read(path, DIARY_BYTES_MAX)
     if content is None and why != MISSING:
@@ -166,7 +166,7 @@ def _check_hints(directory: Path, report: Report) -> None:
     trainings, whole = read_entries(lines)
     if whole != lines and b"\n" not in lines[len(whole) :]:
         what = "its last line is not whole: that is usual after a crash, or while it is written"
-        report.note(Verdict.NOTE, path, what)
+        report.note(Grade.NOTE, path, what)
     elif whole != lines:
         fix = "A part of what the last contributions carried is sent twice, and nothing else is lost"
         report.wrong(path, f"damaged behind the {len(trainings)} trainings that can be read", fix)

@@ -25,7 +25,7 @@ HEADER_BYTES_MAX = 2**24  # 1,024 layers with five copies of nine parameters tak
 
 
 class _Placed(Struct):
-    """Where a tensor lies, counted from the end of the header."""
+    """A tensor's place, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,8 +37,8 @@ class _Metadata(Struct):
 
 
 def differs(path: Path, number: int, weights: Iterable[tuple[str, Tensor, Sequence[int]]]) -> str | None:
-    """Why a trainer's file is not of this round and these weights, given as name, flat values and shape. `DataError`:
-    it cannot be read as such a file."""
+    """Returns why a trainer's file is not of this round and these weights, given as name, flat values and shape.
+    `DataError`: it cannot be read as such a file."""
     with trouble(path, "cannot be read"), open_regular(path) as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
@@ -73,7 +73,7 @@ def _are_there(descriptor: int, start: int, size: int, values: Tensor) -> bool:
 
 
 def read_flat(path: Path, size: int) -> Tensor:
-    """The fp32 values in a file that has so many bytes, to be changed. `DataError`: it has not, or not any more."""
+    """Reads the fp32 values of a file of exactly so many bytes into an array of its own; `DataError` otherwise."""
     values = torch.empty(size // FLOAT_BYTES, dtype=torch.float32)
     with trouble(path, "cannot be read"), open_regular(path) as file:
         found = os.fstat(file.fileno()).st_size

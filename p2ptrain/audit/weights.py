@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from p2ptrain.audit.findings import Report, Verdict
+from p2ptrain.audit.findings import Grade, Report
 from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, Proved
 from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.capacity import free_memory_bytes
@@ -49,7 +49,7 @@ _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class Model:
-    """The shapes of a run's weights, and what is worked out from them."""
+    """The shapes of a run's weights, with layout, payload format and size."""
 
     def __init__(self, run: RunConfig) -> None:
         with torch.device("meta"):  # shapes alone
@@ -70,7 +70,7 @@ class Model:
         return state_root(weights, covered_pieces(self.state_bytes, self.run.state, number, manifest))
 
     def apply(self, weights: Tensor, number: int, payloads: list[bytes]) -> None:
-        """A round's update, counted from 1, in place."""
+        """Applies a round's update, counted from 1, in place."""
         parts = [part.view(shape) for part, shape in zip(torch.split(weights, self.counts), self.shapes, strict=True)]
         rate = learning_rate(self.run.recipe, number - 1)
         apply_payloads(self.layout, self.run.recipe, self.form, payloads, rate, parts)
@@ -89,7 +89,7 @@ class State:
 
     @property
     def is_adopted(self) -> bool:
-        """Taken over from others: of the rounds before it the node needed nothing."""
+        """Whether it was adopted from others: the node needed nothing of the rounds before it."""
         return not self.checkpoint.stamp.branch
 
 
@@ -97,8 +97,8 @@ class State:
 # Payloads
 
 
-class Payloads:
-    """Those of a directory, read when they are asked for."""
+class PayloadFiles:
+    """The payloads in a directory, each read when it is needed."""
 
     def __init__(self, directory: Path, model: Model) -> None:
         self.directory, self.model = directory, model
@@ -106,7 +106,7 @@ class Payloads:
         self.bad: set[bytes] = set()
 
     def check(self, proved: Proved, report: Report) -> None:
-        """Every file, and what is said of it by the rounds that took it."""
+        """Checks every file against its name and against the rounds that took it."""
         taken = {each.payload: each for entry in proved.entries for each in entry.manifest.taken}
         whole = 0
         try:
@@ -116,12 +116,12 @@ class Payloads:
             return
         for path, kind in found:
             if not _NAME.fullmatch(path.name):
-                report.note(Verdict.NOTE, path, "this is no payload: a crash may have left it")
+                report.note(Grade.NOTE, path, "not a payload: a crash may have left it")
                 continue
             name = bytes.fromhex(path.name)
             if stat.S_ISREG(kind.st_mode) and kind.st_size > self.bytes_max and name not in taken:
                 self.bad.add(name)
-                report.note(Verdict.NOTE, path, "larger than this run's payloads are, so that no round has applied it")
+                report.note(Grade.NOTE, path, "larger than this run's payloads are, so that no round has applied it")
                 continue
             if kind.st_size > SMALL_BYTES and kind.st_size > (free := free_memory_bytes()):
                 self.bad.add(name)
@@ -147,7 +147,7 @@ class Payloads:
         report.holds(self.directory, f"{whole} payloads are what their names say, and decode")
 
     def _refused(self, content: bytes, taken: Taken | None) -> str | None:
-        """Why an honest swarm would not have applied it. What is not taken yet may be somebody's lie that is kept."""
+        """Returns why an honest swarm would not have applied it. One that no round took may be a peer's lie, kept."""
         if taken is None:
             return None
         if len(content) != taken.payload_bytes:
@@ -162,7 +162,7 @@ class Payloads:
         return name not in self.bad and os.path.lexists(self.directory / name.hex())
 
     def of(self, entry: Entry) -> list[bytes] | None:
-        """All that a round applies; None if one of them is not here, or bad."""
+        """Returns all payloads that a round applies; None if one of them is missing or bad."""
         found = []
         for taken in entry.manifest.taken:
             if taken.payload in self.bad:
@@ -185,7 +185,7 @@ class Payloads:
 
 
 def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[Checkpoint | DataError]:
-    """To be asked before the log is read: what a running node saves later may be of rounds that are not in it."""
+    """Lists the checkpoints. Call it before the log is read: later ones may be of rounds that are not in it."""
     try:
         listed(directory / CHECKPOINTS_NAME, CHECKPOINTS_MAX)
     except DataError as error:
@@ -197,7 +197,7 @@ def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[C
 def check_checkpoints(
     found: list[Checkpoint | DataError], directory: Path, model: Model, proved: Proved, report: Report
 ) -> list[State]:
-    """Those that are whole and on the history, by round."""
+    """Returns the checkpoints that are whole and on the history, by round."""
     checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(model.run.run_id))
     states = []
     for each in found:
@@ -219,7 +219,7 @@ def check_checkpoints(
 
 
 def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
-    """Why its files need not be read at all: by its stamp, they are not of this run's model."""
+    """Returns why its files need not be read: by the stamp's sizes they are not this run's model's."""
     if checkpoint.state_bytes != model.state_bytes:
         return f"{STATE_NAME} has {checkpoint.state_bytes} bytes, and this run's state {model.state_bytes}"
     size, size_max = checkpoint.stamp.trainer.bytes, TRAINER_STATES_MAX * model.state_bytes + HEADER_BYTES_MAX
@@ -229,7 +229,7 @@ def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
 
 
 def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
-    """Why its files are not the state that its stamp names."""
+    """Returns why its files are not the state that its stamp names."""
     try:
         weights = read_flat(checkpoint.path / STATE_NAME, model.state_bytes)
         if model.root(weights, checkpoint.round, checkpoint.head) != checkpoint.root:
@@ -241,7 +241,7 @@ def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
 
 
 def _place(checkpoint: Checkpoint, proved: Proved, report: Report) -> State | None:
-    """Where a checkpoint stands on the history; None if nothing of it can be used."""
+    """Places a checkpoint on the history; None if it cannot be used."""
     path, number, certified = checkpoint.path, checkpoint.round, proved.roots
     if not proved.states:
         report.open(path, "there is no proved history to hold it against")
@@ -253,7 +253,7 @@ def _place(checkpoint: Checkpoint, proved: Proved, report: Report) -> State | No
         report.wrong(path, f"{what}, and this one has {checkpoint.root.hex()[:16]}", CHECKPOINT_FIX)
     elif number < first:
         what = "its root is certified" if is_proved else "only its digests can be checked"
-        report.note(Verdict.NOTE, path, f"whole, and older than the history, which begins after round {first}: {what}")
+        report.note(Grade.NOTE, path, f"whole, and older than the history, which begins after round {first}: {what}")
     elif number > last:
         report.open(path, f"of round {number}, and the certified history ends with {last}", CHECKPOINT_FIX)
     elif checkpoint.stamp.branch and not is_proved and checkpoint.head != _head_of(proved, number):
@@ -267,7 +267,7 @@ def _place(checkpoint: Checkpoint, proved: Proved, report: Report) -> State | No
 
 
 def _head_of(proved: Proved, number: int) -> bytes:
-    """The manifest of a round; before the first of them, what the agreed state says."""
+    """Returns the digest of a round's manifest; before the first, the agreed state's head."""
     found = [entry.manifest.digest for entry in proved.entries if entry.manifest.round == number]
     return found[0] if found else proved.states[0].head
 
@@ -276,12 +276,12 @@ def _head_of(proved: Proved, number: int) -> bytes:
 # The rounds again
 
 
-def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved, report: Report) -> None:
-    """Apply what was certified, and compare the roots."""
+def replay(states: list[State], payloads: PayloadFiles, model: Model, proved: Proved, report: Report) -> None:
+    """Applies the certified rounds again and compares the roots."""
     last = proved.entries[-1].manifest.round if proved.entries else 0
     if not states:
         if proved.states:
-            report.open("replay", "no checkpoint that could be begun with", "Let the node save one, and try again")
+            report.open("replay", "no checkpoint to begin with", "Let the node save one, and try again")
         return
     try:
         check_exactness(model.run.recipe.chunk, torch.device("cpu"))
@@ -322,8 +322,8 @@ def replay(states: list[State], payloads: Payloads, model: Model, proved: Proved
         report.holds("replay", f"rounds {start.round + 1} to {last} give the certified roots, and the saved states")
 
 
-def _content(entry: Entry, so_far: str, payloads: Payloads, proved: Proved, report: Report) -> list[bytes] | None:
-    """What a round took; None: the replay ends here, and it is said why."""
+def _content(entry: Entry, so_far: str, payloads: PayloadFiles, proved: Proved, report: Report) -> list[bytes] | None:
+    """Returns the payloads that a round took; None, with a finding, where the replay ends."""
     number, size = entry.manifest.round, payloads.bytes_max * len(entry.manifest.taken)
     if size > (free := free_memory_bytes()):
         what = f"{so_far}: round {number} has {size:,} bytes of payloads, and there are {free:,} of memory"
@@ -331,7 +331,7 @@ def _content(entry: Entry, so_far: str, payloads: Payloads, proved: Proved, repo
         return None
     content = payloads.of(entry)
     if content is None and number > proved.newest_root:
-        report.note(Verdict.NOTE, "replay", f"{so_far}: payloads of round {number} are not here, and no root of it yet")
+        report.note(Grade.NOTE, "replay", f"{so_far}: payloads of round {number} are not here, and no root of it yet")
     elif content is None:
         fix = "If the node is running, try again; else start it, and it fetches them"
         report.open("replay", f"{so_far}: payloads of round {number} are not here", fix)
@@ -339,7 +339,7 @@ def _content(entry: Entry, so_far: str, payloads: Payloads, proved: Proved, repo
 
 
 def _compare(number: int, root: bytes, start: State, saved: State | None, proved: Proved, report: Report) -> bool:
-    """The root of a round that was applied again, with what was certified and with what was saved."""
+    """Compares the root of a replayed round with the certified one and the saved one."""
     certified = proved.roots.get(number)
     if certified is not None and certified != root:
         what = f"it gives the state root {root.hex()[:16]}, and {certified.hex()[:16]} was certified"
@@ -354,8 +354,8 @@ def _compare(number: int, root: bytes, start: State, saved: State | None, proved
     return True
 
 
-def _tell_missing(states: list[State], payloads: Payloads, proved: Proved, report: Report) -> None:
-    """Payloads that the node promises to keep, from the last state on that was not its own work."""
+def _tell_missing(states: list[State], payloads: PayloadFiles, proved: Proved, report: Report) -> None:
+    """Reports missing payloads that the node promises to keep, from the last adopted state on."""
     adopted = [state.round for state in states if state.is_adopted]
     needed = max(max(adopted, default=states[0].round), proved.kept_from)
     missing = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
@@ -366,4 +366,4 @@ def _tell_missing(states: list[State], payloads: Payloads, proved: Proved, repor
         report.open("payloads", f"of {len(promised) - MISSING_TOLD} more rounds some are not here", RESTORE_FIX)
     if before := [number for number in missing if number <= needed]:
         what = f"rounds {before[0]} to {before[-1]} are not replayed: not all of their payloads are kept"
-        report.note(Verdict.NOTE, "payloads", what)
+        report.note(Grade.NOTE, "payloads", what)

@@ -235,7 +235,7 @@ async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes)
         return store.saved(checkpoint)
     if state:
         root = store.genesis.root
-        await device.run(device.trainer.adopt, 0, state)
+        await device.run(device.trainer.adopt, 0, [state])
         await device.run(keeping.checkpoint_first, device, root)
         return store.saved(None)
     return store.journal.saved_at(store.genesis.round, b"")

@@ -28,7 +28,6 @@ from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.daemon.fetching import PIECES_TOLD
 from p2ptrain.daemon.guest import rest_seconds
-from p2ptrain.digest import leaf_digests
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult
@@ -63,7 +62,9 @@ class Device:
         self.adopted = 0  # states that were taken over
         self.trained = 0  # the number of the last training that the trainer's state rests on
         self._to_repeat: deque[Trained] = deque()
-        self._repeated: dict[int, tuple[Trained, bytes]] = {}  # by round, as long as its contribution is kept
+        self._repeated: dict[
+            int, tuple[Trained, bytes, bytes]
+        ] = {}  # name and payload by round, as long as its contribution is kept
         self._wrong: tuple[int, list[bytes]] | None = None  # the round of a state that was wrong, and its leaves
         self.is_stopping = False  # training ends after the step that it is at
         self.threads = 0  # of torch, for the next training; 0: as they are
@@ -116,22 +117,25 @@ class Device:
 
     async def train(
         self, number: int, place: int, places: int, outstanding: frozenset[int]
-    ) -> tuple[bytes, Trained | None]:
-        """The payload of a round, and what to note of it; `outstanding` are the rounds that may still be taken."""
+    ) -> tuple[bytes, bytes, Trained | None]:
+        """Name and payload of a round, and what to note of it; `outstanding` are rounds that may still be taken."""
         return await self.run(self._train, number, place, places, outstanding)
 
-    def _train(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> tuple[bytes, Trained | None]:
+    def _train(
+        self, number: int, place: int, places: int, outstanding: frozenset[int]
+    ) -> tuple[bytes, bytes, Trained | None]:
         self._repeat()
         if number in self._repeated:  # a kill came between its training and its announcement
-            before, payload = self._repeated[number]
+            before, name, payload = self._repeated[number]
             if (before.base_round, before.place, before.places) == (self.trainer.round, place, places):
-                return payload, None
+                return name, payload, None
         _use_threads(self.threads)
         payload = self._train_now(number, place, places, outstanding)
         self.trained += 1
-        base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload).hex()
-        threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_max
-        return payload, Trained(self.trained, number, base, place, places, still, name, threads, sequences)
+        base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload)
+        threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_per_pass
+        noted = Trained(self.trained, number, base, place, places, still, name.hex(), threads, sequences)
+        return name, payload, noted
 
     def repeat(self, trainings: Iterable[Trained], last: int) -> None:
         """Do these again, when the state is there from which each was made, and count on behind the `last`."""
@@ -139,24 +143,25 @@ class Device:
         self.trained = last
 
     def _repeat(self) -> None:
-        sequences = self.trainer.live.sequences_max
+        sequences = self.trainer.live.sequences_per_pass
         try:
             while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
                 self._repeat_one(self._to_repeat.popleft())
         finally:  # what the owner has set, or this life has found out, is for what comes
-            self.trainer.live.sequences_max = sequences
+            self.trainer.live.sequences_per_pass = sequences
 
     def _repeat_one(self, each: Trained) -> None:
         _use_threads(each.threads)
-        self.trainer.live.sequences_max = each.sequences
+        self.trainer.live.sequences_per_pass = each.sequences_per_pass
         try:
             payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
         except (DataError, MemoryShortError, TrainingError) as error:
             log.warning("the training of round %d cannot be repeated: %s", each.round, error)
             self._to_repeat.clear()
             return
-        self._repeated[each.round] = each, payload
-        if payload_digest(payload).hex() != each.payload:
+        name = payload_digest(payload)
+        self._repeated[each.round] = each, name, payload
+        if name.hex() != each.payload:
             log.warning("the training of round %d came out otherwise than before the restart", each.round)
 
     def _train_now(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
@@ -226,7 +231,7 @@ class Device:
         return self.trainer.root(manifest)
 
     def _tell_what_differed(self, number: int, before: list[bytes]) -> None:
-        pairs = enumerate(zip(before, leaf_digests(self.trainer.state_bytes()), strict=True))
+        pairs = enumerate(zip(before, self.trainer.leaves(), strict=True))
         differing = [index for index, (was, now) in pairs if was != now]
         if not differing:
             log.error("the state of round %d came out again as it was when it was wrong", number)
@@ -247,16 +252,16 @@ class Device:
 
         return await self.run(look)
 
-    async def adopt(self, number: int, state: bytes | memoryview, was_wrong: bool = False) -> None:
-        """`was_wrong` if the state that is here did not come out as it was agreed on."""
-        await self.run(self._adopt, number, state, was_wrong)
+    async def adopt(self, number: int, pieces: Iterable[bytes], was_wrong: bool = False) -> None:
+        """Goes on from the state of that round; `was_wrong` if the one that is here did not come out as agreed on."""
+        await self.run(self._adopt, number, pieces, was_wrong)
 
-    def _adopt(self, number: int, state: bytes | memoryview, was_wrong: bool = False) -> None:
+    def _adopt(self, number: int, pieces: Iterable[bytes], was_wrong: bool = False) -> None:
         if was_wrong and number < self.trainer.round:  # of the same round, the fetch has told
-            self._wrong = self.trainer.round, leaf_digests(self.trainer.state_bytes())
+            self._wrong = self.trainer.round, self.trainer.leaves()
         elif self._wrong is not None and number >= self._wrong[0]:  # which will not come again
             self._wrong = None
-        self.trainer.adopt(number, state)
+        self.trainer.adopt(number, pieces)
         self.adopted += 1
         self._to_repeat.clear()
         self._repeated.clear()

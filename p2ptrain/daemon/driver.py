@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
-from p2ptrain.core.messages import payload_digest
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
 from p2ptrain.daemon.device import Device, StoppedError
@@ -27,6 +27,7 @@ from p2ptrain.daemon.guest import Pauses
 from p2ptrain.daemon.intake import Intake
 from p2ptrain.daemon.outbox import Outbox
 from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
+from p2ptrain.net.blobs import verified
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.line import Ask, Deliver, TellHistory
 from p2ptrain.net.transport import TransportError
@@ -223,7 +224,7 @@ class Driver:
                 positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
                 await self.edges.fetching.data(positions)
             kept = frozenset(effect.unsettled)
-            payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
+            name, payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
             if trained is not None:
                 await self.edges.keeping.note(trained)
         except StoppedError:
@@ -233,7 +234,6 @@ class Driver:
             log.warning("no contribution to round %d: %s", effect.round, why)
             self.give(ev.TrainingFailed(effect.round, why))
             return
-        name = payload_digest(payload)
         self.edges.keeping.put(name, payload)
         is_inline = len(payload) <= self.node.view().run.agreement.inline_bytes_max
         self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
@@ -287,12 +287,12 @@ class Driver:
 
     async def _fetch_state(self, effect: ev.CatchUp) -> None:
         try:
-            async with asyncio.timeout(CATCH_UP_SECONDS):
-                like = await self.device.state_of({number for number, _ in effect.roots})
-                number, root, state = await self.edges.fetching.state(
-                    effect.roots, effect.sources, self.device.state_bytes, like
-                )
-            await self.device.adopt(number, state, self.node.view().is_quarantined)
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(CATCH_UP_SECONDS):
+                    like = await self.device.state_of({number for number, _ in effect.roots})
+                    fetched = self.edges.fetching.state(effect.roots, effect.sources, self.device.state_bytes, like)
+                    number, root, state = await stack.enter_async_context(fetched)
+                await self.device.adopt(number, verified(state), self.node.view().is_quarantined)
         except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
             log.info("the state cannot be had yet: %s", error)
             self.give(ev.CatchUpFailed(str(error), effect.attempt))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.library import SavedStates, read_state
+from p2ptrain.daemon.library import SavedStates
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.files import entries, forget, make_directory
@@ -21,7 +22,7 @@ from p2ptrain.learn.assignment import Positions
 from p2ptrain.learn.data import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
 from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName, FileSink
+from p2ptrain.net.blobs import Blob, BlobName, FileSink, verified
 from p2ptrain.net.bulk import FetchError
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.fetch import Fetcher
@@ -116,10 +117,11 @@ class Fetching:
         while len(self.late) > LATE_MAX:
             del self.late[next(iter(self.late))]
 
+    @asynccontextmanager
     async def state(
         self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int, like: tuple[int, bytes] | None
-    ) -> tuple[int, bytes, bytes]:
-        """The newest of these states that somebody has: round, root and bytes.
+    ) -> AsyncIterator[tuple[int, bytes, Blob]]:
+        """The newest of these states that somebody has: round, root and a blob on the disk, gone afterwards.
 
         `like` is a round and the state that we have come to in it: of the right one, only what differs is fetched.
         """
@@ -132,19 +134,25 @@ class Fetching:
                     holders.setdefault(root, []).append(source)
         mine = {root: blob for root in wanted if (blob := self.states.find(root)) is not None}
         for root in sorted(mine.keys() | holders.keys(), key=lambda root: -wanted[root]):
-            found = await asyncio.to_thread(read_state, mine[root].checkpoint) if root in mine else None
-            if found is not None:
-                return wanted[root], root, found[0]
+            if root in mine and await asyncio.to_thread(_is_whole, mine[root]):
+                yield wanted[root], root, mine[root]
+                return
             if root in holders:
                 similar = like[1] if like is not None and like[0] == wanted[root] else None
                 try:
-                    return wanted[root], root, await self._state(root, size, holders[root], similar)
+                    sink = await self._state(root, size, holders[root], similar)
                 except FetchError as error:  # whoever told of it may lie: others may have an older one
                     log.info("%s", error)
+                    continue
+                try:
+                    yield wanted[root], root, sink
+                finally:
+                    await asyncio.to_thread(forget, sink.path)  # and nothing of a fetch that has begun meanwhile
+                return
         raise DataError(f"none of {len(sources)} peers has a state of the {len(roots)} that would do")
 
-    async def _state(self, root: bytes, size: int, holders: Sequence[bytes], similar: bytes | None) -> bytes:
-        """By way of a file, so that a fetch that was broken off goes on where it was, also after a restart."""
+    async def _state(self, root: bytes, size: int, holders: Sequence[bytes], similar: bytes | None) -> FileSink:
+        """In a file, so that a fetch that was broken off goes on where it was, also after a restart."""
         sink = FileSink(self.directory / root.hex())
         await asyncio.to_thread(make_directory, self.directory)
         await asyncio.to_thread(self._clear, but=root.hex())
@@ -154,12 +162,7 @@ class Fetching:
         if similar is not None:
             pieces = ", ".join(map(str, sink.dropped[:PIECES_TOLD]))
             log.error("%d pieces of my own state were wrong, each of 1 MiB: %s", len(sink.dropped), pieces)
-        try:
-            return await asyncio.to_thread(sink.path.read_bytes)
-        except OSError as error:
-            raise DataError(f"{sink.path} cannot be read: {error.strerror}") from error
-        finally:
-            await asyncio.to_thread(forget, sink.path)  # and nothing of a fetch that has begun meanwhile
+        return sink
 
     def _clear(self, but: str) -> None:
         """What is left of other states will not be asked for again."""
@@ -175,6 +178,16 @@ class Fetching:
             return ()
         except TransportError:
             return ()
+
+
+def _is_whole(blob: Blob) -> bool:
+    try:
+        for _ in verified(blob):
+            pass
+    except DataError as error:  # peers may have it
+        log.error("%s", error)
+        return False
+    return True
 
 
 def ignore(peer: bytes, why: str) -> None:

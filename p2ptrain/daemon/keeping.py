@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.daemon.device import Device
-from p2ptrain.daemon.library import SavedStates, leaves_of, read_state
+from p2ptrain.daemon.library import SavedStates
+from p2ptrain.digest import leaves_of
 from p2ptrain.errors import DataError
 from p2ptrain.learn.shortage import is_out_of_memory
 from p2ptrain.learn.trainer import Capture
@@ -28,6 +29,7 @@ from p2ptrain.store.store import Store
 FRESH_SECONDS = 60.0  # until a payload that arrived is counted by the core, or is of no use
 LAST_CHANCE = 0.75  # of the rounds whose history is kept, without a checkpoint
 RETRY_SECONDS = 5.0  # between tries to write one then
+NOT_OFFERED = "it is damaged, or its root covers only a part of it"
 PRUNE_ROUNDS = 8  # between looks at what the store may forget
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -46,12 +48,14 @@ class Moment:
     capture: Capture
 
     @classmethod
-    def of(cls, device: Device, number: int, branch: bytes, head: bytes, root: bytes) -> Moment | None:
-        """In the trainer's thread; None if a state was taken over meanwhile."""
+    def of(
+        cls, device: Device, number: int, branch: bytes, head: bytes, root: bytes, is_copied: bool = True
+    ) -> Moment | None:
+        """In the trainer's thread, which need not copy what it waits for; None if a state was taken over meanwhile."""
         if device.trainer.round != number:
             return None
         try:
-            return cls(number, branch, head, root, device.trained, device.trainer.capture())
+            return cls(number, branch, head, root, device.trained, device.trainer.capture(is_copied))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -194,7 +198,7 @@ class Keeping:
         """In the trainer's thread, which does nothing else until it has succeeded, or the node ends."""
         while not device.is_stopping and manifest.round > self._saved_round:
             try:
-                moment = Moment.of(device, manifest.round, manifest.branch, manifest.digest, root)
+                moment = Moment.of(device, manifest.round, manifest.branch, manifest.digest, root, is_copied=False)
                 if moment is None or self._writer.submit(self._try, moment).result():
                     return
             except DataError as error:
@@ -203,7 +207,8 @@ class Keeping:
 
     def checkpoint_first(self, device: Device, root: bytes) -> Checkpoint:
         """Of the first weights, by whoever begins the run; in the trainer's thread."""
-        moment = Moment.of(device, 0, self.store.genesis.branch, self.store.genesis.head, root)
+        genesis = self.store.genesis
+        moment = Moment.of(device, 0, genesis.branch, genesis.head, root, is_copied=False)
         assert moment is not None, "the trainer has them"
         return self._writer.submit(self._write, moment).result()
 
@@ -212,7 +217,7 @@ class Keeping:
 
         def save() -> None:
             try:
-                moment = Moment.of(device, number, b"", b"", root)
+                moment = Moment.of(device, number, b"", b"", root, is_copied=False)
             except DataError as error:
                 self._failed(number, error)
                 return
@@ -244,16 +249,24 @@ class Keeping:
 
     def _write(self, moment: Moment) -> Checkpoint:
         capture = moment.capture
+        leaves = leaves_of(capture.state, moment.root)  # none of a partial root, which proves no pieces
         checkpoint = self.store.checkpoints.write(
-            moment.round, moment.branch, moment.head, moment.root, moment.trained, capture.write, capture.state
+            moment.round, moment.branch, moment.head, moment.root, moment.trained, capture.write, capture.state, leaves
         )
         self._saved_round = moment.round
-        if leaves := leaves_of(capture.state, moment.root):  # a partial root proves no pieces
+        if leaves:
             self._states.offer(checkpoint, leaves)
         return checkpoint
 
     def offer(self, checkpoint: Checkpoint) -> None:
         """Serve what an earlier life has saved."""
         self._saved_round = max(self._saved_round, checkpoint.round)
-        if found := read_state(checkpoint):
-            self._states.offer(checkpoint, found[1])
+        try:
+            leaves = checkpoint.leaves()
+        except DataError as error:  # peers may have it
+            log.error("%s", error)
+            return
+        if leaves:
+            self._states.offer(checkpoint, leaves)
+        else:
+            log.warning("the saved state of round %d is not offered to peers: %s", checkpoint.round, NOT_OFFERED)

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from functools import cached_property
 
 from p2ptrain.config import RunConfig
-from p2ptrain.digest import leaf_digests, piece_count
+from p2ptrain.digest import is_piece, leaf_digests
 from p2ptrain.errors import DataError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import Blob, BlobName, MemoryBlob, all_pieces, proves
+from p2ptrain.net.blobs import Blob, BlobName, MemoryBlob, all_pieces
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.payloads import Payloads
@@ -125,28 +125,10 @@ class StateBlob:
         return self.checkpoint.path.exists()
 
     def read(self, index: int) -> bytes:
+        """A piece that is what its digest says: the checkpoint's files are not read whole before they are served."""
         piece = self.checkpoint.read_piece(index)
         if piece is None:
             raise DataError(f"the state of round {self.checkpoint.round} is not there any more")
+        if not is_piece(self.leaves, self.size, index, piece):
+            raise DataError(f"the saved state of round {self.checkpoint.round} is damaged in piece {index}")
         return piece
-
-
-def leaves_of(state: bytes | memoryview, root: bytes) -> bytes | None:
-    """The digests of a state's pieces; None if they do not lead to this root."""
-    leaves = b"".join(leaf_digests(state))
-    return leaves if proves(leaves, len(state), root) else None
-
-
-def read_state(checkpoint: Checkpoint) -> tuple[bytes, bytes] | None:
-    """The agreed weights and their leaves; None if they are not what the checkpoint says."""
-    try:
-        pieces = [checkpoint.read_piece(index) or b"" for index in range(piece_count(checkpoint.state_bytes))]
-    except DataError as error:  # peers may have it
-        log.error("%s", error)
-        return None
-    state = b"".join(pieces)
-    leaves = leaves_of(state, checkpoint.root)
-    if leaves is None:
-        log.warning("the saved state of round %d is damaged, and is fetched if it is needed", checkpoint.round)
-        return None
-    return state, leaves

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from p2ptrain.config import RunConfig
-from p2ptrain.doctor.findings import Finding
+from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need
@@ -25,50 +25,50 @@ LOCKS = Path("/proc/locks")
 
 
 def standing(directory: Path) -> Path:
-    """It, or the nearest above it that is there."""
+    """Returns the path, or its nearest parent that exists."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     return directory
 
 
-def check_writable(directory: Path) -> Finding:
+def check_writable(directory: Path) -> Diagnosis:
     there = standing(directory)
     fix = "Choose another with --data-dir or storage.directory"
     if not there.is_dir():
-        return Finding("data directory", "failed", f"{there} is no directory", fix)
+        return Diagnosis("data directory", "failed", f"{there} is no directory", fix)
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        return Finding("data directory", "failed", f"{there} cannot be written: {error.strerror}", fix)
+        return Diagnosis("data directory", "failed", f"{there} cannot be written: {error.strerror}", fix)
     if there != directory:
-        return Finding("data directory", "good", f"{directory} will be made")
+        return Diagnosis("data directory", "good", f"{directory} will be made")
     return _for_its_owner(there)
 
 
-def _for_its_owner(there: Path) -> Finding:
+def _for_its_owner(there: Path) -> Diagnosis:
     status = there.stat()
     if status.st_uid != os.geteuid():
         text = f"{there} is another user's"
-        return Finding("data directory", "warning", text, f"sudo chown -R $USER {there}, or choose another")
+        return Diagnosis("data directory", "warning", text, f"sudo chown -R $USER {there}, or choose another")
     open_to = {0o022: "write", 0o055: "read"}
     for bits, verb in open_to.items():
         if stat.S_IMODE(status.st_mode) & bits:
-            return Finding("data directory", "warning", f"others may {verb} in {there}", f"chmod 700 {there}")
-    return Finding("data directory", "good", f"{there}, for its owner alone")
+            return Diagnosis("data directory", "warning", f"others may {verb} in {there}", f"chmod 700 {there}")
+    return Diagnosis("data directory", "good", f"{there}, for its owner alone")
 
 
-def check_key(path: Path) -> Finding:
+def check_key(path: Path) -> Diagnosis:
     if not path.exists():
-        return Finding("key", "good", f"none yet: the first start makes {path}")
+        return Diagnosis("key", "good", f"none yet: the first start makes {path}")
     try:
         identity = Identity.load(path)
     except ConfigError as error:
-        return Finding("key", "failed", f"{path}: {error.problem}", error.fix)
-    return Finding("key", "good", f"{identity.peer_id}, for its owner alone")
+        return Diagnosis("key", "failed", f"{path}: {error.problem}", error.fix)
+    return Diagnosis("key", "good", f"{identity.peer_id}, for its owner alone")
 
 
 def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
-    """The process that holds this file's lock, as the kernel tells it; None: nobody. Taking the lock would tell as
+    """Returns the process that holds this file's lock, from /proc/locks; None: nobody. Taking the lock would tell as
     well, and could keep a node from starting in that moment. 0: a process that is not seen from here."""
     try:
         file = path.stat()
@@ -83,26 +83,26 @@ def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
     return None
 
 
-def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Finding:
-    """`note` is what a daemon leaves of itself, `answers` whether one does. Who starts takes both locks, or ends."""
+def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Diagnosis:
+    """Checks the two locks that a start takes. `note` is a file that a daemon leaves, `answers` whether it answers."""
     if not locks.exists():
-        return Finding("locks", "warning", f"not known: there is no {locks}")
+        return Diagnosis("locks", "warning", f"not known: there is no {locks}")
     holder = holder_of(directory / LOCK_NAME, locks)
     if answers:
-        return Finding("locks", "good", f"held by the daemon that runs here, process {holder or 'unknown'}")
+        return Diagnosis("locks", "good", f"held by the daemon that runs here, process {holder or 'unknown'}")
     if holder is not None:
         fix = "It may be about to start, stopped (kill -CONT) or hung: end it before another starts here"
-        return Finding("locks", "failed", f"process {holder or 'unknown'} holds {directory} and does not answer", fix)
+        return Diagnosis("locks", "failed", f"process {holder or 'unknown'} holds {directory} and does not answer", fix)
     if (other := holder_of(beside(key, LOCK_SUFFIX), locks)) is not None:
-        return Finding("locks", "failed", f"process {other or 'unknown'} speaks as {key}", FIX)
+        return Diagnosis("locks", "failed", f"process {other or 'unknown'} speaks as {key}", FIX)
     if note.exists():
         text = "the last daemon did not end properly; nothing holds its locks, and the next start goes on from the disk"
-        return Finding("locks", "good", text)
-    return Finding("locks", "good", "free")
+        return Diagnosis("locks", "good", text)
+    return Diagnosis("locks", "good", "free")
 
 
-def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: int, used: int) -> Finding:
-    """`used` is what the run takes already."""
+def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: int, used: int) -> Diagnosis:
+    """Compares free disk space with the run's need, of which `used` is taken already."""
     rounds = run.agreement.history_rounds
     needed = need.disk(kept, rounds, contributors)
     missing = max(0, needed - used)
@@ -113,8 +113,8 @@ def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: 
     text = f"{mega(needed)} are needed ({parts}), {mega(used)} are there, {mega(free)} are free; the data comes to it"
     fix = "Make room, keep fewer checkpoints (storage.checkpoints_kept), or choose another disk with --data-dir"
     if missing > free:
-        return Finding("disk space", "failed", text, fix)
-    return Finding(
+        return Diagnosis("disk space", "failed", text, fix)
+    return Diagnosis(
         "disk space",
         "warning" if missing * ROOM_LEFT > free else "good",
         text,
@@ -122,11 +122,11 @@ def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: 
     )
 
 
-def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int = PROBE_BYTES) -> Finding:
-    """Write, and wait for the disk, in the directory that the node uses; nothing is left of it."""
+def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int = PROBE_BYTES) -> Diagnosis:
+    """Measures synced writes in the node's directory; nothing is left there."""
     there = standing(directory)
     if free < 4 * probe_bytes:
-        return Finding("disk speed", "warning", f"not measured: only {mega(free)} are free", "Make room")
+        return Diagnosis("disk speed", "warning", f"not measured: only {mega(free)} are free", "Make room")
     part = os.urandom(PROBE_PART_BYTES)  # some disks press zeros together
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
@@ -137,19 +137,19 @@ def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int 
             rate = probe_bytes / max(perf_counter() - before, 1e-9)
     except OSError as error:
         fix = "Choose another disk with --data-dir"
-        return Finding("disk speed", "failed", f"{there} did not take {mega(probe_bytes)}: {error.strerror}", fix)
+        return Diagnosis("disk speed", "failed", f"{there} did not take {mega(probe_bytes)}: {error.strerror}", fix)
     return judge_speed(rate, need)
 
 
-def judge_speed(rate: float, need: Need | None) -> Finding:
+def judge_speed(rate: float, need: Need | None) -> Diagnosis:
     text = f"{mega(int(rate))}/s, written and waited for"
     fix = "Choose a faster disk with --data-dir"
     if need is not None:
         seconds = need.checkpoint / rate
         text += f"; a checkpoint of {mega(need.checkpoint)} takes {seconds:.1f} s"
         if seconds > CHECKPOINT_SECONDS:
-            return Finding("disk speed", "warning", text, f"{fix}, or raise storage.checkpoint_every_rounds")
-    return Finding(
+            return Diagnosis("disk speed", "warning", text, f"{fix}, or raise storage.checkpoint_every_rounds")
+    return Diagnosis(
         "disk speed",
         "warning" if rate < SLOW_BYTES_PER_SECOND else "good",
         text,

@@ -20,7 +20,7 @@ from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
 from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
 from p2ptrain.daemon.top_words import troubles
 from p2ptrain.doctor import disk, machine, network
-from p2ptrain.doctor.findings import Check, Finding, Level, within
+from p2ptrain.doctor.findings import Check, Diagnosis, Level, within
 from p2ptrain.errors import (
     ConfigError,
     DeviceError,
@@ -45,7 +45,7 @@ CONTRIBUTORS_USUAL = 8  # where nobody tells how many there are; a guess
 
 @dataclass(slots=True)
 class Patient:
-    """What is known so far."""
+    """Facts about the node under examination, as they become known."""
 
     config: NodeConfig
     config_file: Path | None
@@ -53,7 +53,7 @@ class Patient:
     run: RunConfig | None = None
     members: int = 0
     status: dict[str, Any] | None = None  # of the daemon that runs here
-    is_answering: bool = False  # it may be about to start, and have no status yet
+    is_answering: bool = False  # it may have just started, and have no status yet
     sights: list[network.Sight] = field(default_factory=list)
     need: Need | None = None
     hardware: machine.Hardware = field(default_factory=lambda: machine.Hardware("", ""))
@@ -63,11 +63,11 @@ class Patient:
         return data_directory(self.config)
 
 
-def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> Iterator[Finding]:
-    """Everything that can be found out, each as it is. ConfigError, before any: an address that is none."""
+def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> Iterator[Diagnosis]:
+    """Runs all checks and yields each diagnosis as it is made. ConfigError, before any: an address is invalid."""
     patient = Patient(config, config_file, is_asked_outside)
     check_addresses(config.network)
-    yield Finding("config", "good", f"{config_file}: right" if config_file else "no file: what is not set is default")
+    yield Diagnosis("config", "good", f"{config_file}: right" if config_file else "no file: the defaults apply")
     yield from within(Check("daemon", lambda: look_for_daemon(patient), 2 * DAEMON_SECONDS, "warning"))
     yield from within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
     yield from within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
@@ -78,27 +78,27 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
     yield from within(Check("disk speed", lambda: look_at_speed(patient), DISK_SECONDS))
 
 
-def look_for_daemon(patient: Patient) -> list[Finding]:
-    """It is asked as `p2ptrain status` asks."""
+def look_for_daemon(patient: Patient) -> list[Diagnosis]:
+    """Looks for a running daemon, as `p2ptrain status` does."""
     try:
         patient.status = control.ask(patient.directory, {"do": "status"}, seconds=DAEMON_SECONDS)
     except NoDaemonError as error:
         is_hung = isinstance(error, SilentDaemonError)
         level: Level = "warning" if is_hung else "good"
-        return [Finding("daemon", level, str(error), "See its log, or end it and start it again" if is_hung else "")]
+        return [Diagnosis("daemon", level, str(error), "See its log, or end it and start it again" if is_hung else "")]
     except P2ptrainError as error:
         patient.is_answering = True
-        return [Finding("daemon", "good", f"it runs: {error}")]
+        return [Diagnosis("daemon", "good", f"it runs: {error}")]
     patient.is_answering = True
     status = patient.status
     patient.members = len(status["roster"])
     text = f"round {status['round']} of {status['run_name']}, {len(status['peers'])} peers"
     if found := troubles(status):
-        return [Finding("daemon", "warning", f"{text}: {'; '.join(each['text'] for each in found)}", "See its log")]
-    return [Finding("daemon", "good", text)]
+        return [Diagnosis("daemon", "warning", f"{text}: {'; '.join(each['text'] for each in found)}", "See its log")]
+    return [Diagnosis("daemon", "good", text)]
 
 
-def look_at_programs(patient: Patient) -> list[Finding]:
+def look_at_programs(patient: Patient) -> list[Diagnosis]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         machine.check_python(),
@@ -109,12 +109,12 @@ def look_at_programs(patient: Patient) -> list[Finding]:
     ]
 
 
-def look_at_device(patient: Patient) -> list[Finding]:
+def look_at_device(patient: Patient) -> list[Diagnosis]:
     patient.hardware = machine.look_at_hardware()
     return [machine.check_device(patient.config.device, patient.hardware, machine.try_device)]
 
 
-def look_at_directory(patient: Patient) -> list[Finding]:
+def look_at_directory(patient: Patient) -> list[Diagnosis]:
     note = patient.directory / control.NAME
     return [
         disk.check_writable(patient.directory),
@@ -123,10 +123,10 @@ def look_at_directory(patient: Patient) -> list[Finding]:
     ]
 
 
-def look_at_ports(patient: Patient) -> list[Finding]:
+def look_at_ports(patient: Patient) -> list[Diagnosis]:
     url = patient.status["http"] if patient.status else None
     if patient.is_answering and patient.status is None:
-        return [Finding("ports", "good", "not tried: the node is about to start")]
+        return [Diagnosis("ports", "good", "not tried: the node is about to start")]
     return [
         *network.check_listen(patient.config.network.listen, patient.is_answering),
         network.check_http(patient.config.http, url),
@@ -137,8 +137,8 @@ def look_at_ports(patient: Patient) -> list[Finding]:
 # The run
 
 
-def look_at_run(patient: Patient) -> list[Finding]:
-    """What the run takes of this machine; it is the one that runs here, that a peer has told of, or the largest of
+def look_at_run(patient: Patient) -> list[Diagnosis]:
+    """Compares the run's needs with this machine: the run of the daemon here, of a named peer, or the largest of
     those on the disk."""
     if patient.run is None:
         stored = stored_runs(patient.config)
@@ -147,17 +147,17 @@ def look_at_run(patient: Patient) -> list[Finding]:
         needs = [(need_of(run), run) for run in stored]
         if not needs:
             fix = "Name a node of the run with --bootstrap, to learn what it takes"
-            return [Finding("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
+            return [Diagnosis("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
         patient.need, patient.run = max(needs, key=lambda each: each[0].parameters)
     else:
         patient.need = need_of(patient.run)
     need, run, config = patient.need, patient.run, patient.config
-    found = [Finding("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
+    found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
         taken = _taken_by(patient.directory) if patient.is_answering else None  # what it has taken is its own
         found += machine.check_memory(rooms_of(run, config.device, taken), config.limits.memory_bytes)
     except DeviceError as error:
-        found.append(Finding("memory", "failed", str(error)))
+        found.append(Diagnosis("memory", "failed", str(error)))
     directory = run_directory(config, bytes.fromhex(run.run_id))
     contributors = max(patient.members, CONTRIBUTORS_USUAL)
     free, used = psutil.disk_usage(str(disk.standing(directory))).free, _size_of(directory)
@@ -174,7 +174,7 @@ def _taken_by(directory: Path) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    """What is in it; files that go meanwhile do not count."""
+    """Adds up the files in a directory, without those that vanish meanwhile."""
     total = 0
     for path in directory.rglob("*") if directory.exists() else ():
         try:
@@ -184,7 +184,7 @@ def _size_of(directory: Path) -> int:
     return total
 
 
-def look_at_speed(patient: Patient) -> list[Finding]:
+def look_at_speed(patient: Patient) -> list[Diagnosis]:
     free = psutil.disk_usage(str(disk.standing(patient.directory))).free
     return [disk.check_speed(patient.directory, patient.need, free)]
 
@@ -193,19 +193,19 @@ def look_at_speed(patient: Patient) -> list[Finding]:
 # Outside
 
 
-def look_outside(patient: Patient) -> list[Finding]:
-    """What peers tell. Those of the last time are asked for the time alone, if no other is named."""
+def look_outside(patient: Patient) -> list[Diagnosis]:
+    """Asks peers about time and addresses; remembered ones only for the time, unless others are named."""
     addresses = list(patient.config.network.bootstrap) or _remembered(patient)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
     told = patient.status["addresses"] if patient.status else None
     if not addresses:
         fix = "Name a node with --bootstrap"
         return [
-            Finding("peers", "warning", "none is known: clock, NAT and bandwidth are not looked at", fix),
+            Diagnosis("peers", "warning", "none is known: clock, NAT and bandwidth are not checked", fix),
             network.judge_reach(told, [], own),
         ]
 
-    async def look() -> list[Finding]:
+    async def look() -> list[Diagnosis]:
         async with asyncio.timeout(NETWORK_SECONDS), AsyncExitStack() as stack:
             transport = await _open(stack, patient.config)
             sights, trouble, reached = await network.ask_peers(transport, addresses)
@@ -224,9 +224,9 @@ def look_outside(patient: Patient) -> list[Finding]:
         return asyncio.run(look())
     except TimeoutError:
         fix = "Look at this machine's connection, and try again"
-        return [Finding("peers", "warning", f"not done within {NETWORK_SECONDS:.0f} s", fix)]
+        return [Diagnosis("peers", "warning", f"not done within {NETWORK_SECONDS:.0f} s", fix)]
     except (TransportError, ConfigError) as error:
-        return [Finding("peers", "failed", f"p2pd cannot be used: {error}")]
+        return [Diagnosis("peers", "failed", f"p2pd cannot be used: {error}")]
 
 
 def _remembered(patient: Patient) -> list[str]:
@@ -247,11 +247,11 @@ async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
     return transport
 
 
-async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> list[Finding]:
-    """The run that the named nodes take part in, and how quickly they give."""
+async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> list[Diagnosis]:
+    """Finds the named nodes' run and measures how fast they send."""
     found, _ = await ask_around(transport, addresses)
     if not found:
-        return [Finding("bandwidth", "warning", "not measured: the named nodes take part in no run")]
+        return [Diagnosis("bandwidth", "warning", "not measured: the named nodes take part in no run")]
     ours = bytes.fromhex(patient.status["run_id"]) if patient.status else b""
     run_id = ours if ours in found else max(found, key=lambda each: found[each][0].members)
     info, peers = found[run_id]
@@ -267,4 +267,4 @@ async def _look_at_offers(patient: Patient, transport: Transport, addresses: Seq
             return [
                 await network.measure(transport, peer, run_id, size, patient.config.limits.download_bytes_per_second)
             ]
-    return [Finding("bandwidth", "warning", "not measured: nobody has told the run's config", "Name another node")]
+    return [Diagnosis("bandwidth", "warning", "not measured: nobody told the run's config", "Name another node")]

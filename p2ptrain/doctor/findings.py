@@ -1,4 +1,4 @@
-"""What a check has found: the result, how bad it is, and what to do; and how a check is kept from hanging.
+"""Checks and their diagnoses: the result, how bad it is and what to do; and a deadline for each check.
 
 A check that touches a driver, a disk or a mount may never return. So each runs in a thread of its own for which nobody
 waits longer than its deadline, not even the process at its end.
@@ -21,8 +21,8 @@ WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """Of one check."""
+class Diagnosis:
+    """The result of one check."""
 
     what: str  # was checked
     level: Level
@@ -30,26 +30,26 @@ class Finding:
     fix: str = ""  # what to do; nothing where all is well
 
 
-def refused(what: str, error: ConfigError) -> Finding:
-    """What the start would say, and end."""
+def refused(what: str, error: ConfigError) -> Diagnosis:
+    """Turns an error that would end a start into a diagnosis."""
     place = ": ".join(part for part in (error.source, error.key) if part)
-    return Finding(what, "failed", f"{place}: {error.problem}" if place else error.problem, error.fix)
+    return Diagnosis(what, "failed", f"{place}: {error.problem}" if place else error.problem, error.fix)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something to look at, and for how long at most."""
+    """A check, with its deadline."""
 
     what: str
-    look: Callable[[], Sequence[Finding]]
+    look: Callable[[], Sequence[Diagnosis]]
     seconds: float
-    late: Level = "failed"  # what it means if it takes longer
+    late: Level = "failed"  # the level if it takes longer
     fix: str = "Find out what it waits for: a node would wait for it as well"
 
 
-def within(check: Check) -> list[Finding]:
-    """What the check finds, or that it takes too long."""
-    found: list[Finding] = []
+def within(check: Check) -> list[Diagnosis]:
+    """Runs a check; past its deadline the diagnosis says that it took too long."""
+    found: list[Diagnosis] = []
 
     def look() -> None:
         found.extend(check.look())
@@ -58,28 +58,28 @@ def within(check: Check) -> list[Finding]:
     thread.start()
     thread.join(check.seconds)
     if thread.is_alive():
-        return [Finding(check.what, check.late, f"no answer within {check.seconds:.0f} s", check.fix)]
+        return [Diagnosis(check.what, check.late, f"no answer within {check.seconds:.0f} s", check.fix)]
     assert found, f"the check of {check.what} ended without a finding; its traceback says why"
     return found
 
 
-def can_work(findings: Sequence[Finding]) -> bool:
+def can_work(findings: Sequence[Diagnosis]) -> bool:
     return all(each.level != "failed" for each in findings)
 
 
-def text_of(finding: Finding) -> str:
-    """A line, and one for what to do."""
+def text_of(finding: Diagnosis) -> str:
+    """Formats a diagnosis as a line, and its fix as a second one."""
     lines = [f"{finding.level:<{LEVEL_WIDTH}} {finding.what:<{WHAT_WIDTH}} {finding.result}"]
     if finding.fix:
         lines.append(f"{'':<{LEVEL_WIDTH + WHAT_WIDTH + 2}}{finding.fix}")
     return plain("\n".join(lines))
 
 
-def verdict_of(findings: Sequence[Finding]) -> str:
+def verdict_of(findings: Sequence[Diagnosis]) -> str:
     counts = {level: sum(each.level == level for each in findings) for level in ("failed", "warning")}
     verdict = "a node can work here" if can_work(findings) else "a node cannot work so"
     return f"{verdict}: {counts['failed']} failed, {counts['warning']} warnings"
 
 
-def json_of(findings: Sequence[Finding]) -> dict[str, Any]:
+def json_of(findings: Sequence[Diagnosis]) -> dict[str, Any]:
     return {"version": VERSION, "can_work": can_work(findings), "checks": [asdict(each) for each in findings]}

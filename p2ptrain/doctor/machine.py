@@ -16,7 +16,7 @@ from pathlib import Path
 from p2ptrain.config import DeviceConfig, TrackingConfig
 from p2ptrain.daemon.guest import LESS_MEMORY
 from p2ptrain.daemon.wandb_run import require_wandb
-from p2ptrain.doctor.findings import Finding, refused
+from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn.memory import Room
 from p2ptrain.learn.shortage import mega
@@ -27,11 +27,11 @@ PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # as in pyproject.toml: hivemind's
 TORCH_FROM = (2, 6)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 HIVEMIND = "1.1.12"  # whose p2pd we know: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40
-# Of p2pd's libraries, in the version that we know. By what has to be on for it to matter, and what then.
+# Known weaknesses of the libraries in the p2pd that we know, by the setting that exposes them.
 QUIC_WEAKNESS = "quic-go 0.40 in p2pd can be made to use up its memory (CVE-2024-22189), and this node listens on QUIC"
-FILES_NEEDED = 1_024  # of one process: a stream has one here and a connection one in p2pd, beside 64 of HTTP
+FILES_NEEDED = 1_024  # per process: one a stream here and one a connection in p2pd, beside 64 of HTTP
 FILES_LEAST = CONNECTIONS_HIGH + 64  # less does not even hold the connections
-TIGHT = 1.1  # what is needed is an estimate, and wrong by a tenth
+TIGHT = 1.1  # the need is an estimate, off by up to a tenth
 CLOSE = "It is close: close other programs"
 
 
@@ -46,7 +46,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What torch finds."""
+    """The hardware that torch finds."""
 
     cuda_build: str  # the CUDA that torch was built for; empty: none
     driver: str  # NVIDIA's, of this machine; empty: none
@@ -54,7 +54,7 @@ class Hardware:
 
 
 def look_at_hardware() -> Hardware:
-    """Takes as long as torch and the driver take."""
+    """Asks torch and the driver, which may take long."""
     import torch  # noqa: PLC0415  # two seconds, within the deadline of the check
 
     driver = ""
@@ -70,92 +70,94 @@ def look_at_hardware() -> Hardware:
     return Hardware(torch.version.cuda or "", driver, tuple(gpus))
 
 
-def check_python(version: tuple[int, ...] = sys.version_info[:3], platform: str = sys.platform) -> Finding:
+def check_python(version: tuple[int, ...] = sys.version_info[:3], platform: str = sys.platform) -> Diagnosis:
     text = ".".join(map(str, version))
     if not PYTHON_FROM <= version[:2] < PYTHON_BELOW:
         wanted = f"{PYTHON_FROM[0]}.{PYTHON_FROM[1]} to {PYTHON_BELOW[0]}.{PYTHON_BELOW[1] - 1}"
-        return Finding("python", "failed", text, f"Install Python {wanted}, and p2ptrain for it")
+        return Diagnosis("python", "failed", text, f"Install Python {wanted}, and p2ptrain for it")
     if platform != "linux":
-        return Finding("python", "failed", f"{text} on {platform}", "Use Linux: p2pd comes for no other system")
-    return Finding("python", "good", text)
+        return Diagnosis("python", "failed", f"{text} on {platform}", "Use Linux: p2pd is built for no other system")
+    return Diagnosis("python", "good", text)
 
 
-def check_torch(version: str) -> Finding:
-    """`version` is empty where there is none."""
+def check_torch(version: str) -> Diagnosis:
+    """Checks torch's version, which is empty where torch is not installed."""
     if not version:
-        return Finding("torch", "failed", "it is not installed", "Install p2ptrain with its dependencies")
+        return Diagnosis("torch", "failed", "it is not installed", "Install p2ptrain with its dependencies")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < TORCH_FROM:
         fix = f"Install torch {TORCH_FROM[0]}.{TORCH_FROM[1]} or newer; constraints.txt names the one that was tested"
-        return Finding("torch", "failed", version, fix)
-    return Finding("torch", "good", version)
+        return Diagnosis("torch", "failed", version, fix)
+    return Diagnosis("torch", "good", version)
 
 
 def installed(package: str) -> str:
-    """Its version; empty: it is not."""
+    """Returns a package's version; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
 
 
-def check_tracking(config: TrackingConfig) -> list[Finding]:
-    """What the start refuses to do without; nothing where no such tool is named."""
+def check_tracking(config: TrackingConfig) -> list[Diagnosis]:
+    """Checks that the tracking tools in the config are installed, as a start does."""
     if not config.wandb:
         return []
     try:
         require_wandb()
     except ConfigError as error:
         return [refused("tracking", error)]
-    return [Finding("tracking", "good", f"wandb {installed('wandb')}")]
+    return [Diagnosis("tracking", "good", f"wandb {installed('wandb')}")]
 
 
 def chosen_device(config: DeviceConfig, found: Hardware) -> str:
     return config.name if config.name != "auto" else "cuda" if found.gpus else "cpu"
 
 
-def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Finding:
-    """`try_it` computes something there, and raises DeviceError if that comes out wrong."""
+def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Diagnosis:
+    """Checks the configured device; `try_it` computes something there and raises DeviceError if it is wrong."""
     name = chosen_device(config, found)
     if name != "cpu":
         return _check_cuda(name, config, found, try_it)
     try:
         try_it(name)
     except DeviceError as error:
-        return Finding("device", "failed", str(error))
+        return Diagnosis("device", "failed", str(error))
     if config.name != "auto":
-        return Finding("device", "good", "cpu")
+        return Diagnosis("device", "good", "cpu")
     if not found.driver:
-        return Finding("device", "good", "cpu: there is no NVIDIA driver")
+        return Diagnosis("device", "good", "cpu: there is no NVIDIA driver")
     if found.cuda_build:
         why, fix = "torch cannot use it", f"Update the driver to one that knows CUDA {found.cuda_build}"
     else:
         why, fix = "torch was installed without CUDA", "Install torch's CUDA build"
-    return Finding("device", "warning", f"cpu; there is an NVIDIA driver {found.driver}, and {why}", fix)
+    return Diagnosis("device", "warning", f"cpu; there is an NVIDIA driver {found.driver}, and {why}", fix)
 
 
-def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Finding:
+def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Diagnosis:
     number = int(name.partition(":")[2] or 0)
     if number >= len(found.gpus):
         what = f"{name} is not there: {len(found.gpus)} CUDA devices found, driver {found.driver or 'none'}"
-        return Finding("device", "failed", what, "Set device.name to cpu or to one that is there")
+        return Diagnosis("device", "failed", what, "Set device.name to cpu or to one that is there")
     gpu = found.gpus[number]
     what = f"{name}: {gpu.name}, {mega(gpu.total_bytes)}, CUDA {found.cuda_build}, driver {found.driver or 'unknown'}"
     try:
         try_it(name)
     except DeviceError as error:
-        return Finding("device", "failed", f"{what}: {error}")
-    except RuntimeError as error:  # what torch raises for all that a driver may do
+        return Diagnosis("device", "failed", f"{what}: {error}")
+    except RuntimeError as error:  # torch raises it for any trouble of a driver
         first = str(error).splitlines()[0] if str(error) else "no reason given"
         fix = "Update the driver, or set device.name to cpu"
-        return Finding("device", "failed", f"{what}: it does not compute: {first}", fix)
+        return Diagnosis("device", "failed", f"{what}: it does not compute: {first}", fix)
     if config.autocast == "bf16" and not gpu.is_bf16:
-        return Finding("device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": it is slow there')
-    return Finding("device", "good", f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}")
+        return Diagnosis(
+            "device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": it is slow there'
+        )
+    return Diagnosis("device", "good", f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}")
 
 
 def try_device(name: str) -> None:
-    """The exact path, at its edges."""
+    """Tries the exact path on a device, at its edges."""
     import torch  # noqa: PLC0415
 
     from p2ptrain.learn.aggregate import check_exactness  # noqa: PLC0415
@@ -163,44 +165,44 @@ def try_device(name: str) -> None:
     check_exactness(64, torch.device(name))
 
 
-def check_memory(rooms: Sequence[Room], limit: int) -> list[Finding]:
-    """As the start judges it. `limit` is what the config allows of main memory; 0: no limit."""
+def check_memory(rooms: Sequence[Room], limit: int) -> list[Diagnosis]:
+    """Compares needs and memory as a start does. `limit` is the config's for main memory; 0: no limit."""
     found = []
     for each in rooms:
         text = f"{each.takes} are needed; {mega(each.free)} of {mega(each.total)} are free"
         name = "memory" if each is rooms[0] else "device memory"
         if each.level == "good":
             close = each.needed * TIGHT > each.free
-            found.append(Finding(name, "warning" if close else "good", text, CLOSE if close else ""))
+            found.append(Diagnosis(name, "warning" if close else "good", text, CLOSE if close else ""))
         else:
-            found.append(Finding(name, each.level, text, LESS_MEMORY))
+            found.append(Diagnosis(name, each.level, text, LESS_MEMORY))
     if limit and rooms[0].needed > limit:
         text = f"{mega(rooms[0].needed)} are needed, and limits.memory_bytes allows {mega(limit)}"
-        found.append(Finding("memory limit", "failed", text, "Raise limits.memory_bytes, or train a smaller run"))
+        found.append(Diagnosis("memory limit", "failed", text, "Raise limits.memory_bytes, or train a smaller run"))
     return found
 
 
-def check_files(soft: int, hard: int) -> Finding:
+def check_files(soft: int, hard: int) -> Diagnosis:
     text = f"{soft:,} open files may a process have"
     if soft >= FILES_NEEDED:
-        return Finding("open files", "good", text)
+        return Diagnosis("open files", "good", text)
     fix = f"ulimit -n {min(hard, 4 * FILES_NEEDED) if hard > soft else 4 * FILES_NEEDED}; for a service, LimitNOFILE="
-    return Finding("open files", "failed" if soft < FILES_LEAST else "warning", text, fix)
+    return Diagnosis("open files", "failed" if soft < FILES_LEAST else "warning", text, fix)
 
 
-def check_p2pd(listen: tuple[str, ...], version: str) -> list[Finding]:
-    """`version` is hivemind's, which carries it; empty: none."""
+def check_p2pd(listen: tuple[str, ...], version: str) -> list[Diagnosis]:
+    """Checks p2pd, which comes with hivemind of this `version`; empty: not installed."""
     try:
         binary = find_binary()
     except TransportError as error:
-        return [Finding("p2pd", "failed", str(error), f"pip install hivemind=={HIVEMIND}")]
+        return [Diagnosis("p2pd", "failed", str(error), f"pip install hivemind=={HIVEMIND}")]
     if version != HIVEMIND:
-        text = f"of hivemind {version or 'unknown'}, which nobody has tried"
-        return [Finding("p2pd", "warning", text, f"pip install hivemind=={HIVEMIND}")]
+        text = f"of hivemind {version or 'unknown'}, which is untested"
+        return [Diagnosis("p2pd", "warning", text, f"pip install hivemind=={HIVEMIND}")]
     if not binary.stat().st_mode & 0o111:
-        return [Finding("p2pd", "failed", f"{binary} is not executable", f"chmod +x {binary}")]
-    found = [Finding("p2pd", "good", f"of hivemind {version}: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40")]
+        return [Diagnosis("p2pd", "failed", f"{binary} is not executable", f"chmod +x {binary}")]
+    found = [Diagnosis("p2pd", "good", f"of hivemind {version}: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40")]
     if any("quic" in address for address in listen):
         fix = "Listen on TCP alone: take the /udp/.../quic-v1 out of network.listen"
-        found.append(Finding("p2pd weakness", "warning", QUIC_WEAKNESS, fix))
+        found.append(Diagnosis("p2pd weakness", "warning", QUIC_WEAKNESS, fix))
     return found

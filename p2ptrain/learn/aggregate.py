@@ -1,4 +1,4 @@
-"""From a set of contributions to the same new weights on every machine, bit by bit.
+"""Turns a set of contributions into the same new weights on every machine, bit by bit.
 
 This module is the protocol's arithmetic. ARCHITECTURE.md states it line by line and golden roots in the
 tests hold it: the order of the operations may not change within a protocol version.
@@ -17,10 +17,11 @@ destroy a sparse signal, whose coefficients most peers do not send.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -34,9 +35,9 @@ from p2ptrain.learn.schedule import exact_float
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import (
     FP32_EXACT_MAX,
-    Block,
     Group,
     Layout,
+    Strip,
     first_stage_dtype,
     integer_basis,
     inverse,
@@ -67,14 +68,17 @@ def apply_payloads(
     payloads: Sequence[bytes],
     learning_rate: Fraction,
     parameters: Sequence[Tensor],
+    unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
 ) -> None:
-    """One outer step from payloads that `unpack` has accepted, in any order. They are read one at a time."""
+    """Applies one outer step from payloads that `unpack` has accepted, in any order. They are unpacked one at a time,
+    except those given as `unpacked`.
+    """
     scales = None
     if form.groups and payloads:
         scales = common_scales([read_exponents(payload, form) for payload in payloads])
 
     def votes_on(device: torch.device) -> Votes:
-        contributions = (unpack(payload, form) for payload in payloads)
+        contributions = (unpacked.get(payload) or unpack(payload, form) for payload in payloads)
         return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
 
     votes = where_it_fits(votes_on, parameters[0].device)
@@ -82,7 +86,7 @@ def apply_payloads(
 
 
 def common_scales(exponents: Sequence[NDArray[np.int8]]) -> tuple[int, ...]:
-    """The unit in which each group's votes are counted: 2**CLAMP_BITS below the median of the round's scales.
+    """Returns the unit in which each group's votes are counted: 2**CLAMP_BITS below the median of the round's scales.
 
     exponents: for every contribution [groups]
     """
@@ -98,7 +102,7 @@ def sum_votes(
     scales: tuple[int, ...] | None,
     device: torch.device,
 ) -> Votes:
-    """Add `count` contributions up, one at a time. Integers: any order gives the same sums."""
+    """Adds up `count` contributions, one at a time. They are integers, so any order gives the same sums."""
     largest = count * recipe.vote_max
     assert largest <= INT32_MAX, "the config's bound keeps votes in range"
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32
@@ -126,7 +130,7 @@ def _shifts(layout: Layout, contribution: Contribution, scales: tuple[int, ...])
 def apply_votes(
     layout: Layout, recipe: RecipeConfig, votes: Votes, learning_rate: Fraction, parameters: Sequence[Tensor]
 ) -> None:
-    """One outer step on the fp32 master weights, in place. Without contributions nothing changes."""
+    """Applies one outer step to the fp32 master weights, in place. Without contributions nothing changes."""
     if not votes.contributions:
         return
     keep = rounded_fp32(1 - learning_rate * recipe.weight_decay)
@@ -134,13 +138,13 @@ def apply_votes(
     for number, group in enumerate(layout.groups):
         step = _step(layout, recipe, votes, number, learning_rate)
         matrix = layout.matrix(parameters, group)
-        for block in layout.blocks(group, matrix.device):
+        for strip in layout.strips(group, matrix.device):
             update = None
             if step != 0.0:
-                sums = votes.sums[block.chunks]
-                compute = partial(_update, layout, recipe, votes_bound, step, group, block, sums)
+                sums = votes.sums[strip.chunks]
+                compute = partial(_update, layout, recipe, votes_bound, step, group, strip, sums)
                 update = where_it_fits(compute, sums.device)
-            _move(matrix[block.rows], keep, update)
+            _move(matrix[strip.rows], keep, update)
         layout.store(matrix, parameters, group)
 
 
@@ -162,8 +166,8 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
 def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: Group) -> int:
     total = 0
     largest = votes.contributions * recipe.vote_max
-    for block in layout.blocks(group, votes.sums.device):
-        sums = votes.sums[block.chunks].reshape(-1)
+    for strip in layout.strips(group, votes.sums.device):
+        sums = votes.sums[strip.chunks].reshape(-1)
         if largest**2 * recipe.k * (sums.numel() // layout.area) < FP32_EXACT_MAX and sums.device.type == "cpu":
             single = sums.float()
             total += int(torch.dot(single, single))
@@ -182,21 +186,21 @@ def _update(
     votes_bound: int,
     step: float,
     group: Group,
-    block: Block,
+    strip: Strip,
     sums: Tensor,
     device: torch.device,
 ) -> Tensor:  # [rows, columns] fp32, or a view of as many
-    """What a block's votes take from its weights."""
+    """Returns what a strip's votes subtract from its weights."""
     whole = inverse(sums.to(device), layout.chunk, first_stage_dtype(votes_bound, device))
     update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
     update.add_(0.0)  # a product of matrices may leave 0.0 or -0.0; this makes both 0.0
-    return _cut(layout, group, block, update)
+    return _cut(layout, group, strip, update)
 
 
 def _move(rows: Tensor, keep: float, update: Tensor | None) -> None:
-    """Allocates nothing on a device: a block is applied as a whole, or not yet."""
+    """Updates a strip in place. It allocates nothing on a device, so a strip is applied as a whole or not at all."""
     here = rows
-    if update is not None and rows.device != update.device:  # one of them is on the CPU: there both come together
+    if update is not None and rows.device != update.device:  # one of them is on the CPU, so both go there
         here, update = rows.cpu(), update.cpu()
     if keep != 1.0:
         here.mul_(keep)
@@ -206,23 +210,23 @@ def _move(rows: Tensor, keep: float, update: Tensor | None) -> None:
         rows.copy_(here)
 
 
-def _cut(layout: Layout, group: Group, block: Block, update: Tensor) -> Tensor:
-    """The update in the order of the block's rows, without what falls on padding; a view where there is none."""
+def _cut(layout: Layout, group: Group, strip: Strip, update: Tensor) -> Tensor:
+    """Returns the update in the order of the strip's rows, without the padding; a view where there is none."""
     c = layout.chunk
-    tiles = update.view(c, block.chunk_rows, group.chunk_columns, c).permute(1, 0, 2, 3)
-    rows, columns = block.rows.stop - block.rows.start, group.columns
-    if (rows, columns) == (block.chunk_rows * c, group.chunk_columns * c):
+    tiles = update.view(c, strip.chunk_rows, group.chunk_columns, c).permute(1, 0, 2, 3)
+    rows, columns = strip.rows.stop - strip.rows.start, group.columns
+    if (rows, columns) == (strip.chunk_rows * c, group.chunk_columns * c):
         return tiles  # [chunk_rows, c, chunk_columns, c]
-    return tiles.reshape(block.chunk_rows * c, -1)[:rows, :columns]
+    return tiles.reshape(strip.chunk_rows * c, -1)[:rows, :columns]
 
 
 def rounded_fp32(value: Fraction) -> float:
-    """The fp32 next to the fp64 next to `value`."""
+    """Rounds to fp64, then to fp32."""
     return float(np.float32(exact_float(value)))
 
 
 def check_exactness(chunk: int, device: torch.device) -> None:
-    """Refuse a device or a library that computes the exact path otherwise than IEEE 754 says.
+    """Refuses a device or a library whose arithmetic on the exact path is not IEEE 754's.
 
     A matrix product may have been told to use TF32 or bf16 inside, a processor to flush small numbers to
     zero; replicas would drift apart and nobody could say why. Known answers cost a millisecond.
@@ -239,6 +243,6 @@ def check_exactness(chunk: int, device: torch.device) -> None:
         if not torch.equal(computed.cpu().long(), expected):
             raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
     tiny = torch.full((8,), 2.0**-140, device=device)  # an fp32 below the normal range
-    twice = (tiny + tiny).cpu().view(torch.int32)  # as bits: where small numbers are flushed, they equal zero
+    twice = (tiny + tiny).cpu().view(torch.int32)  # compared as bits: where small numbers are flushed, they equal zero
     if not (twice == 2**10).all():
         raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)

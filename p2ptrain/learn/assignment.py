@@ -31,7 +31,7 @@ SEQUENCES_MAX = 2**62  # positions stay int64
 
 
 def shard(seed: int, round_number: int, place: int, places: int, count: int, sequences: int) -> Positions:
-    """The `count` sequences that `place` of `places` trains on in a round, of all `sequences` there are.  # [count]
+    """Returns the `count` sequences, of all `sequences`, that `place` of `places` trains on in a round.  # [count]
 
     With less data than one round needs, sharing cannot be avoided: the round then goes round all sequences,
     so that each is used once more than any other at most.
@@ -48,7 +48,7 @@ def shard(seed: int, round_number: int, place: int, places: int, count: int, seq
 
 
 def permute(slots: Positions, size: int, keys: Words) -> Positions:
-    """The images of `slots`, all below `size`, under the permutation of range(size) that `keys` choose."""
+    """Returns the images of `slots`, all below `size`, under the permutation of range(size) that `keys` choose."""
     bits = max(2, (size - 1).bit_length())  # at least one bit in each half
     images = _feistel(slots.astype(np.uint64), bits, keys)
     while (outside := np.flatnonzero(images >= size)).size:

@@ -30,7 +30,7 @@ HELD_OUT = Fraction(1, 50)  # of the embedded corpus: 100 KB
 
 
 class Begun(NamedTuple):
-    """What a run begins with."""
+    """A sealed run, its data set and its first weights."""
 
     run: RunConfig  # sealed
     dataset: Path
@@ -38,7 +38,7 @@ class Begun(NamedTuple):
 
 
 def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Path | None = None) -> Begun:
-    """Seal `run`. The embedded data set is made in `directory`, any other is the one in `dataset`.
+    """Seals `run`. The embedded data set is made in `directory`, any other is the one in `dataset`.
 
     founders: public keys in hex. Called again, with the run as it was or sealed, it gives the same again, and
     uses the data that it made. What others have begun it does not begin again, and says so.
@@ -49,7 +49,7 @@ def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Pat
     root = state_root(weights).hex()
     if run.state.initial_root not in ("", root):
         raise ConfigError(
-            f"the first weights that this machine makes are others ({root})",
+            f"this machine makes other first weights ({root})",
             key="state.initial_root",
             fix="Join the run if it was begun elsewhere; to begin another, remove the key",
         )
@@ -62,7 +62,7 @@ def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Pat
 
 
 def first_weights(run: RunConfig) -> Tensor:
-    """The weights that the run begins with if this machine begins it, flat.  # [parameters]"""
+    """Makes the run's first weights from its seed, flat.  # [parameters]"""
     model = Transformer(run.model)
     initialise(model, run.seed)
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
@@ -76,7 +76,7 @@ def _check_founders(run: RunConfig, founders: Sequence[str]) -> None:
 
 
 def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDataset:
-    """The run's data set, whole: whoever begins a run is the only one to have it."""
+    """Opens the run's data set, which has to be whole: whoever begins a run is the only one to have it."""
     path = _find_data(run, directory, dataset)
     try:
         found = manifest_digest(read_manifest(path))
@@ -98,7 +98,7 @@ def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDa
 
 
 def _find_data(run: RunConfig, directory: Path, dataset: Path | None) -> Path:
-    """The directory of the data set; the embedded one is made if it is not there yet."""
+    """Returns the data set's directory, and makes the embedded data set if it is not there yet."""
     is_made = (directory / MANIFEST_NAME).exists()
     if run.data.manifest != EMBEDDED:
         if dataset is None and not is_made:

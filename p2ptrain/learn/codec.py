@@ -47,7 +47,7 @@ Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a node offers a round: integers at places, and where the recipe has one, a scale a group."""
+    """A node's offer to a round: integers at coefficients' places, and for scaled recipes an exponent a group."""
 
     indices: Indices
     values: Values
@@ -56,7 +56,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class PayloadFormat:
-    """Every width of a run's payloads; a pure function of its config."""
+    """The widths of all fields of a run's payloads, which follow from its config alone."""
 
     chunks: int
     groups: int  # 0 where contributions carry no scale
@@ -75,7 +75,7 @@ class PayloadFormat:
     @classmethod
     def of(cls, layout: Layout, recipe: RecipeConfig) -> PayloadFormat:
         low_bits, ranked, upper_bits = index_widths(layout.area, recipe.k)
-        groups = len(layout.groups) if recipe.scaled else 0
+        groups = len(layout.groups) if recipe.spec.is_scaled else 0
         return cls(layout.chunks, groups, layout.area, recipe.k, recipe.value_bits, low_bits, ranked, upper_bits)
 
     @property
@@ -95,7 +95,7 @@ class PayloadFormat:
 
     @property
     def contribution_bytes(self) -> int:
-        """What an unpacked contribution takes in memory; to unpack it takes twice that at most, or twice WORK_BYTES."""
+        """Memory of an unpacked contribution; unpacking peaks at twice that, or at twice WORK_BYTES if that is more."""
         return self.chunks * self.k * 3 + self.groups
 
 
@@ -133,7 +133,7 @@ def _binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, position
 
 
 def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
-    """The payload of a contribution."""
+    """Encodes a contribution as a payload."""
     indices, values = contribution.indices, contribution.values
     _assert_whole(contribution, form)
     positions = (indices >> form.low_bits) + np.arange(form.k, dtype=np.uint16)  # [chunks, k] of the ones
@@ -155,7 +155,7 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
 
 
 def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
-    """What a recipe, ours or another's, has to give; anything else would be packed as something else."""
+    """Asserts that a recipe, ours or another's, made a valid contribution: others would be packed wrongly."""
     indices, values, exponents = contribution.indices, contribution.values, contribution.exponents
     assert indices.shape == values.shape == (form.chunks, form.k), "a contribution has the run's shape"
     assert (indices[:, 1:] > indices[:, :-1]).all(), "indices of a chunk rise"
@@ -171,7 +171,7 @@ def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
 
 
 def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
-    """The one contribution that `payload` encodes; RemoteProtocolError with the reason if there is none."""
+    """Decodes a payload strictly; RemoteProtocolError says why it encodes no contribution."""
     if len(payload) != form.payload_bytes:
         raise RemoteProtocolError(f"payload of {len(payload)} bytes, this run's have {form.payload_bytes}")
     octets: Bytes = np.frombuffer(payload, np.uint8)
@@ -204,7 +204,7 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
 
 
 def read_exponents(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np.int8]:
-    """The scales of a payload that `unpack` has accepted."""
+    """Reads only the scales of a payload that `unpack` has accepted."""
     return _exponents(np.frombuffer(payload, np.uint8)[: form.groups])
 
 
@@ -247,7 +247,7 @@ def _unranked(ranks: NDArray[np.int64], form: PayloadFormat) -> Indices:  # [chu
 
 
 def pack_fields(fields: Fields, width: int) -> bytes:
-    """Lay fields of `width` bits end to end; the last byte is filled with zeros."""
+    """Lays fields of `width` bits end to end and fills the last byte with zeros."""
     if width == 0:
         return b""
     if width == 1:
@@ -265,7 +265,7 @@ def pack_fields(fields: Fields, width: int) -> bytes:
 
 
 def unpack_fields(packed: Bytes, count: int, width: int) -> Fields:
-    """The `count` fields that `pack_fields` laid down."""
+    """Reads back `count` fields that `pack_fields` wrote."""
     if width == 0:
         return np.zeros(count, np.uint8)
     if width == 1:

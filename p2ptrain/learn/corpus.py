@@ -1,4 +1,4 @@
-"""From files to documents: what is read, where it is cut, and what is refused.
+"""Reads files as documents: which files, where texts are cut, and which are refused.
 
 A document is the unit that is held out or trained on, and that an end-of-document token follows. In JSON
 lines it is the "text" of a line. In anything else it is a block of at most 16 KiB that ends with a line
@@ -37,8 +37,8 @@ LINES_SUFFIXES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Something to read documents from; `name` is what an error calls it."""
+class TextFile:
+    """A text to read documents from; error messages call it `name`."""
 
     name: str
     size: int  # bytes
@@ -52,13 +52,13 @@ class Document:
     source_bytes: int  # what it took up where it was read
 
 
-class _Line(msgspec.Struct):
-    """What is read of a JSON line; other fields are passed over."""
+class _JsonDocument(msgspec.Struct):
+    """A line of a JSON-lines file; fields other than its text are ignored."""
 
     text: str
 
 
-def file_sources(files: Sequence[Path]) -> list[Source]:
+def file_sources(files: Sequence[Path]) -> list[TextFile]:
     sources = []
     for path in files:
         try:
@@ -70,12 +70,12 @@ def file_sources(files: Sequence[Path]) -> list[Source]:
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError("not a file", source=str(path), fix="Name the files, not what they are in")
         is_lines = path.suffix.lower() in LINES_SUFFIXES
-        sources.append(Source(str(path), status.st_size, _opener(path), is_lines))
+        sources.append(TextFile(str(path), status.st_size, _opener(path), is_lines))
     return sources
 
 
-def embedded_sources() -> list[Source]:
-    """The language reference and the top-level modules of the standard library, in a fixed order."""
+def embedded_sources() -> list[TextFile]:
+    """Returns the language reference and the top-level modules of the standard library, in a fixed order."""
     try:
         from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte that only this needs)
     except ImportError as error:
@@ -90,8 +90,8 @@ def embedded_sources() -> list[Source]:
     return sources + file_sources(modules)
 
 
-def documents(source: Source) -> Iterator[Document]:
-    """All documents of `source`, in order, none of them empty."""
+def documents(source: TextFile) -> Iterator[Document]:
+    """Yields the documents of `source` in order, skipping empty ones."""
     try:
         with source.open() as file:
             yield from _lines(file, source.name) if source.is_lines else _blocks(file, source.name)
@@ -112,11 +112,11 @@ def _blocks(file: BinaryIO, name: str) -> Iterator[Document]:
 
 
 def _cut(block: bytes) -> int:
-    """Where a full block ends: after its last line; without one, before its last character, which may not be whole."""
+    """Returns where to cut a full block: after its last line, or else before its last character, which may be cut."""
     if after_line := block.rfind(b"\n") + 1:
         return after_line
     cut = len(block) - 1
-    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:  # a byte inside a character; there are three at most
+    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:  # a continuation byte; a character has three at most
         cut -= 1
     return cut
 
@@ -145,7 +145,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Document]:
         if not content.strip():
             continue
         try:
-            text = msgspec.json.decode(content, type=_Line).text
+            text = msgspec.json.decode(content, type=_JsonDocument).text
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
             raise ConfigError(
                 str(error), source=where, fix='Each line must be a JSON object with a string under "text"'
@@ -158,9 +158,9 @@ def _opener(path: Path) -> Callable[[], BinaryIO]:
     return lambda: path.open("rb")
 
 
-def _text_source(name: str, text: str) -> Source:
+def _text_source(name: str, text: str) -> TextFile:
     encoded = text.encode()
-    return Source(name, len(encoded), lambda: io.BytesIO(encoded))
+    return TextFile(name, len(encoded), lambda: io.BytesIO(encoded))
 
 
 def _incomplete_python(what: str) -> ConfigError:

@@ -3,10 +3,10 @@
 A data set is a directory:
 
     manifest.json           what there is: its digest is `RunConfig.data.manifest`, and names all the rest
-    pieces/<hex digest>     1 MiB of tokens each, the last of a stream shorter
+    pieces/<hex digest>     1 MiB of tokens each, the last of a split shorter
     tokenizer.json          what the tokens were made with; not there if they are bytes
 
-It holds two streams of tokens: `training`, and `held_out`, which is never trained on and has methods of
+It holds two splits: `training`, and `held_out`, which is never trained on and has methods of
 its own so that this cannot happen by mistake. A piece is named by its digest: anybody may serve it and
 everybody can check it. Tokens are little-endian and one, two or four bytes wide by the size of the
 vocabulary; a piece holds a whole number of them. The manifest has one encoding: sorted keys, no white
@@ -51,8 +51,8 @@ from p2ptrain.learn.tokenizer import (
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 PIECES_NAME = "pieces"
-PIECES_MAX = 1_000_000  # of a stream: a tebibyte of tokens, which is more than anyone has sent to volunteers
-MANIFEST_BYTES_MAX = 128 * 2**20  # holds two full streams at 67 bytes a piece; a newcomer reads it as a whole
+PIECES_MAX = 1_000_000  # of a split: a tebibyte of tokens, which is more than anyone has sent to volunteers
+MANIFEST_BYTES_MAX = 128 * 2**20  # holds two full splits at 67 bytes a piece; a newcomer reads it as a whole
 OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, and 1,024 is a usual limit of those
 
 HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a file's name too, so nothing else will do
@@ -66,16 +66,16 @@ class TokenizerName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: Annotated[int, msgspec.Meta(ge=2, le=VOCAB_SIZE_MAX)]
 
 
-class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=PIECES_MAX)]
     tokens: Annotated[int, msgspec.Meta(ge=0, le=PIECES_MAX * PIECE_BYTES)]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    held_out: Stream
+class DatasetIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    held_out: Split
     token_bytes: Literal[1, 2, 4]
     tokenizer: TokenizerName
-    training: Stream
+    training: Split
     version: Literal[1]
 
     def encode(self) -> bytes:
@@ -90,10 +90,10 @@ def piece_digest(piece: bytes | memoryview) -> str:
     return digest("data piece", piece).hex()
 
 
-def decode_manifest(encoded: bytes) -> Manifest:
-    """A manifest that its digest vouches for, but nobody for its contents; `ValueError` says what is wrong."""
+def decode_manifest(encoded: bytes) -> DatasetIndex:
+    """Decodes a manifest whose digest is right and whose contents may still be wrong; `ValueError` says how."""
     try:
-        manifest = msgspec.json.decode(encoded, type=Manifest)
+        manifest = msgspec.json.decode(encoded, type=DatasetIndex)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if manifest.encode() != encoded:
@@ -103,17 +103,17 @@ def decode_manifest(encoded: bytes) -> Manifest:
         raise ValueError(f"tokenizer of kind {tokenizer.kind} with digest {tokenizer.digest!r}")
     if token_type(tokenizer.vocab_size).itemsize != manifest.token_bytes:
         raise ValueError(f"{manifest.token_bytes} bytes a token do not fit {tokenizer.vocab_size} tokens")
-    for name, stream in (("training", manifest.training), ("held_out", manifest.held_out)):
-        expected = -(-stream.tokens * manifest.token_bytes // PIECE_BYTES)
-        if len(stream.pieces) != expected:
-            raise ValueError(f"{len(stream.pieces)} pieces for {stream.tokens} {name} tokens, which take {expected}")
+    for name, split in (("training", manifest.training), ("held_out", manifest.held_out)):
+        expected = -(-split.tokens * manifest.token_bytes // PIECE_BYTES)
+        if len(split.pieces) != expected:
+            raise ValueError(f"{len(split.pieces)} pieces for {split.tokens} {name} tokens, which take {expected}")
     if not manifest.training.tokens:
         raise ValueError("no training tokens")
     return manifest
 
 
 def read_manifest(directory: Path) -> bytes:
-    """The manifest of the data set in `directory`, whichever that is."""
+    """Reads the manifest of whichever data set is in `directory`."""
     try:
         encoded = _read_file(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX)
     except FileNotFoundError as error:
@@ -126,7 +126,7 @@ def read_manifest(directory: Path) -> bytes:
 
 
 def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> TokenDataset:
-    """Begin a data set in `directory` with the manifest that a peer sent; all of its pieces may be missing.
+    """Begins a data set in `directory` from a manifest that a peer sent; its pieces may all be missing.
 
     Whatever manifest was there gives way: the digest says which one belongs there.
     """
@@ -136,7 +136,7 @@ def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> Tok
         raise RemoteProtocolError(f"data manifest {found} instead of {expected_digest}")
     try:
         dataset = TokenDataset(directory, decode_manifest(encoded))
-    except ValueError as error:  # the run's creator made it like that: not the fault of who sends it
+    except ValueError as error:  # the run's creator made it so; the peer that sends it is not to blame
         raise DataError(f"data manifest {expected_digest}: {error}") from error
     with trouble(directory):
         (directory / PIECES_NAME).mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> Tok
 
 
 class TokenDataset:
-    """A data set on disk, of which pieces may still be missing.
+    """A data set on disk, some pieces of which may still be missing.
 
     Each piece is checked against its digest when it is first used. A damaged one is removed, and an error
     names it; from then on it is missing, until `add_piece` mends it. A batch that needs a missing piece is
@@ -153,7 +153,7 @@ class TokenDataset:
     for any.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: DatasetIndex) -> None:
         self.directory = directory
         self.manifest = manifest
         self._sizes = _piece_sizes(manifest)
@@ -165,7 +165,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls, directory: Path, expected_digest: str) -> TokenDataset:
-        """The data set in `directory`, if it is the one that `expected_digest` names."""
+        """Opens the data set in `directory`; DataError if it is not the one that `expected_digest` names."""
         path, encoded = directory / MANIFEST_NAME, read_manifest(directory)
         if (found := manifest_digest(encoded)) != expected_digest:
             raise DataError(f"{path} is manifest {found}, not {expected_digest}")
@@ -179,7 +179,7 @@ class TokenDataset:
         return self.manifest.tokenizer
 
     def sequences(self, length: int) -> int:
-        """How many training sequences of `length` there are."""
+        """Number of training sequences of `length`."""
         return _sequences(self.manifest.training, length)
 
     def held_out_sequences(self, length: int) -> int:
@@ -190,14 +190,14 @@ class TokenDataset:
         return self._gather(self.manifest.training, positions, length)
 
     def held_out_batch(self, positions: Positions, length: int) -> npt.NDArray[np.int64]:
-        """As `batch`, of what is never trained on."""
+        """As `batch`, of the held-out slice."""
         return self._gather(self.manifest.held_out, positions, length)
 
     # -----------------------------------------------------------------------------------------------
-    # What goes from node to node
+    # Exchanged between nodes
 
     def missing(self, positions: Positions, length: int) -> list[bytes]:
-        """Digests of the pieces that `batch` needs for this and that have to be fetched, in the data's order."""
+        """Digests of the pieces that `batch` would need and that are not here yet, in the data's order."""
         return self._absent(self._pieces_of(self.manifest.training, positions, length))
 
     def missing_held_out(self, sequences: int, length: int) -> list[bytes]:
@@ -210,7 +210,7 @@ class TokenDataset:
         return self._absent(self._sizes)
 
     def add_piece(self, name_digest: bytes, piece: bytes) -> None:
-        """Store a piece that a peer sent, if it is what its digest says."""
+        """Stores a piece that a peer sent, after checking its digest."""
         name = name_digest.hex()
         if name not in self._sizes:
             raise RemoteProtocolError(f"piece {name[:64]} belongs to another data set")
@@ -222,7 +222,7 @@ class TokenDataset:
         self._damaged.discard(name)
 
     def piece(self, name_digest: bytes) -> bytes | None:
-        """A piece to hand to others; None if it is not here, or belongs to another data set."""
+        """Returns a piece for a peer; None if it is not here or belongs to another data set."""
         name = name_digest.hex()
         if name not in self._sizes:
             return None
@@ -236,11 +236,11 @@ class TokenDataset:
         return piece
 
     def manifest_bytes(self) -> bytes:
-        """The manifest to hand to others."""
+        """Returns the manifest for a peer."""
         return self.manifest.encode()
 
     def tokenizer_bytes(self) -> bytes | None:
-        """The tokenizer's file to hand to others; None if there is none, or if it still has to be fetched."""
+        """Returns the tokenizer's file for a peer; None if there is none, or if it is not here yet."""
         try:
             file_bytes = _read_file(self.directory / TOKENIZER_NAME, TOKENIZER_BYTES_MAX)
         except OSError:
@@ -248,7 +248,7 @@ class TokenDataset:
         return file_bytes if file_bytes and tokenizer_digest(file_bytes) == self.tokenizer.digest else None
 
     def store_tokenizer(self, file_bytes: bytes) -> None:
-        """Store the tokenizer's file that a peer sent, if it is what the manifest names."""
+        """Stores the tokenizer's file that a peer sent, after checking that the manifest names it."""
         assert self.tokenizer.kind == "json", "bytes have no file"
         if len(file_bytes) > TOKENIZER_BYTES_MAX:
             raise RemoteProtocolError(f"tokenizer file of {len(file_bytes)} bytes, the limit is {TOKENIZER_BYTES_MAX}")
@@ -257,7 +257,7 @@ class TokenDataset:
         self._write(self.directory / TOKENIZER_NAME, file_bytes)
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer that the data was made with."""
+        """Loads the tokenizer that the data was made with."""
         if self.tokenizer.kind == "bytes":
             return BytesTokenizer()
         path = self.directory / TOKENIZER_NAME
@@ -265,23 +265,23 @@ class TokenDataset:
             raise DataError(f"{path} is missing, or not the tokenizer that the data was made with")
         try:
             tokenizer = JsonTokenizer(file_bytes, str(path))
-        except ConfigError as error:  # not by whoever runs this node: the run's creator named it
+        except ConfigError as error:  # named by the run's creator, not by this node's owner
             raise DataError(str(error)) from error
         if tokenizer.vocab_size != (named := self.tokenizer.vocab_size):
             raise DataError(f"{path} has {tokenizer.vocab_size} tokens, and {named} by the manifest")
         return tokenizer
 
-    def _pieces_of(self, stream: Stream, positions: Positions, length: int) -> list[str]:
-        """The pieces in which the sequences at `positions` stand, in the stream's order."""
-        _check_positions(stream, positions, length)
+    def _pieces_of(self, split: Split, positions: Positions, length: int) -> list[str]:
+        """Returns the pieces that hold the sequences at `positions`, in the split's order."""
+        _check_positions(split, positions, length)
         each = PIECE_BYTES // self._type.itemsize
         firsts, lasts = positions * length // each, (positions + 1) * length // each  # the last token included
         spans = zip(firsts.tolist(), lasts.tolist(), strict=True)
         numbers = {number for first, last in spans for number in range(first, last + 1)}
-        return [stream.pieces[number] for number in sorted(numbers)]
+        return [split.pieces[number] for number in sorted(numbers)]
 
     def _absent(self, names: Iterable[str]) -> list[bytes]:
-        """Those that are not there, of the wrong size or found damaged, each once."""
+        """Returns those of the pieces, each once, that are missing, damaged or of the wrong size."""
         return [
             bytes.fromhex(name)
             for name in dict.fromkeys(names)
@@ -294,18 +294,18 @@ class TokenDataset:
             replace_file(path, content)
 
     def _remove(self, name: str) -> None:
-        """A damaged piece is of use to nobody, and its place is free to be filled again."""
+        """Removes a damaged piece, so that it is fetched again."""
         self._damaged.add(name)
         self._checked.discard(name)
-        with suppress(OSError):  # of a disk that cannot be written: it counts as missing all the same
+        with suppress(OSError):  # the disk cannot be written; the piece counts as missing all the same
             self._path(name).unlink()
 
     # -----------------------------------------------------------------------------------------------
     # Batches
 
-    def _gather(self, stream: Stream, positions: Positions, length: int) -> npt.NDArray[np.int64]:
+    def _gather(self, split: Split, positions: Positions, length: int) -> npt.NDArray[np.int64]:
         assert positions.size, "a batch of nothing"
-        _check_positions(stream, positions, length)
+        _check_positions(split, positions, length)
         # In order and each once, sequences make one rising run of token numbers, which pieces cut into few parts.
         wanted, places = np.unique(positions, return_inverse=True)
         numbers = (wanted[:, None] * length + np.arange(length + 1)).ravel()
@@ -313,11 +313,11 @@ class TokenDataset:
         borders = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(pieces)]
         gathered = np.empty(len(numbers), dtype=np.int64)
         for first, last in pairwise(borders):
-            gathered[first:last] = self._piece(stream.pieces[pieces[first]])[offsets[first:last]]
+            gathered[first:last] = self._piece(split.pieces[pieces[first]])[offsets[first:last]]
         return gathered.reshape(len(wanted), length + 1)[places]
 
     def _piece(self, name: str) -> Tokens:
-        """The tokens of a piece, mapped and checked."""
+        """Maps a piece's tokens, checked the first time."""
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
@@ -353,30 +353,30 @@ class TokenDataset:
         return self.directory / PIECES_NAME / name
 
     def _size_on_disk(self, name: str) -> int:
-        """In bytes; -1 where there is no such file."""
+        """Size of a piece's file in bytes; -1 if there is none."""
         try:
             return self._path(name).stat().st_size
         except OSError:
             return -1
 
 
-def _sequences(stream: Stream, length: int) -> int:
+def _sequences(split: Split, length: int) -> int:
     assert length > 0, f"sequences of length {length}"
-    return max(0, stream.tokens - 1) // length
+    return max(0, split.tokens - 1) // length
 
 
-def _check_positions(stream: Stream, positions: Positions, length: int) -> None:
+def _check_positions(split: Split, positions: Positions, length: int) -> None:
     assert positions.ndim == 1, f"positions of shape {positions.shape}"
-    is_there = (positions >= 0) & (positions < _sequences(stream, length))
+    is_there = (positions >= 0) & (positions < _sequences(split, length))
     assert is_there.all(), "a position that is not there"
 
 
-def _piece_sizes(manifest: Manifest) -> dict[str, int]:
-    """Every piece once, with its size in bytes."""
+def _piece_sizes(manifest: DatasetIndex) -> dict[str, int]:
+    """Returns the size in bytes of every piece, by its digest."""
     sizes: dict[str, int] = {}
-    for stream in (manifest.training, manifest.held_out):
-        left = stream.tokens * manifest.token_bytes
-        for name in stream.pieces:
+    for split in (manifest.training, manifest.held_out):
+        left = split.tokens * manifest.token_bytes
+        for name in split.pieces:
             size = min(left, PIECE_BYTES)
             left -= size
             if sizes.setdefault(name, size) != size:
@@ -385,7 +385,7 @@ def _piece_sizes(manifest: Manifest) -> dict[str, int]:
 
 
 def _read_file(path: Path, size_max: int) -> bytes | None:
-    """All of a file; None if it is larger than it may be."""
+    """Reads a file whole; None if it is larger than allowed."""
     with path.open("rb") as file:
         # Asked for the limit outright, read would allocate it whatever the file's size.
         content = file.read(min(os.fstat(file.fileno()).st_size, size_max) + 1)

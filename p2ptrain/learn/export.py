@@ -1,4 +1,4 @@
-"""The agreed weights as others read them: a checkpoint that Hugging Face's transformers loads as a Llama.
+"""Exports the agreed weights: a checkpoint that Hugging Face's transformers loads as a Llama.
 
     config.json               the model's sizes
     model.safetensors         the weights; after its header come the bytes that the state root is made of
@@ -37,13 +37,13 @@ from p2ptrain.learn.sample import Wish
 from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
 
 MODE = 0o666  # less what the user's umask forbids: an export is made to be handed on
-HEADER_ALIGNMENT = 8  # bytes: safetensors begins its data at a multiple of them
-PREFIX = "model."  # what Hugging Face's names have and ours have not
+HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of them
+PREFIX = "model."  # Hugging Face's names have it, ours do not
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The agreed weights in a file, and what they are to be."""
+    """A file of agreed weights, with the size, digests and root that it has to have."""
 
     path: Path
     size: int  # in bytes
@@ -56,16 +56,16 @@ class Weights:
 
     @property
     def covered(self) -> list[int] | None:
-        """The pieces that the root covers; None: all."""
+        """Returns the pieces that the root covers; None: all."""
         return covered_pieces(self.size, self.run.state, self.round, self.head)
 
     def check_size(self) -> None:
-        """Before room is made for as many as the run's settings say."""
+        """Compares the file's size with the run's model before memory is allocated for it."""
         if self.size != (expected := FLOAT_BYTES * parameter_count(self.run.model)):
             raise DataError(f"{self.path}: {self.size:,} bytes of weights, and the run's model has {expected:,}")
 
     def pieces(self) -> Iterator[bytes]:
-        """1 MiB at a time. `DataError`, at the latest behind the last: they are not what they are to be."""
+        """Yields pieces of 1 MiB; after the last, `DataError` if digest or root are not the expected ones."""
         self.check_size()
         leaves: list[bytes] = []
         hasher, size = blake3(), 0
@@ -83,7 +83,7 @@ class Weights:
 
 
 def load_model(weights: Weights, device: torch.device) -> Transformer:
-    """The model with these weights, checked."""
+    """Loads the weights, checked, into a model."""
     weights.check_size()
     model = _empty(weights.run.model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -99,7 +99,7 @@ def load_model(weights: Weights, device: torch.device) -> Transformer:
 
 
 def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[int, int] | None) -> None:
-    """Make the directory `target`, whole or not at all; `members` is how many had a vote and how many were admitted."""
+    """Exports to the directory `target`, whole or not at all; `members` counts those with a vote and those admitted."""
     check_target(target)
     end = _end_name(tokenizer)
     files = {
@@ -126,9 +126,9 @@ def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[
 
 
 def check_target(target: Path) -> None:
-    """Before anything long: nothing is overwritten."""
+    """Refuses, before any long work, to overwrite something."""
     if target.exists() or target.is_symlink():
-        raise ConfigError("there is something already", source=str(target), fix="Name a directory that is to be made")
+        raise ConfigError("it exists already", source=str(target), fix="Name a directory that is to be made")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _write_weights(path: Path, weights: Weights) -> None:
 
 
 def _header(weights: Weights) -> bytes:
-    """Length and header of a safetensors file whose data are the agreed weights as they lie.
+    """Returns length and header of a safetensors file whose data are the agreed weights as they lie.
 
     The library would want all of them in memory, for the sake of these lines. The output matrix is the embedding
     (tied), which Hugging Face writes once, as we do.
@@ -175,13 +175,13 @@ def _json(content: object) -> bytes:
 
 
 def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
-    """The sizes in Hugging Face's words. A few stand twice: older versions read `rope_theta` and `torch_dtype`."""
+    """Translates the model's sizes to Hugging Face's keys. A few appear twice, for older versions of the library."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": end,  # a document begins after the end of another one
+        "bos_token_id": end,  # a document begins where another one ends
         "dtype": "float32",
         "eos_token_id": end,
         "head_dim": config.dim // config.heads,
@@ -224,7 +224,7 @@ def _tokenizer_config(config: ModelConfig, end: str | None) -> dict[str, Any]:
 
 
 def _end_name(tokenizer: Tokenizer) -> str | None:
-    """The name of the token that ends a document. Bytes have none: any name could be written in a text."""
+    """Returns the name of the token that ends a document. Bytes have none: a text could contain any name."""
     if not tokenizer.file_bytes:
         return None
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # bytes do not need it
@@ -234,7 +234,7 @@ def _end_name(tokenizer: Tokenizer) -> str | None:
 
 
 def bytes_tokenizer() -> bytes:
-    """A tokenizer.json whose tokens are the bytes of UTF-8.
+    """Makes a tokenizer.json whose tokens are the bytes of UTF-8.
 
     Its model merges nothing, and its tokens are the characters by which GPT-2 wrote bytes: those that can be seen stand
     for themselves, the others are moved up behind the first 256. (Bytes written as <0x41> would not do: that decoder
@@ -257,7 +257,7 @@ def bytes_tokenizer() -> bytes:
 
 
 def model_card(weights: Weights, members: tuple[int, int] | None) -> str:
-    """What the model is, where it comes from, and how to load it."""
+    """Writes the README: the model's sizes, its origin, and how to load it."""
     run, config, recipe = weights.run, weights.run.model, weights.run.recipe
     founders = f"{len(run.admission.founders)} when it began"
     now = f"; after this round {members[0]} with a vote, of {members[1]} admitted" if members else ""

@@ -34,11 +34,11 @@ class StepResult:
 class LiveModel:
     """A model whose parameters are views of `weights` and whose gradients are views of `gradient`.
 
-    sequences_max: of a pass, where the recipe names more; halved when the device runs out of memory. 0: no limit
+    sequences_per_pass: this device's limit, if the recipe asks for more; halved when memory runs out. 0: no limit
     """
 
-    def __init__(self, model: Transformer, *, autocast: bool, sequences_max: int = 0) -> None:
-        self.model, self.autocast, self.sequences_max = model, autocast, sequences_max
+    def __init__(self, model: Transformer, *, autocast: bool, sequences_per_pass: int = 0) -> None:
+        self.model, self.autocast, self.sequences_per_pass = model, autocast, sequences_per_pass
         parameters = list(model.parameters())
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
@@ -51,20 +51,20 @@ class LiveModel:
             parameter.grad = gradient
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat tensor in the parameters' shapes."""
+        """Splits a flat tensor into views of the parameters' shapes."""
         pieces = torch.split(flat, [math.prod(shape) for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def sequences_at_a_time(self, recipe: RecipeConfig) -> int:
-        return min(recipe.sequences_per_pass, self.sequences_max or recipe.sequences_per_pass)
+        return min(recipe.sequences_per_pass, self.sequences_per_pass or recipe.sequences_per_pass)
 
     def loss(self, batch: Tensor) -> Tensor:
-        # A pass uses each weight once: a cache of what was cast would only keep it.
+        # A pass uses each weight once, so a cache of cast weights would only take memory.
         with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             return self.model.loss(batch)
 
     def gradient_step(self, step: int, batch: Tensor, positions: Sequence[int], recipe: RecipeConfig) -> StepResult:
-        """Leave the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.
+        """Computes the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.
 
         A loss or gradient that is not finite raises TrainingError: it says which step and which sequences, and
         nothing that was computed from it can reach a contribution. Where the memory does not last, the step is taken
@@ -79,7 +79,7 @@ class LiveModel:
                 raise MemoryShortError(f"{what}. {SMALLER}, and so does a run of a smaller model")
             what = "out of memory in a pass of %d sequences (%s): going on with %d a pass. %s"
             log.warning(what, sequences, taken, -(-sequences // 2), SETTINGS_THAT_HELP)
-            self.sequences_max = sequences = -(-sequences // 2)
+            self.sequences_per_pass = sequences = -(-sequences // 2)
         norm = float(torch.linalg.vector_norm(self.gradient))
         for what, value in (("the loss", total), ("the gradient", norm)):
             if not math.isfinite(value):
@@ -91,7 +91,7 @@ class LiveModel:
         return StepResult(total, batch.shape[0] * (batch.shape[1] - 1), norm)
 
     def _backward(self, batch: Tensor, sequences: int) -> float | None:
-        """The mean loss, whose gradient is in `gradient`; None if the memory does not last."""
+        """Returns the mean loss and leaves its gradient in `gradient`; None if memory runs out."""
         self.gradient.zero_()
         try:
             total = torch.zeros((), device=batch.device)

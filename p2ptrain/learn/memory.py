@@ -1,4 +1,4 @@
-"""How much memory and disk a run takes, before anything is allocated.
+"""Estimates the memory and disk space of a run before anything is allocated.
 
 What grows with the model is counted tensor by tensor. What a training pass keeps for its backward half is a formula,
 and what a process takes without a model was measured. Tests hold both to a tenth of what a CPU really took; on a GPU
@@ -24,51 +24,48 @@ from p2ptrain.learn.shortage import mega
 from p2ptrain.learn.transform import Layout, block_chunks
 
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
-CHECKPOINTING_BYTES = 90 * 10**6  # of main memory: torch's way of computing a layer again imports its compiler
-PAYLOADS_BYTES = 256 * 2**20  # the most that is kept in memory of contributions (store/payloads.py)
-KEPT_COPIES = 2  # contributions whose fate is open as a rule: that of this round, and that of the last
-# Copies of the weights beside the live ones: agreed, this round's start, and AdamW's two moments.
-OPTIMIZER_COPIES = {"distro": 0, "demo": 0, "local": 4}
-OPTIMIZER_COPIES_UNKNOWN = 4  # a recipe of somebody else's: taken for one as hungry as any of ours
-SAVED_MOMENTS = {"distro": 0, "demo": 0, "local": 2}
-WITHIN_OPERATIONS = 1.03  # of a pass: what operations also allocate for themselves; measured on a CPU
+CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler to compute a layer again
+PAYLOADS_BYTES = 256 * 2**20  # bound of contributions kept in memory (store/payloads.py)
+UNPACKED_BYTES = 64 * 2**20  # bound of contributions kept unpacked between their check and their round; a guess
+KEPT_COPIES = 2  # contributions whose fate is open as a rule, an index and a value each: this round's and the last
+WITHIN_OPERATIONS = 1.03  # factor for what operations allocate internally in a pass; measured on a CPU
 # Between blocks below 32 MiB glibc leaves holes, more of them where fp32 and bf16 take turns; measured. Larger blocks
 # go back to the system, as do all with checkpointing, and torch's allocator for CUDA is taken to leave none.
 HOLES, HOLES_HALF, HOLES_UP_TO_BYTES = 1.18, 1.4, 2**25
-CUDA_LIBRARIES_BYTES = 64 * 2**20  # what cuBLAS allocates through torch, for two threads; a guess
-COEFFICIENT_BYTES = 48  # of one that is being chosen, as several arrays of it exist at a time; measured
-BLOCK_COPIES = 4  # of a block of votes in fp64, while it becomes an update
-CONTRIBUTIONS_USUAL = 64  # up to so many, votes are counted in as many bytes as is assumed here
+CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two threads; a guess
+COEFFICIENT_BYTES = 48  # per chosen coefficient, of which several arrays exist at a time; measured
+BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
+CONTRIBUTIONS_USUAL = 64  # the width of vote counters assumed here suffices up to so many
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """How a device trains, as far as memory goes."""
+class PassSettings:
+    """The settings of a device on which the memory of a training pass depends."""
 
     autocast: bool = False
     checkpointing: bool = False
-    sequences_max: int = 0
+    sequences_per_pass: int = 0
     device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Of one run, in bytes."""
+    """The memory and disk space that a run takes, in bytes."""
 
     parameters: int  # a count
     state: int  # the weights; their gradient is as large
-    payload: int  # of a contribution
+    payload: int  # one contribution
     residual: int
-    optimizer: int  # what the recipe keeps of its inner steps
-    activations: int  # of a training pass, at its peak
-    codec: int  # of making a contribution, or applying a round's, at its peak; not while a pass is computed
+    optimizer: int  # the state of the recipe's inner steps
+    activations: int  # peak of a training pass
+    codec: int  # peak of making a contribution or applying a round; never during a pass
     program: int  # without a model
     payloads: int  # contributions that are kept in memory
-    checkpoint: int  # on the disk, and for the moment in which it is copied also in main memory
+    checkpoint: int  # on the disk, and in main memory while a copy waits to be written
 
     @property
     def trainer(self) -> int:
-        """Where the device keeps what it trains with."""
+        """Memory of the device that trains."""
         return 2 * self.state + self.residual + self.optimizer + max(self.activations, self.codec)
 
     def main(self, device: str) -> int:
@@ -77,7 +74,7 @@ class Need:
         return rest if device.startswith("cuda") else rest + self.trainer
 
     def of_trainer(self) -> str:
-        """How `trainer` came about, for a person."""
+        """Spells out the sum behind `trainer` for a person."""
         parts = {
             "weights": self.state,
             "gradient": self.state,
@@ -89,7 +86,7 @@ class Need:
         return " + ".join(f"{what} {mega(size)}" for what, size in parts.items() if size)
 
     def formula(self, device: str) -> str:
-        """How `main` came about, for a person."""
+        """Spells out the sum behind `main` for a person."""
         rest = {
             "a checkpoint being made": self.checkpoint,
             "contributions": self.payloads,
@@ -99,14 +96,14 @@ class Need:
         return " + ".join(shown if device.startswith("cuda") else [self.of_trainer(), *shown])
 
     def disk(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> int:
-        """For what a node keeps of the run; one more checkpoint is there while it is written, and a state that comes
-        in lies on the disk first."""
+        """Disk space of a run. One more checkpoint is there while it is written, and a fetched state lies on the disk
+        first."""
         return (checkpoints_kept + 1) * self.checkpoint + self.state + history_rounds * contributors * self.payload
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a run takes of one memory, and what there is."""
+    """A run's demand on one memory, beside its size and what is free of it."""
 
     what: str  # main memory, or a device
     needed: int
@@ -127,13 +124,13 @@ class Room:
 
 
 def rooms_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> list[Room]:
-    """Main memory first, then the device's own, if it has one. DeviceError: it is not there.
+    """Compares demand and size of main memory, then of the device's own, if it has one. DeviceError if it is not there.
 
-    taken: by the node already, of what is not free; this process's, if it is not told
+    taken: bytes that the node occupies already; by default this process's
     """
     device, autocast = find_device(config)
-    passes = Passes(autocast, config.checkpointing, config.sequences_per_pass, device.type)
-    need, least = need_of(run, passes), need_of(run, replace(passes, sequences_max=1))
+    passes = PassSettings(autocast, config.checkpointing, config.sequences_per_pass, device.type)
+    need, least = need_of(run, passes), need_of(run, replace(passes, sequences_per_pass=1))
     if taken is None:
         memory = psutil.Process().memory_info()
         taken = int(memory.rss - getattr(memory, "shared", 0))
@@ -151,7 +148,7 @@ def rooms_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> 
 
 
 def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
-    """The device to train on, and whether to train in bf16 there."""
+    """Returns the device to train on, and whether to train in bf16 there."""
     name = config.name if config.name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -166,20 +163,19 @@ def _cpu_has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def need_of(run: RunConfig, passes: Passes = Passes()) -> Need:
-    """Whatever the size, nothing of it is made."""
+def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
+    """Works out a run's demand without allocating any of it."""
     with torch.device("meta"):
         shapes = [tuple(parameter.shape) for parameter in Transformer(run.model).parameters()]
     layout = Layout(shapes, run.recipe.chunk)
     form = PayloadFormat.of(layout, run.recipe)
     parameters = parameter_count(run.model)
     state, residual = FLOAT_BYTES * parameters, FLOAT_BYTES * layout.chunks * layout.area
-    name, coefficients = run.recipe.name, layout.chunks * run.recipe.k
-    sequences = min(run.recipe.sequences_per_pass, passes.sequences_max or run.recipe.sequences_per_pass)
+    spec, coefficients = run.recipe.spec, layout.chunks * run.recipe.k
+    sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
     vote_bytes = 2 if contributions * run.recipe.vote_max <= INT16_MAX else 4
     work = BLOCK_COPIES * 8 * layout.area * min(layout.chunks, block_chunks(torch.device(passes.device)))
-    saved = SAVED_MOMENTS.get(name, 2) * state
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     return Need(
@@ -187,17 +183,18 @@ def need_of(run: RunConfig, passes: Passes = Passes()) -> Need:
         state=state,
         payload=form.payload_bytes,
         residual=residual,
-        optimizer=OPTIMIZER_COPIES.get(name, OPTIMIZER_COPIES_UNKNOWN) * state + libraries,
+        optimizer=spec.copies * state + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work),
-        payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes),
+        payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
+        + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
-        checkpoint=state + residual + saved + KEPT_COPIES * coefficients * 2 * FLOAT_BYTES,  # an index and a value
+        checkpoint=(1 + spec.copies_saved) * state + residual + KEPT_COPIES * coefficients * 2 * FLOAT_BYTES,
     )
 
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
-    """What a pass takes over what is alive in it, on a CPU."""
+    """Returns by how much a pass's footprint on a CPU exceeds its live tensors, because of holes in the heap."""
     tokens, most = sequences * model.sequence_length, HOLES_HALF if is_half else HOLES
     wide, rest = (2 * 8 * model.ffn_dim, 36 * model.dim) if not is_half else (8 * model.ffn_dim, 32 * model.dim)
     if FLOAT_BYTES * tokens * model.dim >= HOLES_UP_TO_BYTES:
@@ -206,8 +203,8 @@ def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
     return most if is_all_small else 1.0 + (most - 1.0) * rest / (rest + wide)
 
 
-def activations(model: ModelConfig, sequences: int, passes: Passes) -> int:
-    """The most that a forward and backward pass has beside weights and their gradient.
+def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
+    """Returns the peak of a forward and backward pass, without weights and their gradient.
 
     Fitted to what is alive at a time in a pass of the model on tensors without numbers (tests/alive_known.py).
     """

@@ -33,7 +33,7 @@ from p2ptrain.config import ModelConfig
 
 NORM_EPSILON = 1e-5  # Llama's
 INITIAL_DEVIATION = 0.02  # GPT-2's and Llama's
-RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # what writes to the residual stream
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # matrices that write to the residual stream
 # Bytes of fp32 logits that exist at a time. With a large vocabulary those of a whole pass would be most of its memory.
 # On a CPU 32 MiB were fastest (LOG.md); elsewhere a larger block keeps a device busy, which is a guess.
 LOGITS_BYTES, DEVICE_LOGITS_BYTES = 2**25, 2**29
@@ -76,7 +76,7 @@ def rotary_tables(length: int, head_dim: int, theta: int, device: torch.device) 
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair of `heads` [batch, heads, length, head_dim] by its position's angle.
+    """Turns each pair of `heads` [batch, heads, length, head_dim] by its position's angle.
 
     A pair is coordinates i and i + head_dim / 2, as in Llama; the paper's own pairs are neighbours.
     """
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         keys = rotate(split(self.k_proj(stream)), cosine, sine)
         values = split(self.v_proj(stream))
         if stream.device.type == "cuda" and queries.dtype == torch.float32:
-            # There no fused kernel takes shared heads in fp32, and without one all weights of attention are kept.
+            # CUDA has no fused kernel for shared heads in fp32, and without one all attention weights are kept.
             shared = queries.shape[1] // keys.shape[1]
             if shared > 1:
                 keys, values = (each.repeat_interleave(shared, dim=1) for each in (keys, values))
@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 
 def logits_rows(vocab_size: int, device: str) -> int:
-    """For how many tokens logits are computed at a time."""
+    """Number of tokens whose logits are computed at a time."""
     return max(1, (LOGITS_BYTES if device == "cpu" else DEVICE_LOGITS_BYTES) // (4 * vocab_size))
 
 
@@ -206,7 +206,7 @@ class Transformer(nn.Module):
         return functional.linear(self.hidden(tokens), self.embed_tokens.weight)
 
     def hidden(self, tokens: Tensor) -> Tensor:  # [batch, length] int64 -> [batch, length, dim]
-        """The stream that the output matrix turns into logits."""
+        """Returns the residual stream that the output matrix turns into logits."""
         config = self.config
         cosine, sine = rotary_tables(tokens.shape[1], config.dim // config.heads, config.rope_theta, tokens.device)
         stream = self.embed_tokens(tokens)
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
         return output
 
     def compile_layers(self) -> None:
-        """With torch.compile, layer by layer: they are alike, and one is compiled for all."""
+        """Compiles layer by layer with torch.compile: they are alike, so one is compiled for all."""
         for block in self.layers:
             block.compile()
 
@@ -232,7 +232,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """Append `count` drawn tokens to `tokens` [batch, length]; at temperature 0 the likeliest ones."""
+        """Appends `count` drawn tokens to `tokens` [batch, length]; at temperature 0 the likeliest ones."""
         for _ in range(count):
             logits = self(tokens[:, -self.config.sequence_length :])[:, -1].float()  # [batch, vocab]
             if temperature > 0:
@@ -245,7 +245,7 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Fill the model with its first weights, the same ones for the same seed on the same machine.
+    """Fills the model with its first weights, the same ones for the same seed on the same machine.
 
     What writes to the residual stream starts smaller, by sqrt(writers), so that the stream's size does not
     grow with depth (GPT-2). Numbers are drawn on the CPU, so that the model's device changes nothing; other
@@ -263,7 +263,7 @@ def initialise(model: Transformer, seed: int) -> None:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """How many parameters the model has, without building it."""
+    """Counts the model's parameters without building it."""
     attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_heads * (config.dim // config.heads)
     feed_forward = 3 * config.dim * config.ffn_dim
     norms = 2 * config.dim

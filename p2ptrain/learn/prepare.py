@@ -1,4 +1,4 @@
-"""Making a data set: text in, two streams of tokens in pieces out.
+"""Makes a data set: text in, two splits of tokens in pieces out.
 
 Whether a document is held out is decided by its content alone: it is if the BLAKE3 digest of its text, read
 as a fraction, lies below the fraction asked for. So the split is the same on every machine and in every
@@ -28,14 +28,14 @@ import numpy as np
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError
 from p2ptrain.files import PARTIAL_SUFFIX, replace_file, sync
-from p2ptrain.learn.corpus import Document, Source, documents, embedded_sources, file_sources
+from p2ptrain.learn.corpus import Document, TextFile, documents, embedded_sources, file_sources
 from p2ptrain.learn.data import (
     MANIFEST_NAME,
     PIECES_MAX,
     PIECES_NAME,
     TOKENIZER_NAME,
-    Manifest,
-    Stream,
+    DatasetIndex,
+    Split,
     TokenizerName,
     decode_manifest,
     manifest_digest,
@@ -46,13 +46,13 @@ from p2ptrain.learn.tokenizer import Tokenizer, Tokens, token_type
 Progress = Callable[[int, int], None]
 """Told how many bytes of how many have been read."""
 
-READABLE = 0o644  # a data set is nobody's secret, as far as the user's umask allows
+READABLE = 0o644  # a data set is no secret; the user's umask still applies
 BATCH_BYTES = 2**20  # text that is tokenized at a time: enough to keep every core busy
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `prepare` made."""
+    """Summary of a data set that `prepare` made."""
 
     digest: str  # of the manifest
     tokens: int  # for training
@@ -70,7 +70,7 @@ def prepare(
     held_out: Fraction,
     progress: Progress,
 ) -> Prepared:
-    """Make a data set in the directory `out` of the embedded corpus, if asked for, and of `files`, in this order.
+    """Makes a data set in the directory `out` of the embedded corpus, if asked for, and of `files`, in this order.
 
     The text may be of any size; memory does not grow with it, but for the longest JSON line. A directory
     that an interrupted call left is taken up afresh, one with a data set or anything else in it refused.
@@ -86,24 +86,24 @@ def prepare(
         raise ConfigError("nothing to prepare", fix="Name text files or JSON lines, or ask for the embedded corpus")
     with _claimed(out, tokenizer):
         border = int(held_out * 2**64)
-        split = _write_streams(out, sources, tokenizer, border, progress)
-        if held_out and (moved := split.moved(border)) != border:
-            split = _write_streams(out, sources, tokenizer, moved, progress)
-        if not split.training.tokens:
+        reading = _write_splits(out, sources, tokenizer, border, progress)
+        if held_out and (moved := reading.moved(border)) != border:
+            reading = _write_splits(out, sources, tokenizer, moved, progress)
+        if not reading.training.tokens:
             # With documents the border leaves some to train on, unless the second reading found other ones.
-            problem = "no text in what was named" if split.highest < 0 else "the text changed while it was read"
+            problem = "the named files hold no text" if reading.highest < 0 else "the text changed while it was read"
             raise ConfigError(
                 problem, source=sources[0].name, fix="Name files with text, and leave them alone meanwhile"
             )
-        manifest = Manifest(
-            held_out=split.held_out,
+        manifest = DatasetIndex(
+            held_out=reading.held_out,
             token_bytes=cast(Literal[1, 2, 4], token_type(tokenizer.vocab_size).itemsize),
             tokenizer=TokenizerName(tokenizer.digest, tokenizer.kind, tokenizer.vocab_size),
-            training=split.training,
+            training=reading.training,
             version=1,
         )
         encoded = manifest.encode()
-        decode_manifest(encoded)  # what nobody could open is our mistake, and must not be written
+        decode_manifest(encoded)  # an index that nobody could open would be our bug, and must not be written
         sync(out / PIECES_NAME)
         if tokenizer.file_bytes:
             replace_file(out / TOKENIZER_NAME, tokenizer.file_bytes, mode=READABLE)
@@ -111,24 +111,24 @@ def prepare(
         sync(out)
     return Prepared(
         digest=manifest_digest(encoded),
-        tokens=split.training.tokens,
-        held_out_tokens=split.held_out.tokens,
-        pieces=len({*split.training.pieces, *split.held_out.pieces}),
+        tokens=reading.training.tokens,
+        held_out_tokens=reading.held_out.tokens,
+        pieces=len({*reading.training.pieces, *reading.held_out.pieces}),
         path=out,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """The streams as one reading cut them at a border, and the least and greatest of the documents' fractions."""
+class _Reading:
+    """The two splits that one reading of the text made, and the least and greatest of the documents' fractions."""
 
-    training: Stream
-    held_out: Stream
+    training: Split
+    held_out: Split
     lowest: int
     highest: int  # -1: there was no document
 
     def moved(self, border: int) -> int:
-        """The border nearest to this one that leaves neither side empty, as far as the documents allow."""
+        """Returns the nearest border that leaves neither side empty, as far as the documents allow."""
         if self.highest < border:
             return max(0, self.highest)  # also when all documents are one text: it is trained on
         if border <= self.lowest < self.highest:
@@ -137,17 +137,17 @@ class _Split:
 
 
 def _fraction_of(text: str) -> int:
-    """Where a document falls between 0 and 2**64."""
+    """Maps a document to a number between 0 and 2**64."""
     return int.from_bytes(digest("held-out document", text.encode())[:8], "little")
 
 
-def _write_streams(
-    out: Path, sources: Sequence[Source], tokenizer: Tokenizer, border: int, progress: Progress
-) -> _Split:
+def _write_splits(
+    out: Path, sources: Sequence[TextFile], tokenizer: Tokenizer, border: int, progress: Progress
+) -> _Reading:
     directory = out / PIECES_NAME
     for leftover in directory.iterdir():
         leftover.unlink()
-    training, held_out = _StreamWriter(directory), _StreamWriter(directory)
+    training, held_out = _SplitWriter(directory), _SplitWriter(directory)
     end = np.array([tokenizer.end_of_document], dtype=token_type(tokenizer.vocab_size))
     lowest, highest = 2**64, -1
     done, total = 0, sum(source.size for source in sources)
@@ -163,10 +163,10 @@ def _write_streams(
         done += sum(document.source_bytes for document in batch)
         progress(min(done, total), total)
     progress(total, total)
-    return _Split(training.finish(), held_out.finish(), lowest, highest)
+    return _Reading(training.finish(), held_out.finish(), lowest, highest)
 
 
-def _batches(sources: Sequence[Source]) -> Iterator[list[Document]]:
+def _batches(sources: Sequence[TextFile]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     size = 0
     for source in sources:
@@ -180,8 +180,8 @@ def _batches(sources: Sequence[Source]) -> Iterator[list[Document]]:
         yield batch
 
 
-class _StreamWriter:
-    """Cuts a stream of tokens into pieces, and stores each as soon as it is full."""
+class _SplitWriter:
+    """Cuts a split's tokens into pieces, and stores each as soon as it is full."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -195,10 +195,10 @@ class _StreamWriter:
         while len(self._buffer) >= PIECE_BYTES:
             self._store(PIECE_BYTES)
 
-    def finish(self) -> Stream:
+    def finish(self) -> Split:
         if self._buffer:
             self._store(len(self._buffer))
-        return Stream(tuple(self._pieces), self._tokens)
+        return Split(tuple(self._pieces), self._tokens)
 
     def _store(self, size: int) -> None:
         if len(self._pieces) == PIECES_MAX:
@@ -213,7 +213,7 @@ class _StreamWriter:
 
 @contextmanager
 def _claimed(out: Path, tokenizer: Tokenizer) -> Iterator[None]:
-    """`out` as a directory in which only this process prepares, and in which nothing is lost by it."""
+    """Makes `out` and locks it for this process; refuses one in which something could be lost."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
@@ -231,7 +231,7 @@ def _claimed(out: Path, tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def _refuse_contents(out: Path, tokenizer: Tokenizer) -> None:
-    """Let only what an interrupted `prepare` leaves pass."""
+    """Refuses a directory that holds anything but the leftovers of an interrupted `prepare`."""
     if (out / MANIFEST_NAME).exists():
         raise _unusable(out, "it holds a data set, which a run may be using")
     ours = re.compile(rf"[0-9a-f]{{64}}({re.escape(PARTIAL_SUFFIX)})?")
@@ -239,7 +239,7 @@ def _refuse_contents(out: Path, tokenizer: Tokenizer) -> None:
         if entry.name == PIECES_NAME and entry.is_dir():
             strange = next((piece for piece in entry.iterdir() if not ours.fullmatch(piece.name)), None)
         elif entry.name == TOKENIZER_NAME and entry.is_file():
-            # Written again with the same bytes, nothing is lost, whoever put it here.
+            # Writing the same bytes again loses nothing, whoever put the file here.
             strange = entry if entry.read_bytes() != tokenizer.file_bytes else None
         else:
             strange = None if entry.name in (MANIFEST_NAME + PARTIAL_SUFFIX, TOKENIZER_NAME + PARTIAL_SUFFIX) else entry

@@ -45,20 +45,20 @@ ADAM_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What left the residual with a contribution."""
+class Withdrawal:
+    """The values that left the residual with a contribution whose fate is open."""
 
     indices: Indices  # [chunks, k]
     removed: NDArray[np.float32]  # [chunks, k]
 
 
 class Residual:
-    """What the swarm has not been told yet, as DCT coefficients."""
+    """The part of this node's training that the swarm has not been told yet, as DCT coefficients."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
         self.coefficients = torch.zeros(layout.chunks, layout.area, device=device)
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, Withdrawal] = {}
         self._padding = layout.padding_masks(device)
 
     def add(self, tensors: Sequence[Tensor], keep: float) -> None:
@@ -66,34 +66,34 @@ class Residual:
         self.layout.project(self.coefficients, *self._padding)
 
     def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
-        """The round's contribution; what it carries leaves the residual."""
+        """Makes the round's contribution and subtracts from the residual what it carries."""
         assert round_number not in self.kept, "one contribution a round"
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         indices = largest(self.coefficients, recipe.k)
         chosen = self._at(indices)
-        # k coefficients are sent even of a chunk that has fewer: nothing is given a sign by turns, or all peers would
+        # k coefficients are sent even of a chunk that has fewer: zeros get alternating signs, or all peers would
         # push the same way for ever.
         turn = (indices.astype(np.int64) + round_number) % 2 == 1
         signs = np.where((chosen < 0) | ((chosen == 0) & turn), np.int8(-1), np.int8(1))
-        if recipe.scaled:
+        if recipe.spec.is_scaled:
             sizes = [group.chunks for group in self.layout.groups]
             magnitudes, exponents = quantise(np.abs(chosen), sizes, recipe.value_bits)
             units = np.repeat(np.ldexp(np.float32(1), exponents), sizes)
             contribution = Contribution(indices, signs * magnitudes, exponents)
             removed = contribution.values * units[:, None]
-        else:  # a sign has no size: all of the coefficient counts as told
+        else:  # a sign has no size, so all of the coefficient counts as told
             contribution = Contribution(indices, signs)
             removed = chosen
         self._put(indices, chosen - removed)
-        self.kept[round_number] = Kept(indices, removed)
+        self.kept[round_number] = Withdrawal(indices, removed)
         return contribution
 
     def forget(self, round_number: int) -> bool:
-        """A manifest took the round's contribution. False: there is none."""
+        """Notes that a manifest took the round's contribution. False: there is none."""
         return self.kept.pop(round_number, None) is not None
 
     def restore(self, round_number: int) -> bool:
-        """No manifest can take it any more: nothing of it was told. False: there is none."""
+        """Puts back a contribution that no manifest can take any more. False: there is none."""
         kept = self.kept.pop(round_number, None)
         if kept is None:
             return False
@@ -101,7 +101,7 @@ class Residual:
         return True
 
     def clear(self) -> None:
-        """Nothing waits to be told, and nothing is on its way."""
+        """Drops the residual and all contributions whose fate is open."""
         self.coefficients.zero_()
         self.kept.clear()
 
@@ -124,7 +124,7 @@ class Residual:
 
 
 def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
-    """Integers of 1 to 2**(value_bits - 1), and each group's unit with the least squared error.
+    """Returns integers of 1 to 2**(value_bits - 1), and each group's unit with the least squared error.
 
     magnitudes: [chunks, k]; sizes: chunks of each group
     """
@@ -146,22 +146,22 @@ def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: 
 
 
 class Recipe(Protocol):
-    """What the trainer asks of a recipe, made as Name(config, live, layout)."""
+    """The interface of a recipe, which is made as Name(config, live, layout)."""
 
     residual: Residual
     agreed: Tensor  # [parameters] the flat master weights, which the trainer updates in place
 
     def begin(self) -> None:
-        """A round starts from the agreed weights."""
+        """Starts a round from the agreed weights."""
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         """batch: [passes_per_step * sequences_per_pass, length + 1]; positions: where these stand in the data."""
 
     def contribute(self, round_number: int) -> Contribution:
-        """What the round's steps have to say."""
+        """Turns the round's steps into a contribution."""
 
     def state(self) -> dict[str, Tensor]:
-        """Between rounds: the tensors besides weights and residual that the next round depends on, not copied."""
+        """Returns, between rounds, the other tensors that the next round depends on, not copied."""
 
 
 class GradientRecipe:
@@ -192,7 +192,9 @@ class LocalRecipe:
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live
         self.agreed = live.weights.clone()
-        self.start = live.weights.clone()  # of this round's steps: an update may come before they are contributed
+        self.start = (
+            live.weights.clone()
+        )  # where this round's steps began: an update may come before they are contributed
         self.residual = Residual(layout, live.weights.device)
         self.mean = torch.zeros_like(live.weights)
         self.square = torch.zeros_like(live.weights)
@@ -215,7 +217,7 @@ class LocalRecipe:
         self.mean.lerp_(gradient, 1 - beta1)
         self.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         bias1, bias2 = 1 - beta1 ** int(self.steps), 1 - beta2 ** int(self.steps)
-        # In the gradient's place: nothing here asks for memory, so that no step is left half done.
+        # In place of the gradient: this allocates nothing, so that no step is left half done.
         denominator = torch.sqrt(self.square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
         self.live.weights.mul_(1 - rate * float(config.inner_weight_decay))
         self.live.weights.addcdiv_(self.mean, denominator, value=-rate / bias1)
@@ -229,22 +231,12 @@ class LocalRecipe:
         return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}
 
 
-RECIPES: dict[str, Callable[[RecipeConfig, LiveModel, Layout], Recipe]] = {
-    "distro": GradientRecipe,
-    "demo": GradientRecipe,
-    "local": LocalRecipe,
-}
-
-
 def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:
-    """The recipe of that name, or the class that "package.module:Name" stands for."""
-    if config.name in RECIPES:
-        return RECIPES[config.name](config, live, layout)
-    module, _, name = config.name.partition(":")
+    """Makes the run's recipe from the class that its `RecipeSpec` names."""
+    module, _, name = config.spec.made_by.partition(":")
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory: Callable[[RecipeConfig, LiveModel, Layout], Recipe] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         fix = "Install the package that has it, the same version as the run's creator"
         raise ConfigError(f"cannot load {config.name!r} ({error})", key="recipe.name", fix=fix) from error
-    made: Recipe = factory(config, live, layout)
-    return made
+    return factory(config, live, layout)

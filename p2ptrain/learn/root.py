@@ -20,13 +20,13 @@ from p2ptrain.config import StateConfig
 from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root, piece_count
 
 FLOAT_BYTES = 4
-FETCHED_PIECES = 64  # come from a device at a time: a copy of all of it in main memory would be one of the model
+FETCHED_PIECES = 64  # copied from a device at a time: all at once would be another model in main memory
 
 assert sys.byteorder == "little", "the state is hashed as it lies in memory"
 
 
 def covered_pieces(size: int, config: StateConfig, round_number: int, manifest_digest: bytes) -> list[int] | None:
-    """The pieces that a round's root covers; None: all of them."""
+    """Draws the pieces that a round's root covers; None: all of them."""
     pieces = piece_count(size)
     full = size <= config.full_root_bytes_max or round_number % config.full_root_rounds == 0
     if full or pieces <= 2 * config.partial_root_leaves:  # a sample of half or more saves little
@@ -41,20 +41,26 @@ def covered_pieces(size: int, config: StateConfig, round_number: int, manifest_d
 
 
 def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
-    """The root of the flat fp32 state, or of some of its pieces."""
+    """Computes the root of the flat fp32 state, or of some of its pieces."""
     assert state.dtype == torch.float32
     size = state.numel() * FLOAT_BYTES
     each = PIECE_BYTES // FLOAT_BYTES
     if pieces is None:
-        fetched = (part.cpu() for part in torch.split(state, FETCHED_PIECES * each))
-        whole = (piece for part in fetched for piece in torch.split(part, each))
-        return merkle_root([leaf_digest(index, octets(piece)) for index, piece in enumerate(whole)], size)
+        return merkle_root(state_leaves(state), size)
     leaves = [leaf_digest(index, octets(state[index * each : (index + 1) * each])) for index in pieces]
     return _partial_root(pieces, leaves, size)
 
 
+def state_leaves(state: Tensor) -> list[bytes]:
+    """Hashes all pieces of the flat fp32 state."""
+    each = PIECE_BYTES // FLOAT_BYTES
+    fetched = (part.cpu() for part in torch.split(state, FETCHED_PIECES * each))
+    whole = (piece for part in fetched for piece in torch.split(part, each))
+    return [leaf_digest(index, octets(piece)) for index, piece in enumerate(whole)]
+
+
 def root_of_leaves(leaves: Sequence[bytes], size: int, pieces: list[int] | None = None) -> bytes:
-    """The same root, by the digests of all pieces of a state that nobody has in memory."""
+    """Computes the same root from the digests of all pieces, without the state."""
     if pieces is None:
         return merkle_root(leaves, size)
     return _partial_root(pieces, [leaves[index] for index in pieces], size)
@@ -66,5 +72,5 @@ def _partial_root(pieces: list[int], leaves: list[bytes], size: int) -> bytes:
 
 
 def octets(part: Tensor) -> memoryview:
-    """A flat fp32 tensor as bytes; not copied if it is in main memory."""
+    """Views a flat fp32 tensor as bytes, without a copy if it is in main memory."""
     return memoryview(part.detach().cpu().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer

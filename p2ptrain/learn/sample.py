@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from p2ptrain.learn.model import Transformer
     from p2ptrain.learn.tokenizer import Tokenizer
 
-PROMPT_BYTES_MAX = 8_192  # in JSON, six times as many at worst, which fit a request; the model reads its end alone
+PROMPT_BYTES_MAX = 8_192  # at worst six times as many in JSON, which fit a request; the model reads only its end
 TOKENS_MAX = 4_096  # minutes, in which this node trains nothing
-TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # beyond, fp32 has no such probabilities, or all are the same
+TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # beyond these, fp32 probabilities underflow or are all equal
 
 
 class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is to be drawn, as a person asks for it: on a command line or through the daemon's socket."""
+    """A request for a sample, from a command line or through the daemon's socket."""
 
     prompt: str
     tokens: int
@@ -38,10 +38,9 @@ def sample(
     wish: Wish,
     on_token: Callable[[], None] = lambda: None,
 ) -> str:
-    """The prompt and what follows it, at most as many tokens as are wished; the same text for the same wish on the same
-    device.
+    """Returns the prompt and its continuation; on one device the same text for the same wish.
 
-    `on_token` is called before each is drawn; what it raises breaks off.
+    `on_token` is called before each token is drawn; whatever it raises ends the drawing.
     """
     import torch  # noqa: PLC0415  # two seconds, in which an error could be told
 
@@ -63,7 +62,7 @@ def sample(
 
 
 def read_wish(content: object) -> Wish:
-    """What stands in a request; `ConfigError` says what is wrong with it."""
+    """Reads a request; `ConfigError` says what is wrong with it."""
     try:
         wish = msgspec.convert(content, Wish)
     except msgspec.ValidationError as error:
@@ -74,13 +73,13 @@ def read_wish(content: object) -> Wish:
 
 
 def check(wish: Wish) -> None:
-    """`ConfigError`: it cannot be drawn."""
+    """Raises `ConfigError` if it cannot be drawn."""
     try:
         prompt = wish.prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
     if len(prompt) > PROMPT_BYTES_MAX:
-        fix = "Give its end alone, the model reads no more"
+        fix = "Give only its end: the model reads no more"
         raise ConfigError(f"more than {PROMPT_BYTES_MAX:,} bytes", key="prompt", fix=fix)
     if not 1 <= wish.tokens <= TOKENS_MAX:
         raise ConfigError(f"{wish.tokens} is not possible", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")

@@ -23,7 +23,7 @@ from p2ptrain.config import RecipeConfig
 
 
 def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
-    """The rate at which the update of `round_number`, counted from 0, is applied."""
+    """Returns the rate at which the update of `round_number`, counted from 0, is applied."""
     assert round_number >= 0
     peak = recipe.learning_rate
     if round_number < recipe.warmup_rounds:
@@ -37,7 +37,7 @@ def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
 
 
 def exact_float(fraction: Fraction) -> float:
-    """The float64 nearest to a fraction, ties to even: the same one on every machine.
+    """Returns the float64 nearest to a fraction, ties to even: the same one on every machine.
 
     Python divides two ints of any size with a single, correct rounding. float(n) / float(d) rounds three
     times once n or d passes 2**53, which a schedule's products soon do, and is then off by an ulp at times.

@@ -18,12 +18,12 @@ from p2ptrain.learn.codec import Indices
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import block_chunks
 
-GROUP = 8  # coefficients a group; smaller leaves more to partition, larger lets more by
+GROUP = 8  # coefficients a group; smaller groups leave more to partition, larger ones more candidates
 BLOCK_CHUNKS = 64  # chunks at a time: 1 MiB of fp32 magnitudes stays in a core's cache
 
 
 def largest(coefficients: Tensor, k: int) -> Indices:
-    """coefficients: [chunks, area] fp32, finite; gives [chunks, k]."""
+    """Returns the indices [chunks, k] of the largest of `coefficients` [chunks, area] fp32, which are finite."""
     chunks, area = coefficients.shape
     if coefficients.device.type != "cpu" or k > area // GROUP:
         return _largest_by_topk(coefficients, k, block_chunks(coefficients.device))
@@ -35,7 +35,7 @@ def largest(coefficients: Tensor, k: int) -> Indices:
 
 
 def _largest_by_topk(coefficients: Tensor, k: int, at_a_time: int) -> Indices:
-    """In blocks, because the magnitudes of all would take as much memory as the model."""
+    """Works in blocks, because the magnitudes of all would take as much memory as the model."""
 
     def chosen(block: Tensor, device: torch.device) -> Tensor:
         return block.to(device).abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values.short()

@@ -1,4 +1,4 @@
-"""When a device has no memory left: telling that from a mistake, and what can be done all the same."""
+"""Memory that runs out on a device: how to tell that from a bug, and how to go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.errors import MemoryShortError
 
 CPU = torch.device("cpu")
-# A CPU, cuBLAS, and a driver whose GPU others have filled have no error of their own kind.
+# The CPU allocator, cuBLAS, and a driver whose GPU is full raise no error type of their own.
 SIGNS = re.compile(r"allocate memory|out of memory|ALLOC_FAILED")
 SMALLER = 'device.checkpointing = true or device.autocast = "bf16" needs less memory'
 SETTINGS_THAT_HELP = f"A smaller device.sequences_per_pass, {SMALLER}"
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
-    """Do it on `device`, or on the CPU if the device has no memory left.
+    """Runs `work` on `device`, or on the CPU if the device has no memory left.
 
     So a game that takes a GPU's memory makes a round slower, and never costs a node its place in it. `work` must have
     changed nothing when it fails. On the exact path both give the same bits.
@@ -37,12 +37,12 @@ def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return work(CPU)  # here the traceback, and with it what the work had made, is let go of
+    return work(CPU)  # outside the except, so that the traceback and what the work had allocated are freed
 
 
 @contextmanager
 def told(what: str, device: torch.device) -> Iterator[None]:
-    """MemoryShortError, with what is taken of the device, if there is no memory for it."""
+    """Raises MemoryShortError, with the device's usage, if memory runs out inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -52,7 +52,7 @@ def told(what: str, device: torch.device) -> Iterator[None]:
 
 
 def memory_taken(device: torch.device) -> str:
-    """For a person: how much there is, and who has it."""
+    """Describes for a person how much memory there is and who has it."""
     if device.type != "cuda":
         return f"{mega(free_memory_bytes())} of main memory are free"
     free, there = torch.cuda.mem_get_info(device)
@@ -61,5 +61,5 @@ def memory_taken(device: torch.device) -> str:
 
 
 def mega(size: int) -> str:
-    """Bytes, as a person compares them."""
+    """Formats bytes in MB or GB."""
     return f"{size / 10**9:,.1f} GB" if size >= 10**10 else f"{size / 10**6:,.0f} MB"

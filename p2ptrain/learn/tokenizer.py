@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """Tokens as they are stored: little-endian and of the narrowest unsigned type that holds the vocabulary."""
 
-TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) takes 33 MB; each newcomer fetches it
-VOCAB_SIZE_MAX = 2**20  # what RunConfig.model.vocab_size allows
-WHY_MAX = 300  # characters of what the library says: it quotes the file
-PANIC = "PanicException"  # of pyo3_runtime, which nobody can import; each library that is written in Rust has its own
-END_OF_DOCUMENT_NAMES = (  # in this order: what a document ends with in the tokenizers in common use
+TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) has 33 MB, and each newcomer fetches it
+VOCAB_SIZE_MAX = 2**20  # the bound of RunConfig.model.vocab_size
+WHY_MAX = 300  # characters of the library's message, which quotes the file
+PANIC = "PanicException"  # pyo3_runtime's, which cannot be imported; each Rust library has its own
+END_OF_DOCUMENT_NAMES = (  # in this order: the end tokens of tokenizers in common use
     "<|endoftext|>",
     "<|end_of_text|>",
     "</s>",
@@ -48,7 +48,7 @@ END_OF_DOCUMENT_NAMES = (  # in this order: what a document ends with in the tok
 
 
 class Tokenizer(Protocol):
-    """What preparing data and generating text need of a tokenizer."""
+    """The interface of a tokenizer, as preparing data and generating text need it."""
 
     @property
     def vocab_size(self) -> int:
@@ -72,13 +72,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Tokens: ...  # [tokens]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Each text as `encode` gives it; several at once where that is faster."""
+        """Encodes several texts at once, each as `encode` would."""
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str: ...
 
 
 def token_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """How tokens below `vocab_size` are stored."""
+    """Returns the integer type in which tokens below `vocab_size` are stored."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -102,12 +102,12 @@ class BytesTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
-        # A model may well write bytes that are no UTF-8; what it wrote is shown as far as it can be.
+        # A model may write bytes that are no UTF-8; the rest is shown.
         return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
 
 
 class WithoutPanic:
-    """While the library works on somebody's file: where it panics, a `DataError` about that file comes of it."""
+    """Turns a panic of the library into a `DataError` about the file that it works on."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -123,7 +123,7 @@ class WithoutPanic:
 
 
 class JsonTokenizer:
-    """A tokenizer.json; `source` is what an error calls it."""
+    """A tokenizer.json; error messages call it `source`."""
 
     kind: Literal["json"] = "json"
 
@@ -175,7 +175,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
-    """The tokenizer in the file at `path`; without a file, bytes."""
+    """Loads the tokenizer in the file at `path`; without a file, bytes."""
     if path is None:
         return BytesTokenizer()
     try:

@@ -1,4 +1,4 @@
-"""The trainer: owns model, residual and recipe, and is all that the daemon knows of learning.
+"""The trainer owns model, residual and recipe; the daemon reaches learning through it alone.
 
     train       a round's local steps, on the shard that the assignment gives this node
     contribute  the payload they amount to
@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
@@ -37,21 +39,21 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import Positions, shard
-from p2ptrain.learn.codec import PayloadFormat, pack, unpack
+from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
-from p2ptrain.learn.memory import find_device
+from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Kept, make_recipe
-from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_root
+from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Withdrawal, make_recipe
+from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.sample import Wish, sample
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.shortage import told
 from p2ptrain.learn.transform import Layout
 
 STATE_FORMAT = "p2ptrain trainer 1"
-EVALUATED_SEQUENCES = 64  # held-out: 16 KB of text at the smallest preset, enough for a curve; a guess
-ADOPTED_VALUES = 2**22  # taken over at a time: 16 MiB in place of a second copy of the state
+FINITE_BLOCK = 2**20  # numbers that are looked at together
+EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
@@ -70,7 +72,7 @@ def _check_compiler() -> None:
 
 
 def check_data(run: RunConfig, dataset: TokenDataset) -> None:
-    """A data set made with another tokenizer would train on other words, and nothing else would notice."""
+    """Refuses a data set made with another tokenizer: it would train on other words, and nothing else would notice."""
     made = dataset.tokenizer
     if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
         fix = "Prepare the data with the run's tokenizer, or name the data's in the run"
@@ -86,7 +88,7 @@ def check_data(run: RunConfig, dataset: TokenDataset) -> None:
 
 @dataclass(frozen=True)
 class Capture:
-    """A moment of a trainer, copied, so that training need not wait for a disk."""
+    """A trainer's state at one moment, to be written while training goes on."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -98,7 +100,7 @@ class Capture:
         return octets(self.agreed)
 
     def write(self, path: Path) -> None:
-        """To a new file; whoever calls makes it durable and renames it into place."""
+        """Writes a new file; the caller syncs it and renames it into place."""
         try:
             save_file(self.tensors, path, self.metadata)
         except SafetensorError as error:
@@ -106,9 +108,9 @@ class Capture:
 
 
 class Trainer:
-    """One node's learning.
+    """Model, residual and recipe of one node.
 
-    Only who begins a run needs `initial` weights; without them all matrices are zero, and `adopt` or `load` follows.
+    Only the node that begins a run needs `initial` weights; otherwise all matrices are zero until `adopt` or `load`.
     """
 
     def __init__(self, run: RunConfig, device: DeviceConfig, dataset: TokenDataset, *, initial: bool = True) -> None:
@@ -124,15 +126,17 @@ class Trainer:
         if device.compile:
             _check_compiler()
             model.compile_layers()
-        self.live = LiveModel(model.to(self.device), autocast=autocast, sequences_max=device.sequences_per_pass)
+        self.live = LiveModel(model.to(self.device), autocast=autocast, sequences_per_pass=device.sequences_per_pass)
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
         self.round = 0  # applied so far
+        self._unpacked: OrderedDict[bytes, Contribution] = OrderedDict()  # by payload, those checked last at the end
+        self._lock = Lock()  # guards them: payloads are checked while a round trains
         self._trained: int | None = None  # the round whose steps are done and not contributed yet
 
     def positions_for(self, round_number: int, place: int, places: int) -> Positions:
-        """The sequences that `train` takes, in its order."""
+        """Returns the sequences that `train` takes, in its order."""
         recipe = self.run.recipe
         count = recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass
         sequences = self.dataset.sequences(self.run.model.sequence_length)
@@ -145,7 +149,7 @@ class Trainer:
         places: int,
         on_step: Callable[[StepResult], None] = lambda result: None,
     ) -> list[StepResult]:
-        """The round's local steps, as the node at `place` of `places` in the roster."""
+        """Takes the round's local steps, as the node at `place` of `places` in the roster."""
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
         positions = self.positions_for(round_number, place, places)
@@ -162,7 +166,7 @@ class Trainer:
         return results
 
     def contribute(self, round_number: int) -> bytes:
-        """The payload of the round that was just trained; what it carries leaves the residual."""
+        """Encodes the round that was just trained; what the payload carries leaves the residual."""
         assert self._trained == round_number, "a contribution follows its training"
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
@@ -170,15 +174,15 @@ class Trainer:
             return pack(self.recipe.contribute(round_number), self.form)
 
     # A trainer that loaded an older state may not know of a contribution that was announced after that state was
-    # saved. Then nothing of it left the residual: there is nothing to restore, and what a manifest took of it is
-    # told a second time, as far as the next rounds bring it up again. Both say so by returning False.
+    # saved. Then nothing of it left the residual: there is nothing to restore, and what a manifest took of it may be
+    # sent again in later rounds. Both return False then.
 
     def forget(self, round_number: int) -> bool:
-        """A manifest took this node's contribution of that round."""
+        """Notes that a manifest took this node's contribution of that round."""
         return self.recipe.residual.forget(round_number)
 
     def restore(self, round_number: int) -> bool:
-        """No manifest can take this node's contribution of that round any more."""
+        """Returns a contribution that no manifest can take any more to the residual."""
         return self.recipe.residual.restore(round_number)
 
     @property
@@ -187,20 +191,28 @@ class Trainer:
         return tuple(sorted(self.recipe.residual.kept))
 
     def check(self, payload: bytes) -> str | None:
-        """Why a payload is refused; None if it is good."""
+        """Returns why a payload is refused, None if it is good. For any thread; `apply` does not unpack it again."""
         try:
-            unpack(payload, self.form)
+            contribution = unpack(payload, self.form)
         except RemoteProtocolError as error:
             return error.why
+        with self._lock:
+            self._unpacked[payload] = contribution
+            while len(self._unpacked) * self.form.contribution_bytes > UNPACKED_BYTES:
+                self._unpacked.popitem(last=False)
         return None
 
     @torch.no_grad()
     def apply(self, round_number: int, payloads: Sequence[bytes]) -> None:
-        """The round's one update, from payloads that `check` found good, in any order."""
+        """Applies the round's one update, from payloads that `check` found good, in any order."""
         assert round_number == self.round, f"round {round_number} cannot follow {self.round} applied rounds"
         recipe = self.run.recipe
         parameters = self.live.parts(self.recipe.agreed)
-        apply_payloads(self.layout, recipe, self.form, payloads, learning_rate(recipe, round_number), parameters)
+        with self._lock:
+            found = {payload: self._unpacked.pop(payload, None) for payload in payloads}
+        unpacked = {payload: contribution for payload, contribution in found.items() if contribution is not None}
+        rate = learning_rate(recipe, round_number)
+        apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
         self.round = round_number + 1
 
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
@@ -217,30 +229,38 @@ class Trainer:
         """A copy of the agreed weights, as the state root is made of them."""
         return bytes(octets(self.recipe.agreed))
 
-    @torch.no_grad()
-    def adopt(self, round_number: int, state: bytes | memoryview, keep_residual: bool = True) -> None:
-        """Go on from the state that others have after `round_number` rounds; a training in progress is dropped.
+    def leaves(self) -> list[bytes]:
+        """Hashes the pieces of the agreed weights."""
+        return state_leaves(self.recipe.agreed)
 
-        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Bytes
-        that are no state change nothing.
+    @torch.no_grad()
+    def adopt(self, round_number: int, pieces: Iterable[bytes | memoryview], keep_residual: bool = True) -> None:
+        """Goes on from the state that others have after `round_number` rounds; a training in progress is dropped.
+
+        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Pieces that
+        are no state change nothing: they are put together where the next step's gradient will be, so that a state
+        that comes from a disk is never in memory beside the weights.
         """
         assert round_number >= 0, f"the state of round {round_number}"
-        agreed = self.recipe.agreed
-        if (size := memoryview(state).nbytes) != self.state_size:
+        received, size, is_aligned = self.live.gradient, 0, True
+        for piece in pieces:
+            start, size = size // FLOAT_BYTES, size + len(piece)
+            is_aligned = is_aligned and len(piece) % FLOAT_BYTES == 0
+            if is_aligned and size <= self.state_size:  # otherwise it is refused, and only its size is reported
+                values = np.frombuffer(piece, dtype="<f4")
+                if not np.isfinite(values).all():
+                    raise RemoteProtocolError("state with a weight that is not finite")
+                received[start : start + len(values)] = torch.from_numpy(values.copy())
+        if size != self.state_size or not is_aligned:
             raise RemoteProtocolError(f"state of {size} bytes, this run's has {self.state_size}")
-        values = np.frombuffer(state, dtype="<f4")
-        blocks = [slice(start, start + ADOPTED_VALUES) for start in range(0, len(values), ADOPTED_VALUES)]
-        if not all(np.isfinite(values[block]).all() for block in blocks):
-            raise RemoteProtocolError("state with a weight that is not finite")
-        for block in blocks:
-            agreed[block] = torch.from_numpy(values[block].copy())
+        self.recipe.agreed.copy_(received)
         if not keep_residual:
             self.recipe.residual.clear()
         self.round, self._trained = round_number, None
 
     @contextmanager
     def _agreed_weights(self) -> Iterator[None]:
-        """The model has the agreed weights meanwhile, and then its own again."""
+        """Gives the model the agreed weights inside, and then its own again."""
         with told("looking at the agreed weights", self.device):
             own = self.live.weights.clone()
             self.live.weights.copy_(self.recipe.agreed)
@@ -251,16 +271,16 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self, wish: Wish, on_token: Callable[[], None] = lambda: None) -> str:
-        """The prompt, and what the agreed weights make of it."""
+        """Continues the prompt with the agreed weights."""
         tokenizer = self.dataset.open_tokenizer()
         with self._agreed_weights():
             return sample(self.live.model, tokenizer, wish, on_token)
 
     @torch.no_grad()
-    def evaluate(self, sequences_max: int = EVALUATED_SEQUENCES) -> float:
+    def evaluate(self, sequences: int = EVALUATED_SEQUENCES) -> float:
         """Mean loss of the agreed weights, in nats a token, on the first sequences of the held-out slice."""
         length = self.run.model.sequence_length
-        count = min(sequences_max, self.dataset.held_out_sequences(length))
+        count = min(sequences, self.dataset.held_out_sequences(length))
         if not count:
             raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
         total = 0.0
@@ -276,18 +296,18 @@ class Trainer:
     # Saved state
 
     def _run_digest(self) -> str:
-        """Names the run even before it is sealed."""
+        """Digest of the run's settings, which names it even before it is sealed."""
         return digest("saved state's run", self.run.canonical()).hex()
 
     def _tensors(self, agreed: Tensor) -> dict[str, Tensor]:
-        """All that a round depends on, by name, with these agreed weights; not copied."""
+        """Returns all tensors that a round depends on, by name, with these agreed weights; not copied."""
         parts = zip(self.live.names, self.live.parts(agreed), strict=True)
         named = {f"weights.{name}": part for name, part in parts}
         named["residual"] = self.recipe.residual.coefficients
         return named | {f"recipe.{name}": tensor for name, tensor in self.recipe.state().items()}
 
-    def capture(self) -> Capture:
-        """A copy of everything.
+    def capture(self, is_copied: bool = True) -> Capture:
+        """Copies everything; a caller that keeps the trainer still until it is written can do without the copy.
 
         It holds the agreed weights, the round, the residual, the contributions whose fate is open, and the inner
         optimizer. It does not hold the steps of a training that has not been contributed: a trainer that loads it
@@ -295,9 +315,11 @@ class Trainer:
         Between `contribute` and the announcement, it holds a contribution that nobody may ever hear of: after
         `load`, whoever announces restores those of `kept_rounds` that were not announced.
         """
-        agreed = _copied(self.recipe.agreed)
-        tensors = self._tensors(agreed)
-        tensors = {name: each if name.startswith("weights.") else _copied(each) for name, each in tensors.items()}
+        agreed = _in_memory(self.recipe.agreed, is_copied)
+        tensors = {
+            name: each if name.startswith("weights.") else _in_memory(each, is_copied)
+            for name, each in self._tensors(agreed).items()
+        }
         for number, kept in self.recipe.residual.kept.items():  # which is never changed
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
@@ -305,12 +327,12 @@ class Trainer:
         return Capture(tensors, metadata, agreed)
 
     def save(self, path: Path) -> None:
-        """Write everything to a new file."""
-        self.capture().write(path)
+        """Writes everything to a new file."""
+        self.capture(is_copied=False).write(path)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote; a file that is not this run's leaves everything as it was."""
+        """Loads what `save` wrote; a file of another run leaves everything as it was."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -327,14 +349,14 @@ class Trainer:
             found = tensors.get(name)
             if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
                 raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")
-            if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+            if found.is_floating_point() and not _is_finite(found):
                 raise DataError(f"{path}: {name} is not finite")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self.recipe.residual.kept = kept
         self.round, self._trained = int(metadata["round"]), None
 
-    def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Kept]:
+    def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Withdrawal]:
         shape = (self.form.chunks, self.form.k)
         kept = {}
         for name in list(tensors):
@@ -349,9 +371,9 @@ class Trainer:
             rising = bool((indices.diff(dim=1) > 0).all())
             if not rising or not 0 <= int(indices.min()) <= int(indices.max()) < self.form.area:
                 raise DataError(f"{path}: kept.{match[1]} names a coefficient that is not there")
-            if not bool(torch.isfinite(removed).all()):
+            if not _is_finite(removed):
                 raise DataError(f"{path}: kept.{match[1]} is not finite")
-            kept[int(match[1])] = Kept(indices.numpy().astype(np.uint16), removed.numpy())
+            kept[int(match[1])] = Withdrawal(indices.numpy().astype(np.uint16), removed.numpy())
         if len(kept) > KEPT_ROUNDS_MAX:
             raise DataError(f"{path}: keeps {len(kept)} rounds, the limit is {KEPT_ROUNDS_MAX}")
         if tensors:
@@ -359,7 +381,11 @@ class Trainer:
         return kept
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """In main memory, contiguous, and nobody else's."""
-    found = tensor.detach().to("cpu", copy=True)
-    return found.contiguous()
+def _is_finite(tensor: Tensor) -> bool:
+    """In blocks: torch would make several copies of a tensor as large as the model."""
+    return all(bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), FINITE_BLOCK))
+
+
+def _in_memory(tensor: Tensor, is_copied: bool) -> Tensor:
+    """The tensor in main memory and contiguous; nobody else's if it is copied."""
+    return tensor.detach().to("cpu", copy=is_copied).contiguous()

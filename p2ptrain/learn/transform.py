@@ -98,8 +98,8 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Some whole rows of chunks of a group: `rows` of the matrix (unpadded) are `chunks` of the layout."""
+class Strip:
+    """A strip across a group's matrix: its `rows` (unpadded) are the layout's `chunks`, in whole rows of chunks."""
 
     rows: slice
     chunks: slice
@@ -107,7 +107,7 @@ class Block:
 
 
 class Layout:
-    """Which chunk holds which part of which parameter: a function of the parameters' shapes alone."""
+    """Maps parameters to chunks; it follows from the parameters' shapes alone."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], chunk: int) -> None:
         self.shapes = tuple(tuple(shape) for shape in shapes)
@@ -134,12 +134,12 @@ class Layout:
         self.groups = tuple(groups)
         self.chunks = first_chunk
 
-    def blocks(self, group: Group, device: torch.device) -> Iterator[Block]:
+    def strips(self, group: Group, device: torch.device) -> Iterator[Strip]:
         at_a_time = max(1, block_chunks(device) // group.chunk_columns)
         for start in range(0, group.chunk_rows, at_a_time):
             stop = min(start + at_a_time, group.chunk_rows)
             first = group.first_chunk + start * group.chunk_columns
-            yield Block(
+            yield Strip(
                 rows=slice(start * self.chunk, min(stop * self.chunk, group.rows)),
                 chunks=slice(first, first + (stop - start) * group.chunk_columns),
                 chunk_rows=stop - start,
@@ -156,7 +156,9 @@ class Layout:
         return pad(flat, (0, group.rows * group.columns - flat.numel())).view(group.rows, group.columns)
 
     def store(self, matrix: Tensor, tensors: Sequence[Tensor], group: Group) -> None:
-        """Put a matrix that `matrix` copied back into its vectors."""
+        """Puts what `matrix` copied back into its tensors; what it only viewed is there already."""
+        if matrix.data_ptr() == tensors[group.members[0]].data_ptr():
+            return
         flat, start = matrix.reshape(-1), 0
         for index in group.members:
             size = tensors[index].numel()
@@ -170,21 +172,21 @@ class Layout:
         for group in self.groups:
             size = sum(prod(self.shapes[index]) for index in group.members)
             real = torch.arange(group.rows * group.columns, device=device).view(group.rows, group.columns) < size
-            for block in self.blocks(group, device):
-                tiles = self._tiles(real[block.rows], group, block)
+            for strip in self.strips(group, device):
+                tiles = self._tiles(real[strip.rows], group, strip)
                 partly = (~tiles.flatten(1).all(dim=1)).nonzero().flatten()
-                chunks += (partly + block.chunks.start).tolist()
+                chunks += (partly + strip.chunks.start).tolist()
                 masks.append(tiles[partly])
         return torch.tensor(chunks, dtype=torch.int64, device=device), torch.cat(masks)
 
-    def _padded(self, rows: Tensor, group: Group, block: Block) -> Tensor:  # [chunk_rows * c, chunk_columns * c]
-        missing_rows = block.chunk_rows * self.chunk - rows.shape[0]
+    def _padded(self, rows: Tensor, group: Group, strip: Strip) -> Tensor:  # [chunk_rows * c, chunk_columns * c]
+        missing_rows = strip.chunk_rows * self.chunk - rows.shape[0]
         missing_columns = group.chunk_columns * self.chunk - group.columns
         return pad(rows, (0, missing_columns, 0, missing_rows)) if missing_rows or missing_columns else rows
 
-    def _tiles(self, rows: Tensor, group: Group, block: Block) -> Tensor:  # [chunks, c, c]
+    def _tiles(self, rows: Tensor, group: Group, strip: Strip) -> Tensor:  # [chunks, c, c]
         c = self.chunk
-        padded = self._padded(rows, group, block).view(block.chunk_rows, c, group.chunk_columns, c)
+        padded = self._padded(rows, group, strip).view(strip.chunk_rows, c, group.chunk_columns, c)
         return padded.permute(0, 2, 1, 3).reshape(-1, c, c)
 
     def accumulate(self, tensors: Sequence[Tensor], residual: Tensor, keep: float) -> None:
@@ -195,22 +197,22 @@ class Layout:
         c = self.chunk
         for group in self.groups:
             matrix = self.matrix(tensors, group)
-            for block in self.blocks(group, residual.device):
-                full = where_it_fits(partial(self._transformed, matrix[block.rows], group, block), residual.device)
-                target = residual[block.chunks].view(block.chunk_rows, group.chunk_columns, c, c)
+            for strip in self.strips(group, residual.device):
+                full = where_it_fits(partial(self._transformed, matrix[strip.rows], group, strip), residual.device)
+                target = residual[strip.chunks].view(strip.chunk_rows, group.chunk_columns, c, c)
                 here = target.to(full.device)
-                here.mul_(keep).add_(full.view(block.chunk_rows, c, group.chunk_columns, c).permute(0, 2, 1, 3))
+                here.mul_(keep).add_(full.view(strip.chunk_rows, c, group.chunk_columns, c).permute(0, 2, 1, 3))
                 if here is not target:
                     target.copy_(here)
 
-    def _transformed(self, rows: Tensor, group: Group, block: Block, device: torch.device) -> Tensor:
+    def _transformed(self, rows: Tensor, group: Group, strip: Strip, device: torch.device) -> Tensor:
         c, basis = self.chunk, orthonormal_basis(self.chunk, device)
-        padded = self._padded(rows.to(device), group, block)
+        padded = self._padded(rows.to(device), group, strip)
         half = torch.mm(padded.reshape(-1, c), basis.T)
-        return torch.matmul(basis, half.view(block.chunk_rows, c, -1))
+        return torch.matmul(basis, half.view(strip.chunk_rows, c, -1))
 
     def project(self, residual: Tensor, chunks: Tensor, masks: Tensor) -> None:
-        """Take out of the residual what falls on padding, as cropping the decoded tensor would."""
+        """Removes from the residual the part that falls on padding, as cropping the decoded tensor would."""
         numbers = chunks.tolist()
         for start in range(0, len(numbers), PROJECTED_CHUNKS):
             some = slice(start, start + PROJECTED_CHUNKS)
@@ -236,10 +238,10 @@ def first_stage_dtype(votes_bound: int, device: torch.device) -> torch.dtype:
 
 
 def _fp32_products_are_plain() -> bool:
-    """Whether nobody has asked torch for faster, coarser fp32 products (TF32, bf16)."""
+    """Whether torch multiplies in plain fp32, without TF32 or bf16."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # asked in torch's newer way, which the older question refuses to answer
+    except RuntimeError:  # set through torch's newer interface, on which the older getter raises
         return False
 
 

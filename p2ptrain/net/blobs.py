@@ -9,18 +9,30 @@ pieces a matter of microseconds.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
-from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, leaf_digest, leaf_digests, merkle_root, piece_count
+from p2ptrain.digest import (
+    DIGEST_BYTES,
+    PIECE_BYTES,
+    is_piece,
+    leaf,
+    leaf_digests,
+    merkle_root,
+    piece_bytes,
+    piece_count,
+)
 from p2ptrain.errors import DataError
 
 Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
 TREES = ("payload", "state")
+T = TypeVar("T")
 PIECES_MAX = 60_000  # of a blob, 63 GB: the digests and counts of all of them fit a frame
 
 
@@ -100,25 +112,18 @@ def all_pieces(size: int) -> int:
     return (1 << piece_count(size)) - 1
 
 
-def piece_bytes(size: int, index: int) -> int:
-    """How long a piece of a blob of this size is."""
-    return min(PIECE_BYTES, size - index * PIECE_BYTES)
+async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
+    """Does what may wait for a disk in a thread."""
+    return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
 
 
-def leaf(leaves: bytes, index: int) -> bytes:
-    return leaves[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-
-
-def is_piece(leaves: bytes, size: int, index: int, piece: bytes) -> bool:
-    """Whether these bytes are what the tree says."""
-    return len(piece) == piece_bytes(size, index) and leaf_digest(index, piece) == leaf(leaves, index)
-
-
-def proves(leaves: bytes, size: int, name: bytes) -> bool:
-    """Whether these digests lead to the name of the tree."""
-    if len(leaves) != piece_count(size) * DIGEST_BYTES:
-        return False
-    return merkle_root([leaf(leaves, index) for index in range(piece_count(size))], size) == name
+def verified(blob: Blob) -> Iterator[bytes]:
+    """The pieces of a tree, each compared with its digest: a disk may give back something else than it was given."""
+    for index in range(piece_count(blob.size)):
+        piece = blob.read(index)
+        if not is_piece(blob.leaves, blob.size, index, piece):
+            raise DataError(f"piece {index} is damaged on the disk")
+        yield piece
 
 
 class MemoryBlob:

@@ -27,9 +27,9 @@ from msgspec import Meta, Struct
 
 from p2ptrain.core.messages import Digest, Key
 from p2ptrain.core.wire import decode_strictly, encode
-from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
+from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_bytes, piece_count
 from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
-from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, Library, all_pieces, piece_bytes
+from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, Library, all_pieces
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 from p2ptrain.net.turns import BusyError, Turns

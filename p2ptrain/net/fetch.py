@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from random import Random, SystemRandom
 from typing import TypeAlias, TypeVar, overload
 
-from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_count
+from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_bytes, piece_count
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, MemorySink, Sink, all_pieces, piece_bytes
+from p2ptrain.net.blobs import PIECES_MAX, Blob, BlobName, Kind, MemorySink, Sink, all_pieces, aside
 from p2ptrain.net.bulk import FetchError, Given, Piece, Want
 from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.relay import PIPELINE, Failed, Relay, aside
-from p2ptrain.net.sources import SourceError, Sources
+from p2ptrain.net.relay import PIPELINE, Failed, Relay, SourceError, Sources
 from p2ptrain.net.transport import Transport, TransportError
 
 LEFT_SECONDS = 600.0  # until what came of a tree that was broken off is given up; the next attempt comes sooner
@@ -138,18 +137,19 @@ class Fetcher:
         failures: dict[bytes, str] = {}
         for peer in sources:
             try:
-                data = await self._whole(peer, name, size, check)
+                data, leaves = await self._whole(peer, name, size, check)
             except (RemoteProtocolError, TransportError, TimeoutError, SourceError) as error:
                 failures[peer] = str(error) or "no answer in time"
                 if isinstance(error, RemoteProtocolError):
                     self._sources.blame(peer, error.why)
                 failed(peer, failures[peer])
                 continue
-            await aside(sink, self._keep, sink, data)
+            await aside(sink, self._keep, sink, data, leaves)
             return
         raise FetchError(name, failures)
 
-    async def _whole(self, peer: bytes, name: BlobName, size: int, check: Check | None) -> bytes:
+    async def _whole(self, peer: bytes, name: BlobName, size: int, check: Check | None) -> tuple[bytes, bytes]:
+        """The bytes, found right, and the digest of their one piece if they are a tree."""
         async with self._sources.opened(peer, name) as source:
             await source.ask(Want(name.kind, name.name, leaves=False))
             await source.reply()
@@ -172,13 +172,13 @@ class Fetcher:
                 data += reply.data
                 self._sources.counts["bytes"] += len(reply.data)
         whole = bytes(data)
-        is_right = check(whole) if check else merkle_root([leaf_digest(0, whole)], len(whole)) == name.name
+        leaves = b"" if check else leaf_digest(0, whole)
+        is_right = check(whole) if check else merkle_root([leaves], len(whole)) == name.name
         if not is_right:
             raise RemoteProtocolError(f"{name} that is something else")
-        return whole
+        return whole, leaves
 
-    def _keep(self, sink: Sink, data: bytes) -> None:
-        leaves = leaf_digest(0, data) if len(data) <= PIECE_BYTES else b""
+    def _keep(self, sink: Sink, data: bytes, leaves: bytes) -> None:
         sink.begin(len(data), leaves)
         for index in range(piece_count(len(data))):
             sink.write(index, data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES])

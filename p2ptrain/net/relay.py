@@ -12,17 +12,35 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from random import Random
+from typing import TypeAlias
 
-from p2ptrain.digest import PIECE_BYTES, piece_count
-from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.net.blobs import Blob, BlobName, Sink, all_pieces, is_piece, piece_bytes, proves
-from p2ptrain.net.bulk import FetchError, Given, Have, Later, Piece, Reply, Want
-from p2ptrain.net.sources import PIECE_SECONDS, Source, SourceError, Sources, pick
-from p2ptrain.net.transport import TransportError
+from p2ptrain.core.wire import encode
+from p2ptrain.digest import PIECE_BYTES, is_piece, piece_bytes, piece_count, proves
+from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
+from p2ptrain.net.blobs import BlobName, Sink, all_pieces, aside
+from p2ptrain.net.bulk import (
+    STREAMS_PER_PEER_MAX,
+    FetchError,
+    Given,
+    Have,
+    Later,
+    Nothing,
+    Piece,
+    Reply,
+    Request,
+    Want,
+    bulk_protocol,
+    decode_reply,
+)
+from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
+OPEN_SECONDS = 10.0
+PIECE_SECONDS = 20.0  # without an answer, and the source is dropped: 52 KB/s
 SOURCES_AT_ONCE = 4
 NAMED_AT_ONCE = 3  # of them, that were only named by others: so one who was told of by the core has a place
 TURN_SECONDS = 5.0  # the first of a source; then twice as long each time
@@ -38,12 +56,140 @@ POLL_SECONDS_MAX = 0.8
 POLLS_MAX = 5  # in vain, over 1.5 s; then another source gets its turn, if there is one
 
 Failed: TypeAlias = Callable[[bytes, str], None]
-T = TypeVar("T")
 
 
-async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
-    """Do what may wait for a disk in a thread."""
-    return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
+# ---------------------------------------------------------------------------------------------------
+# One source
+
+
+class SourceError(P2ptrainError):
+    """A source that did not give what we want, without having broken a rule."""
+
+
+_ZERO = bytes(b"01"[value == 0] for value in range(256))
+_ONE = bytes(b"01"[value == 1] for value in range(256))
+
+
+def pick(pieces: int, rng: Random) -> int:
+    """One of these pieces, at random."""
+    assert pieces
+    start = rng.randrange(pieces.bit_length())
+    later = pieces >> start
+    found, base = (later, start) if later else (pieces, 0)
+    return base + (found & -found).bit_length() - 1
+
+
+class Source:
+    """A stream to a peer, with an account of what it has of a blob."""
+
+    def __init__(self, stream: Stream, name: BlobName, traffic: Counter[str]) -> None:
+        self.stream, self.name, self._traffic = stream, name, traffic
+        self.size = -1
+        self.leaves = b""
+        self.held = 0
+        self.rarity: tuple[int, ...] = ()  # pieces given out never, once, more often
+        self.holders: tuple[bytes, ...] = ()
+        self.asked: deque[int | None] = deque()  # pieces, in order; None: what there is
+        self.at = asyncio.get_running_loop().time()  # when it last answered
+        self.put_off = 0  # pieces
+        self.insisted = 0  # pieces
+
+    async def ask(self, request: Request) -> None:
+        self.asked.append(request.index if isinstance(request, Piece) else None)
+        data = encode(request)
+        async with asyncio.timeout(PIECE_SECONDS):
+            await self.stream.send(data)
+        self._traffic[f"sent {self.name.kind}"] += len(data)
+
+    async def reply(self) -> Reply:
+        """The answer to the oldest question; RemoteProtocolError if it is none."""
+        async with asyncio.timeout(PIECE_SECONDS):
+            data = await self.stream.receive(FRAME_BYTES_MAX)
+        self._traffic[f"received {self.name.kind}"] += len(data)
+        reply = decode_reply(data)
+        index = self.asked.popleft()
+        self.at = asyncio.get_running_loop().time()
+        match reply:
+            case Have() if index is None:
+                self._note(reply)
+            case Given() | Later() if reply.index == index:
+                pass
+            case Nothing(why):
+                raise SourceError(f"has nothing: {why}")
+            case _:
+                raise RemoteProtocolError("an answer to another question")
+        return reply
+
+    def _note(self, have: Have) -> None:
+        pieces = piece_count(have.size)
+        held = int.from_bytes(have.held, "little")
+        if len(have.given) != pieces or len(have.held) != -(-pieces // 8) or held >> pieces:
+            raise RemoteProtocolError(f"an account of other pieces than {have.size} bytes have")
+        if self.size not in (-1, have.size):
+            raise RemoteProtocolError(f"a blob of {self.size} bytes that now has {have.size}")
+        self.size, self.held, self.holders = have.size, held, have.holders
+        self.leaves = have.leaves or self.leaves
+        counts = have.given[::-1]
+        never, once = int(counts.translate(_ZERO), 2), int(counts.translate(_ONE), 2)
+        self.rarity = (never, once, all_pieces(have.size) & ~(never | once))
+
+
+class StreamSlots:
+    """Streams to one peer, of which there are so many at once."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Semaphore(STREAMS_PER_PEER_MAX)
+        self.users = 0  # who have one, or wait for it
+
+
+class Sources:
+    """The peers that a node fetches from in one run, and the limits that all its fetches share."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run_id: bytes,
+        *,
+        download: TokenBucket,
+        blame: Callable[[bytes, str], None],
+        rng: Random,
+    ) -> None:
+        self.protocol = bulk_protocol(run_id)
+        self.transport, self.download, self.blame, self.rng = transport, download, blame, rng
+        self.counts: Counter[str] = Counter()
+        self.traffic: Counter[str] = Counter()  # bytes by way and kind
+        self._places: dict[bytes, StreamSlots] = {}
+
+    @asynccontextmanager
+    async def opened(self, peer: bytes, name: BlobName) -> AsyncIterator[Source]:
+        """A stream to a source, of as many as it serves us at once, for as long as it is used."""
+        places = self._places.setdefault(peer, StreamSlots())
+        places.users += 1
+        try:
+            async with places.free:
+                async with asyncio.timeout(OPEN_SECONDS):
+                    stream = await self.transport.open(peer, self.protocol)
+                try:
+                    yield Source(stream, name, self.traffic)
+                finally:
+                    stream.abort()
+        finally:
+            places.users -= 1
+            if not places.users:
+                del self._places[peer]
+
+    async def may_ask(self, source: Source, size: int) -> bool:
+        """Whether the download limit lets us ask for so much now; with nothing on its way we wait until it does."""
+        if self.download.take_now(size):
+            return True
+        if source.asked:
+            return False
+        await self.download.take(size)
+        return True
+
+
+# ---------------------------------------------------------------------------------------------------
+# Several at once
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
     checkpoints/00000012-round-48/
         trainer.safetensors   everything that the trainer needs to go on bit for bit
         state.bin             the agreed weights as they are hashed: fp32, little-endian, in the model's order
+        leaves.bin            the digests of its pieces, which lead to the root; without it they are worked out
         checkpoint.json       which round this is, and both files' sizes and BLAKE3 digests, as `b3sum` prints them
 
 A directory gets its name when all in it is on the disk. Its number says which was made later: a branch that has lost
@@ -27,7 +28,7 @@ from blake3 import blake3
 from msgspec import Meta, Struct
 
 from p2ptrain.core.saving import Journal, Judgement
-from p2ptrain.digest import PIECE_BYTES, digest, piece_count
+from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, digest, leaf_digest, piece_count, proves
 from p2ptrain.errors import DataError
 from p2ptrain.files import (
     PARTIAL_SUFFIX,
@@ -43,6 +44,7 @@ from p2ptrain.files import (
 )
 
 STAMP_NAME, TRAINER_NAME, STATE_NAME = "checkpoint.json", "trainer.safetensors", "state.bin"
+LEAVES_NAME = "leaves.bin"
 STAMP_BYTES_MAX = 65_536  # a stamp has 600 bytes
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
@@ -131,6 +133,21 @@ class Checkpoint(Struct, frozen=True):
     def state_bytes(self) -> int:
         return self.stamp.state.bytes
 
+    def leaves(self) -> bytes:
+        """The digests of the state's pieces in a row: from beside it, or from the state itself, which is then read
+        whole. Nothing if those do not lead to the root either: it is damaged, or its root covers only a part of it.
+        """
+        size = self.state_bytes
+        try:
+            kept = read_regular(self.path / LEAVES_NAME, DIGEST_BYTES * piece_count(size))
+        except DataError as error:
+            _log.warning("digests of a saved state are worked out again", why=str(error))
+            kept = None
+        if kept is not None and proves(kept, size, self.root):
+            return kept
+        found = b"".join(leaf_digest(at, self.read_piece(at) or b"") for at in range(piece_count(size)))
+        return found if proves(found, size, self.root) else b""
+
     def read_piece(self, index: int) -> bytes | None:
         """A piece of the agreed weights for a peer, who checks it; None if there is none, or it is gone."""
         if not 0 <= index < piece_count(self.state_bytes):
@@ -170,8 +187,10 @@ class Checkpoints:
         trained: int,
         save: Callable[[Path], None],
         weights: bytes | memoryview,
+        leaves: bytes = b"",
     ) -> Checkpoint:
-        """Make the state of a round last: `save` writes the trainer's file, `weights` are the agreed ones."""
+        """Makes the state of a round last: `save` writes the trainer's file, `weights` are the agreed ones, and
+        `leaves` the digests of their pieces, if they lead to the root."""
         made = max((int(path.name[:8]) for path in self._directories()), default=0) + 1
         path = self.directory / f"{made:08d}-round-{number}"
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -195,6 +214,8 @@ class Checkpoints:
                     trainer=FileStamp(*trainer_digest.result()),
                     state=FileStamp(memoryview(weights).nbytes, state_digest.result()),
                 )
+                if leaves:
+                    write_file(partial / LEAVES_NAME, leaves)
                 write_file(partial / STAMP_NAME, stamp.encoded())
                 sync(partial)
                 rename(partial, path)
@@ -245,7 +266,7 @@ class Checkpoints:
     def export(self, checkpoint: Checkpoint, target: Path, beside: Mapping[str, bytes]) -> None:
         """A copy in a directory of its own, and checked there; `beside` are the files that it is read with."""
         if target.exists():
-            raise DataError(f"{target}: there is something already")
+            raise DataError(f"{target}: it exists already")
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
         forget(partial)
         with trouble(target):

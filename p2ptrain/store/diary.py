@@ -42,7 +42,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     # Sums come out otherwise with another number of these; 0: not told, or no limit.
     threads: Count = 0  # of torch
-    sequences: Count = 0  # of a pass, at most
+    sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not told, or no limit
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ from p2ptrain.learn import model as model_module
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.memory import Passes, need_of
+from p2ptrain.learn.memory import PassSettings, need_of
 from p2ptrain.learn.root import state_root
 from p2ptrain.learn.selection import largest
 from p2ptrain.learn.trainer import Trainer
@@ -214,13 +214,13 @@ def test_out_of_memory_it_trains_on_with_fewer_sequences(
     """The device itself refuses: what is left is a third of what a pass takes."""
     run = larger_run(dataset)
     trainer = Trainer(run, on_device(), dataset)
-    with memory_of_bytes(need_of(run, Passes(device=DEVICE.type)).activations // 3):
+    with memory_of_bytes(need_of(run, PassSettings(device=DEVICE.type)).activations // 3):
         loss = trainer.train(0, 0, 1)[0].loss
         payload = trainer.contribute(0)
         trainer.apply(0, [payload])
     assert 5 < loss < 6.5
     if DEVICE.type == "cuda":
-        assert 1 <= trainer.live.sequences_max <= 16
+        assert 1 <= trainer.live.sequences_per_pass <= 16
         assert "out of memory in a pass of 32 sequences (cuda" in caplog.text
 
 
@@ -235,7 +235,7 @@ def test_what_it_takes_is_what_was_told(dataset: TokenDataset) -> None:
         trainer.train(0, 0, 1)
         trainer.apply(0, [trainer.contribute(0)] * 10)
         took = torch.cuda.max_memory_allocated(DEVICE) - before
-        need = need_of(run, Passes(autocast == "bf16", device="cuda"))
+        need = need_of(run, PassSettings(autocast == "bf16", device="cuda"))
         sys.stdout.write(f"told {need.trainer}, took {took}: {need.of_trainer()}\n")
         assert need.trainer == pytest.approx(took, rel=0.1)
         del trainer
