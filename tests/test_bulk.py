@@ -161,8 +161,8 @@ async def long_frame(request: Request) -> bytes:
 BLAMED: dict[str, tuple[Answer, str]] = {
     "a wrong piece": (wrong_piece, "a wrong piece"),
     "a piece that is too short": (short_piece, "a wrong piece"),
-    "a piece that was not asked for": (other_piece, "an answer to another question"),
-    "an account instead of a piece": (account_for_a_piece, "an answer to another question"),
+    "a piece that was not asked for": (other_piece, "an answer to another request"),
+    "an account instead of a piece": (account_for_a_piece, "an answer to another request"),
     "garbage": (garbage, "not a reply"),
     "a reply with something after it": (not_canonical, "not a reply"),
     "a long frame of nothing": (long_frame, "not a reply"),
@@ -170,11 +170,11 @@ BLAMED: dict[str, tuple[Answer, str]] = {
     "no leaves": (honest(BLOB, leaves=b""), "digests that do not lead"),
     "too many leaves": (honest(BLOB, leaves=BLOB.leaves + bytes(32)), "digests that do not lead"),
     "a wrong size": (honest(BLOB, size=BLOB.size + 1), "where"),
-    "a huge size": (honest(BLOB, size=60_000 * PIECE), "an account of other pieces"),
+    "a huge size": (honest(BLOB, size=60_000 * PIECE), "a list of pieces that does not match"),
     "a size beyond the protocol": (honest(BLOB, size=60_000 * PIECE + 1), "not a reply"),
-    "pieces beyond the end": (honest(BLOB, held=b"\x7f"), "an account of other pieces"),
-    "a long list of pieces": (honest(BLOB, held=bytes(2)), "an account of other pieces"),
-    "counts of other pieces": (honest(BLOB, given=bytes(5)), "an account of other pieces"),
+    "pieces beyond the end": (honest(BLOB, held=b"\x7f"), "a list of pieces that does not match"),
+    "a long list of pieces": (honest(BLOB, held=bytes(2)), "a list of pieces that does not match"),
+    "counts of other pieces": (honest(BLOB, given=bytes(5)), "a list of pieces that does not match"),
     "too many holders": (honest(BLOB, holders=tuple(key(n) for n in range(17))), "not a reply"),
 }
 
@@ -208,7 +208,7 @@ async def test_a_state_that_changes_its_size_is_a_lie() -> None:
         liar = await lie(network, 100, [me], answer)
         with pytest.raises(FetchError):
             await me.fetch(name, 10 * PIECE, liar)
-        assert me.blamed == [(liar, f"a blob of {6 * PIECE} bytes that now has {7 * PIECE}")]
+        assert me.blamed == [(liar, f"a blob of {6 * PIECE} bytes that now claims {7 * PIECE}")]
 
 
 async def silence(request: Request) -> None:

@@ -52,7 +52,7 @@ def test_a_port_in_use_is_named_with_what_to_do(swarm: Swarm) -> None:
         assert first.until_ended() == 2
     assert first.text.splitlines()[-1] == (
         f"network.listen: {address} is in use by another program. "
-        "Stop it, perhaps a node of yours, or take another port"
+        "Stop it (perhaps another node of yours), or choose another port"
     )
 
 

@@ -248,7 +248,7 @@ async def test_whoever_asks_nothing_is_let_go() -> None:
 @skipping_time
 async def test_what_a_peer_is_instead_is_told_in_words() -> None:
     asking, asked = await two()
-    assert await inquiry.why_not(asking, B) == "is no node of p2ptrain, or of a version that this one does not speak"
+    assert await inquiry.why_not(asking, B) == "is not a p2ptrain node, or runs an incompatible version"
     answers = [Runs(), Runs((RunInfo(RUN, "other", 5, 2),))]
     await inquiry.serve(asked, lambda peer, question: answers.pop(0))
     assert await inquiry.why_not(asking, B) == "takes part in no run"

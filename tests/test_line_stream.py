@@ -200,7 +200,7 @@ MALFORMED = {
     "an integer in nine bytes": msgspec.msgpack.encode(["ask history", bytes(32), 7])[:-1] + b"\xcf" + (7).to_bytes(8),
     "an empty history": msgspec.msgpack.encode(["history", 0]),
     "too long a history": msgspec.msgpack.encode(["history", HISTORY_BYTES_MAX + 1]),
-    "a part of no history": encode(HistoryPart(b"x")),
+    "a part without a history": encode(HistoryPart(b"x")),
     "deep nesting": b"\x91" * 100_000,
 }
 
@@ -410,7 +410,7 @@ async def test_only_so_many_histories_are_asked_for_at_once() -> None:
         for number in range(line.QUESTIONS_MAX + 1):
             lines.ask_history(key(100 + number), bytes(32), 3)
         await until(lambda: len(ear.none) == 1)
-        assert ear.none == [(key(100 + line.QUESTIONS_MAX), "too many others are asked already")]
+        assert ear.none == [(key(100 + line.QUESTIONS_MAX), "too many requests are open already")]
 
 
 @skipping_time

@@ -57,7 +57,7 @@ async def test_a_p2pd_that_dies_is_back_with_all_that_it_did(make: Make, caplog:
         await nodes[mortal].announce("run", bytes([mortal]), 60)
         assert (await nodes[other].look_up("run"))[nodes[mortal].me] == bytes([mortal])
         assert time.monotonic() - started_at < 10
-    assert caplog.text.count("p2pd ended (status -9) and is started again") == 2
+    assert caplog.text.count("p2pd ended (status -9) and is being restarted") == 2
 
 
 async def test_who_left_and_comes_again_hears_gossip_at_once(make: Make, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
         thief.bind((host, int(port)))
         thief.listen()
         os.kill(node._supervisor.process.pid, signal.SIGKILL)
-        await until(lambda: caplog.text.count("p2pd cannot be started, and will be tried again: network.listen") >= 2)
+        await until(lambda: caplog.text.count("p2pd cannot be started, will retry: network.listen") >= 2)
         assert node.counters()["p2pd restarts"] == 0
     assert await node.peers() == {}  # it waits
     assert node.counters()["p2pd restarts"] == 1
@@ -115,7 +115,7 @@ async def test_a_p2pd_that_has_lost_its_relay_for_good_is_started_again(
 
     monkeypatch.setattr(node._relay_loss, "look", look)
     await until(lambda: node.counters()["p2pd restarts"] == 1)
-    assert "a new p2pd has a place there sooner" in caplog.text
+    assert "a new p2pd gets a slot sooner" in caplog.text
     assert looked_at[0] == node._routes
     monkeypatch.undo()
     await until(lambda: not node._relay_loss.is_mendable)
@@ -132,9 +132,7 @@ async def test_a_p2pd_that_hangs_is_ended_and_started_again(
     with monkeypatch.context() as patch:
         patch.setattr(p2pd, "CONTROL_SECONDS", 0)  # and one more
         os.kill(nodes[1]._supervisor.process.pid, signal.SIGSTOP)
-        await until(
-            lambda: "to be started again: no answer to 3 questions in a row; the last: no answer" in caplog.text
-        )
+        await until(lambda: "to restart it: no answer to 3 requests in a row; the last: no answer" in caplog.text)
     await until(lambda: nodes[1].counters()["p2pd restarts"] == 1)
     assert await _meet_again(nodes[1], nodes[0]) == [b"out", b"in"]
     assert nodes[0].counters()["p2pd restarts"] == 0

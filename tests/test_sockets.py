@@ -121,7 +121,7 @@ async def test_without_any_place_it_is_said_and_tried_again(place: Path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", str(place / "none"))
     sockets = Sockets(place, Accepted())
     shutil.rmtree(place.parent)
-    with pytest.raises(TransportError, match=r"no sockets in .*: No such file or directory"):
+    with pytest.raises(TransportError, match=r"cannot open sockets in .*: No such file or directory"):
         await sockets.open()
     place.parent.mkdir()
     await sockets.open()

@@ -88,7 +88,7 @@ async def test_a_p2pd_that_hangs_is_ended_and_one_that_is_slow_is_not(
     looks: str, restarts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await Watched(looks).run() == restarts
-    assert caplog.text.count("p2pd is ended, to be started again: no answer to 3 questions") == restarts
+    assert caplog.text.count("killing p2pd to restart it: no answer to 3 requests") == restarts
     assert len(caplog.records) == restarts  # nothing is said of one that is slow
 
 
@@ -100,7 +100,7 @@ async def test_a_p2pd_that_is_of_no_use_is_ended_at_once(caplog: pytest.LogCaptu
 
     watched.on_look = lose
     assert await watched.run() == 1
-    assert "is ended, to be started again: its sockets are gone" in caplog.text
+    assert "killing p2pd to restart it: its sockets are gone" in caplog.text
 
 
 async def test_looks_at_a_p2pd_that_ends_by_itself_do_not_count_for_the_next() -> None:

@@ -1,4 +1,4 @@
-"""Sources of blobs: a stream to a peer, what it has of a blob, and the limits that all fetches share."""
+"""Sources of blobs: a stream to a peer, the pieces it has, and the limits that all fetches share."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport
 
 OPEN_SECONDS = 10.0
-PIECE_SECONDS = 20.0  # without an answer, and the source is dropped: 52 KB/s
+PIECE_SECONDS = 20.0  # without an answer before a source is dropped: 52 KB/s
 
 
 class SourceError(P2ptrainError):
-    """A source that did not give what we want, without having broken a rule."""
+    """A source that did not deliver, without having broken a rule."""
 
 
 _ZERO = bytes(b"01"[value == 0] for value in range(256))
@@ -40,7 +40,7 @@ _ONE = bytes(b"01"[value == 1] for value in range(256))
 
 
 def pick(pieces: int, rng: Random) -> int:
-    """One of these pieces, at random."""
+    """Picks one of these pieces at random."""
     assert pieces
     start = rng.randrange(pieces.bit_length())
     later = pieces >> start
@@ -49,19 +49,19 @@ def pick(pieces: int, rng: Random) -> int:
 
 
 class Source:
-    """A stream to a peer, and what it has of a blob."""
+    """A stream to a peer, and the pieces of a blob that it has."""
 
     def __init__(self, stream: Stream, name: BlobName, traffic: Counter[str]) -> None:
         self.stream, self.name, self._traffic = stream, name, traffic
         self.size = -1
         self.leaves = b""
         self.held = 0
-        self.rarity: tuple[int, ...] = ()  # pieces given out never, once, more often
+        self.rarity: tuple[int, ...] = ()  # pieces it gave out never, once, more often
         self.holders: tuple[bytes, ...] = ()
-        self.asked: deque[int | None] = deque()  # pieces, in order; None: what there is
+        self.asked: deque[int | None] = deque()  # pieces in order; None: its list of pieces
         self.at = asyncio.get_running_loop().time()  # when it last answered
-        self.put_off = 0  # pieces
-        self.insisted = 0  # pieces
+        self.put_off = 0  # pieces it put us off with
+        self.insisted = 0  # pieces we insisted on
 
     async def ask(self, request: Request) -> None:
         self.asked.append(request.index if isinstance(request, Piece) else None)
@@ -71,7 +71,7 @@ class Source:
         self._traffic[f"sent {self.name.kind}"] += len(data)
 
     async def reply(self) -> Reply:
-        """The answer to the oldest question; RemoteProtocolError if it is none."""
+        """Reads the answer to the oldest request. RemoteProtocolError if it is not one."""
         async with asyncio.timeout(PIECE_SECONDS):
             data = await self.stream.receive(FRAME_BYTES_MAX)
         self._traffic[f"received {self.name.kind}"] += len(data)
@@ -86,16 +86,16 @@ class Source:
             case Nothing(why):
                 raise SourceError(f"has nothing: {why}")
             case _:
-                raise RemoteProtocolError("an answer to another question")
+                raise RemoteProtocolError("an answer to another request")
         return reply
 
     def _note(self, have: Have) -> None:
         pieces = piece_count(have.size)
         held = int.from_bytes(have.held, "little")
         if len(have.given) != pieces or len(have.held) != -(-pieces // 8) or held >> pieces:
-            raise RemoteProtocolError(f"an account of other pieces than {have.size} bytes have")
+            raise RemoteProtocolError(f"a list of pieces that does not match {have.size} bytes")
         if self.size not in (-1, have.size):
-            raise RemoteProtocolError(f"a blob of {self.size} bytes that now has {have.size}")
+            raise RemoteProtocolError(f"a blob of {self.size} bytes that now claims {have.size}")
         self.size, self.held, self.holders = have.size, held, have.holders
         self.leaves = have.leaves or self.leaves
         counts = have.given[::-1]
@@ -104,15 +104,15 @@ class Source:
 
 
 class Places:
-    """For streams to one peer."""
+    """The slots for our streams to one peer."""
 
     def __init__(self) -> None:
         self.free = asyncio.Semaphore(STREAMS_PER_PEER_MAX)
-        self.users = 0  # who have one, or wait for it
+        self.users = 0  # tasks that have a slot or wait for one
 
 
 class Sources:
-    """Whom a node fetches from, in one run."""
+    """Opens streams to the peers from which a run's blobs are fetched, within their limits."""
 
     def __init__(
         self,
@@ -126,12 +126,12 @@ class Sources:
         self.protocol = bulk_protocol(run_id)
         self.transport, self.download, self.blame, self.rng = transport, download, blame, rng
         self.counts: Counter[str] = Counter()
-        self.traffic: Counter[str] = Counter()  # bytes by way and kind
+        self.traffic: Counter[str] = Counter()  # bytes by direction and kind
         self._places: dict[bytes, Places] = {}
 
     @asynccontextmanager
     async def opened(self, peer: bytes, name: BlobName) -> AsyncIterator[Source]:
-        """A stream to a source, of as many as it serves us at once, for as long as it is used."""
+        """Opens a stream to a source, when one of its slots is free, and closes it at the end."""
         places = self._places.setdefault(peer, Places())
         places.users += 1
         try:
@@ -148,7 +148,7 @@ class Sources:
                 del self._places[peer]
 
     async def may_ask(self, source: Source, size: int) -> bool:
-        """Whether the download limit lets us ask for so much now; with nothing on its way we wait until it does."""
+        """Returns whether the download limit allows a request of this size; waits for it if none is in flight."""
         if self.download.take_now(size):
             return True
         if source.asked:
