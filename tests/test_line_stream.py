@@ -1,4 +1,4 @@
-"""Lines: small messages and histories to one peer arrive, are bounded, and survive streams that break."""
+"""Small messages and histories to one peer arrive, are bounded, and survive broken streams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = bytes(16)
 
 
 class Ear:
-    """What a node hears."""
+    """Records the messages and histories that a node receives."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[bytes, LineMessage]] = []
@@ -237,7 +237,7 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
         assert ear_b.heard == [(A, AskHistory(bytes(32), 3))]
         history = some_bytes(20 * 2**20 + 17)
         assert other.post(A, TellHistory(history))
-        assert not other.post(A, TellHistory(history))  # one at a time
+        assert not other.post(A, TellHistory(history))  # one history at a time
         other.post(A, Deliver((b"before",)))
         await until(lambda: other._outgoing[A].history_sent > 2**22)
         other.post(A, Deliver((b"between",)))
@@ -291,7 +291,7 @@ async def test_what_a_history_takes_of_the_limits_other_things_wait_for() -> Non
         began = asyncio.get_running_loop().time()
         assert began < 2.0, "it did not wait itself"
         for limit in limits:
-            assert limit.take_now(2**20)  # which has come meanwhile
+            assert limit.take_now(2**20)  # refilled meanwhile
         await asyncio.gather(*(limit.take(2**20) for limit in limits))
         assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, rel=0.05)  # at half the rate
     for node in (a, b):

@@ -254,7 +254,7 @@ class P2pd:
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self._control.guardian())
         if (found := await self._identify()) != id_bytes_of(self.me):
-            raise TransportError(f"p2pd has the id {found.hex()} with the key of {peer_id_of(self.me)}")
+            raise TransportError(f"p2pd reports the id {found.hex()}, not {peer_id_of(self.me)}")
         self._dht = await Dht.start(control, self._validator, self._storage)
         while missing := self._streams.handlers.keys() - self._registered:  # more may be added meanwhile
             await self._register(missing.pop())
@@ -373,7 +373,7 @@ class P2pd:
         try:
             reader, writer = await self._control.open_stream(peer, protocol)
         except TransportError as error:
-            raise TransportError(f"no stream {protocol} to {peer_id_of(peer)}: {error}") from error
+            raise TransportError(f"cannot open a {protocol} stream to {peer_id_of(peer)}: {error}") from error
         return self._streams.add(peer, protocol, reader, writer)
 
     # -------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""One tree from several sources at once, while others fetch it from us.
+"""Fetches one tree from several sources at once, while other peers fetch it from us.
 
-From each source come the pieces that it gave out least, in random order, so that many who fetch the same blob from its
-author take different pieces and then exchange them; whom a source names as holders are asked too. When nothing has
-moved for a while, we insist on what we were put off with, and ask others for what we wait for elsewhere.
+From each source we request the pieces that it gave out least, in random order, so that many peers that fetch the same
+blob from its author take different pieces and then exchange them; the holders that a source names are asked too. When
+nothing has arrived for a while, we insist on pieces we were put off with, and request pieces that are late elsewhere.
 
-Nobody keeps the others out by giving little or nothing: while others wait, only the fastest source has its place for
-longer than its turn. Turns double, so that those who are all slow get time for a piece.
+A source cannot block the others by sending little or nothing: while others wait, only the fastest one keeps its slot
+for longer than its lease. Leases double, so that even sources that are all slow get time for a piece.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from p2ptrain.net.sources import PIECE_SECONDS, Source, SourceError, Sources, pi
 from p2ptrain.net.transport import TransportError
 
 SOURCES_AT_ONCE = 4
-NAMED_AT_ONCE = 3  # of them, that were only named by others: so one who was told of by the core has a place
-TURN_SECONDS = 5.0  # the first of a source; then twice as long each time
+NAMED_AT_ONCE = 3  # of these, sources named only by peers: so one slot is left for those that the core knows
+TURN_SECONDS = 5.0  # a source's first lease; doubles each time
 TURN_DOUBLINGS_MAX = 8
-SOURCES_MAX = 64  # of a fetch, with those that were learnt from others
-PIPELINE = 4  # pieces asked for ahead: hides the way there and back up to 4 MiB, 30 ms at a gigabit
-REFRESH_PIECES = 8  # until a source is asked again what it has, and has given to others; at first after one
-STALL_SECONDS = 5.0  # without a piece from anywhere, and we insist
-ALONE_SECONDS = 1.0  # the same, when nobody else answers who might give us what we were put off with
-INSIST_SECONDS = 0.5  # between insisting and insisting on more, as long as nothing comes by itself
-POLL_SECONDS = 0.05  # until a source that had nothing new is asked again; doubles
+SOURCES_MAX = 64  # per fetch, including those named by peers
+PIPELINE = 4  # requests in flight per source: 4 MiB hide a round trip of 30 ms at 1 Gbit/s
+REFRESH_PIECES = 8  # between requests for a source's list of pieces; at first one
+STALL_SECONDS = 5.0  # without a piece from any source before we insist
+ALONE_SECONDS = 1.0  # the same when no other source answers that might send us the piece
+INSIST_SECONDS = 0.5  # before insisting on more, as long as nothing arrives by itself
+POLL_SECONDS = 0.05  # before a source that had nothing new is asked again; doubles
 POLL_SECONDS_MAX = 0.8
-POLLS_MAX = 5  # in vain, over 1.5 s; then another source gets its turn, if there is one
+POLLS_MAX = 5  # in vain, over 1.5 s, before another waiting source gets the slot
 
 Failed: TypeAlias = Callable[[bytes, str], None]
 T = TypeVar("T")
 
 
 async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
-    """Do what may wait for a disk in a thread."""
+    """Runs work on a blob, in a thread if it may wait for a disk."""
     return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
 
 
 @dataclass(slots=True)
 class Turn:
-    """Of a source that has a place."""
+    """A source's use of a slot."""
 
     began: float
     ends: float  # if others wait
     task: asyncio.Task[None] | None = None
     source: Source | None = None
-    pieces: int = 0  # that we got in it
-    is_over: bool = False  # another one gets the place, and this source waits for its next turn
+    pieces: int = 0  # received under it
+    is_over: bool = False  # the slot goes to another source, and this one queues again
 
     def speed(self, now: float) -> float:
-        """Pieces a second; one that just came is not taken for fast."""
+        """Pieces per second, counted over at least TURN_SECONDS so that a newcomer does not seem fast."""
         return self.pieces / max(now - self.began, TURN_SECONDS)
 
 
 class Relay:
-    """One fetch of a tree, from several sources at once."""
+    """A fetch of one tree from several sources at once."""
 
     def __init__(
         self,
@@ -80,19 +80,19 @@ class Relay:
         self.failed, self.begun = failed, begun
         self.size, self.leaves = -1, b""
         self.missing = 0  # pieces, once the size is known
-        self.flying: dict[int, list[Source]] = {}  # by piece: from whom it is expected
+        self.flying: dict[int, list[Source]] = {}  # by piece: the sources it was requested from
         self.flying_since: dict[int, float] = {}
         self.first = frozenset(first)
         self.known = set(first[:SOURCES_MAX]) | {sources.transport.me}
         self.waiting = deque(first[:SOURCES_MAX])
         self.working: dict[bytes, Turn] = {}
-        self.turns: Counter[bytes] = Counter()  # that each has had
+        self.turns: Counter[bytes] = Counter()  # how many each source has had
         self.failures: dict[bytes, str] = {}
-        self.broken: DataError | None = None  # of the sink: our world, not theirs
+        self.broken: DataError | None = None  # an error of the sink: our disk, not the sources' fault
         self.changed = asyncio.Event()
         self.beginning = asyncio.Lock()
         self.moved_at = asyncio.get_running_loop().time()
-        self.insists, self.rounds = 0, 0  # pieces that we may insist on now, and how often we came to that
+        self.insists, self.rounds = 0, 0  # pieces we may insist on now; how often we got to that point
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -107,7 +107,7 @@ class Relay:
                     async with asyncio.timeout_at(self._end_turns()):
                         await self.changed.wait()
                 except TimeoutError:
-                    pass  # a turn ends
+                    pass  # time to end one
             for turn in self.working.values():
                 assert turn.task is not None
                 turn.task.cancel()
@@ -124,10 +124,10 @@ class Relay:
         return self._is_complete() or self.broken is not None or not (self.waiting or self.working)
 
     # ---------------------------------------------------------------------------------------------------
-    # Whose turn it is
+    # Slots
 
     def _next(self) -> bytes | None:
-        """Who waits and may have a place."""
+        """Takes the next waiting source that may have a slot."""
         for peer in self.waiting:
             if self._may_work(peer):
                 self.waiting.remove(peer)
@@ -139,11 +139,11 @@ class Relay:
         return peer in self.first or named < NAMED_AT_ONCE
 
     def _is_place_wanted(self, peer: bytes) -> bool:
-        """Whether another source would get the place of this one."""
+        """Whether another source is waiting for this one's slot."""
         return any(self._may_work(each, peer) for each in self.waiting)
 
     def _end_turns(self) -> float | None:
-        """End the turns that are up, if others wait; and say when the next one will be."""
+        """Ends expired leases if other sources wait, and returns when the next one expires."""
         now = asyncio.get_running_loop().time()
         fastest = max(self.working.values(), key=lambda turn: turn.speed(now), default=None)
         for peer, turn in self.working.items():
@@ -158,7 +158,7 @@ class Relay:
         return min(to_come, default=None)
 
     # ---------------------------------------------------------------------------------------------------
-    # A source
+    # One source
 
     async def _work(self, peer: bytes, turn: Turn) -> None:
         why = ""
@@ -187,7 +187,7 @@ class Relay:
                 self.failed(peer, why)
 
     async def _pull(self, source: Source, turn: Turn) -> None:
-        """Take from a source until there is nothing missing, or another one had better have its place."""
+        """Takes pieces from a source until none is missing, or until its slot is better given to another one."""
         await self._look(source, leaves=not self.leaves)
         since, refresh, polls = 0, 1, 0
         while self.missing:
@@ -201,10 +201,10 @@ class Relay:
                 continue
             polls += 1
             now = asyncio.get_running_loop().time()
-            rate = self.sources.download.rate  # under a low limit, we may be what others wait for
+            rate = self.sources.download.rate  # under a low limit, the delay may be our own
             if now - self.moved_at > PIECE_SECONDS + (SOURCES_AT_ONCE * PIECE_BYTES / rate if rate else 0.0):
                 raise SourceError("has nothing of what is missing")
-            is_empty = not self.missing & source.held & ~source.put_off  # what it has may be on its way from elsewhere
+            is_empty = not self.missing & source.held & ~source.put_off  # missing: also those in flight
             if is_empty and polls > POLLS_MAX and self._is_place_wanted(source.stream.peer):
                 turn.is_over = True
                 return
@@ -216,7 +216,7 @@ class Relay:
         await self._take(source, await source.reply())
 
     async def _ask(self, source: Source, refresh: bool) -> None:
-        """Fill the pipeline."""
+        """Fills the pipeline of a source."""
         if refresh and None not in source.asked:
             await source.ask(Want(self.name.kind, self.name.name, leaves=False))
         while len(source.asked) < PIPELINE and (choice := self._choose(source)) is not None:
@@ -224,7 +224,7 @@ class Relay:
             if not await self.sources.may_ask(source, piece_bytes(self.size, index)):
                 return
             if not self.missing >> index & 1:
-                continue  # it came from elsewhere meanwhile
+                continue  # another source has sent it meanwhile
             self.flying.setdefault(index, []).append(source)
             self.flying_since.setdefault(index, asyncio.get_running_loop().time())
             if insist:
@@ -262,7 +262,7 @@ class Relay:
                 raise AssertionError("that was an error before")
 
     async def _learn(self, source: Source) -> None:
-        """What a source has; from the first one whose digests lead to the name, how large it is."""
+        """Takes note of a source's list of pieces; the first source whose digests prove the name sets the size."""
         if source.size > self.limit or (self.name.kind == "payload" and source.size != self.limit):
             raise RemoteProtocolError(f"{self.name} of {source.size} bytes, where {self.limit} are right")
         async with self.beginning:
@@ -282,7 +282,7 @@ class Relay:
             self.changed.set()
 
     async def _begin(self, size: int, leaves: bytes) -> None:
-        """Make room, and check what is there from the last time."""
+        """Makes room, and checks the pieces left from an earlier fetch."""
         await aside(self.sink, self.sink.begin, size, leaves)
         for index in range(piece_count(size)):
             if self.sink.held >> index & 1:
@@ -299,10 +299,10 @@ class Relay:
             self.changed.set()
 
     # ---------------------------------------------------------------------------------------------------
-    # What to ask for
+    # Choosing pieces
 
     def _choose(self, source: Source) -> tuple[int, bool] | None:
-        """A piece to ask a source for, and whether to insist: first what it gave to nobody else."""
+        """Chooses a piece to request from a source, first those it gave to nobody, and whether to insist."""
         rng, now = self.sources.rng, asyncio.get_running_loop().time()
         asked = sum(1 << index for index in source.asked if index is not None)
         can = self.missing & source.held & ~asked
@@ -318,17 +318,17 @@ class Relay:
         return None
 
     def _is_late(self, index: int, source: Source, now: float) -> bool:
-        """Whether a piece had better come from this source too: from where we wait for it comes nothing, or little."""
+        """Whether to request a piece from this source too, since those it is expected from are slow or silent."""
         them, mine = self.flying[index], self.working[source.stream.peer].speed(now)
         if now - self.moved_at > STALL_SECONDS:
-            return True  # else those who give a right account and then nothing would keep it to themselves by turns
+            return True  # otherwise sources that only list pieces could hold it up in turn
         if any(now - each.at > STALL_SECONDS for each in them):
             return True
         is_quick = all(mine > 2 * self.working[each.stream.peer].speed(now) for each in them)
         return is_quick and now - self.flying_since[index] > STALL_SECONDS
 
     def _may_insist(self, source: Source, now: float) -> bool:
-        """A few pieces at first, and more as long as nothing comes by itself."""
+        """Whether to insist: on a few pieces at first, and on more while nothing arrives by itself."""
         others = [turn.source for turn in self.working.values() if turn.source not in (None, source)]
         if any(each and each.size >= 0 and now - each.at < STALL_SECONDS for each in others):
             stall = STALL_SECONDS
@@ -346,6 +346,6 @@ class Relay:
             del self.flying[index], self.flying_since[index]
 
     def _land(self, source: Source) -> None:
-        """What a source still owed is free for others."""
+        """Frees the pieces that a source still owed for other sources."""
         for index in [index for index, expected in self.flying.items() if source in expected]:
             self._arrive(source, index)
