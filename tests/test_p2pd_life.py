@@ -312,5 +312,5 @@ def test_of_hivemind_only_the_parts_are_imported_that_are_used() -> None:
 async def test_a_message_from_p2pd_that_is_too_long_is_not_read() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(b"\xff\xff\xff\xff\x7f")
-    with pytest.raises(TransportError, match="sends a message of"):
+    with pytest.raises(TransportError, match="sent a message of"):
         await frames.read_message(reader, 1_000)

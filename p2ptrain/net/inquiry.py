@@ -38,7 +38,7 @@ SECONDS = 15.0
 
 
 class AskRuns(Struct, frozen=True, array_like=True, tag="runs"):
-    """Which runs do you take part in?"""
+    """Asks which runs the peer takes part in."""
 
 
 class AskConfig(Struct, frozen=True, array_like=True, tag="config"):
@@ -46,19 +46,19 @@ class AskConfig(Struct, frozen=True, array_like=True, tag="config"):
 
 
 class AskStates(Struct, frozen=True, array_like=True, tag="states"):
-    """Which states of this run can be had from you?"""
+    """Asks which states of this run the peer serves."""
 
     run_id: Digest
 
 
 class AskPeers(Struct, frozen=True, array_like=True, tag="peers"):
-    """Where are other peers of this run?"""
+    """Asks for addresses of peers of this run."""
 
     run_id: Digest
 
 
 class AskSeen(Struct, frozen=True, array_like=True, tag="seen"):
-    """Which time is it on your clock, and which address do you see me at?"""
+    """Asks for the time on the peer's clock and the address at which it sees us."""
 
 
 class RunInfo(Struct, frozen=True, array_like=True):
