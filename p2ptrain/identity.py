@@ -88,7 +88,7 @@ class Identity:
 
 
 class RunSigner:
-    """Signs as this node for one run and verifies anyone's signatures, remembering those that were valid."""
+    """This node's signer for one run. It also verifies anyone's signatures and remembers the valid ones."""
 
     def __init__(self, identity: Identity, run_id: bytes) -> None:
         self._identity, self.run_id, self.key = identity, run_id, identity.key

@@ -67,7 +67,7 @@ def effects_digest(effects: Sequence[object]) -> str:
 
 
 class EventLog:
-    """Writes the events of one node to a file."""
+    """A file to which a node's events are written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -84,7 +84,7 @@ class EventLog:
 
 
 class NotingSigner:
-    """Wraps a signer and records the signatures it makes."""
+    """A wrapper that records the signatures made by another signer."""
 
     def __init__(self, signer: Signer) -> None:
         self.signer, self.run_id = signer, signer.run_id
@@ -99,7 +99,7 @@ class NotingSigner:
 
 
 class LoggedSigner:
-    """Replays the signatures in a log; a signature that the log does not have is all zeros."""
+    """A signer that replays the signatures in a log; one that the log does not have is all zeros."""
 
     def __init__(self, run_id: bytes) -> None:
         self.run_id = run_id

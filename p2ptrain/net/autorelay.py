@@ -52,7 +52,7 @@ async def relays_to_use(addresses: Iterable[str]) -> list[str]:
 
 
 class RelayLoss:
-    """Notices that p2pd has lost its relay, and that the relay answers again: a new p2pd would get a slot at once."""
+    """A watch on p2pd's relay: when it is lost and answers again, a restarted p2pd would get a slot at once."""
 
     def __init__(
         self,

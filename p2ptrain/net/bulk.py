@@ -126,7 +126,7 @@ def bulk_protocol(run_id: bytes) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts the pieces of a blob that were given out, and to whom."""
+    """The pieces of a blob that were given out: how often and to whom."""
 
     counts: bytearray  # by piece, up to 255
     until: float  # when these counts expire

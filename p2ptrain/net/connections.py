@@ -45,16 +45,16 @@ LOOK_SECONDS = 1.0  # between listings of the connected peers: a few hundred byt
 SPEAKS_SECONDS = 1.0  # before a peer that does not speak our protocol is asked again: it may be starting; doubles
 SPEAKS_SECONDS_MAX = 30.0
 STRANGER_TRIES = 3  # before the log says that a bootstrap takes no part in the run
-MEETINGS_AT_ONCE = 16  # for each standing
+MEETINGS_AT_ONCE = 16  # per priority
 MEETING_SECONDS = 5.0  # for a peer to show that it speaks our protocol; the same again at the next try
 DIAL_SECONDS = 1.0  # before a failed dial is repeated; doubles each time
 DIAL_SECONDS_MAX = 60.0
 STEADY_SECONDS = 30.0  # a connection that lasted this long is redialled at once when it is lost
-DIALS_AT_ONCE = 4  # for each standing
+DIALS_AT_ONCE = 4  # per priority
 DIAL_SECONDS_LIMIT = 20.0  # for all addresses of one peer: p2pd gives each 15 s, and another may answer at once
 LINKS_MAX = 48  # gossip needs a dozen; the rest shorten the path to payloads and histories
 RANGES_KEPT = 8  # anchors: links to different address ranges (/16, or /32 of IPv6), on top of all others
-KEEP_SECONDS = 60.0  # between tellings which peers to keep: p2pd forgets that when a connection breaks for a moment
+KEEP_SECONDS = 60.0  # before p2pd is told again which peers to keep: it forgets them with a broken connection
 KNOWN_MAX = 1_024  # peers with addresses; beyond that, those never reached are forgotten first
 ANNOUNCE_SECONDS = 300.0  # between announcements of our own addresses in the DHT
 HINT_SECONDS = 1_800.0  # how long such an announcement is valid
@@ -184,7 +184,7 @@ class Connections:
             known = self.known.get(peer)
             if known is not None and now - known.linked_at >= STEADY_SECONDS:
                 known.tries, known.next_at = 0, now
-            elif known is not None:  # accepting and hanging up is rated like not answering
+            elif known is not None:  # a peer that accepts and hangs up waits like one that does not answer
                 known.next_at = max(known.next_at, now + DIAL_SECONDS)
             self.lost(peer)
         self.strangers = {peer: each for peer, each in self.strangers.items() if peer in connected}
@@ -316,7 +316,7 @@ class Connections:
         return Standing.REACHED if known is not None and known.was_reached else Standing.HEARD_OF
 
     def _placed(self, wanted: list[bytes], busy: Collection[bytes], places: int) -> list[bytes]:
-        """Returns the first of the wanted peers, as many as still fit into the slots of their standing."""
+        """Returns the first of the wanted peers, as many as still fit into the slots of their priority."""
         taken = Counter(map(self._standing, busy))
         found = []
         for peer in wanted:

@@ -35,7 +35,7 @@ STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # stored here for the DHT, 4 KB e
 
 
 class Validator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Adapts records.py to hivemind's validator interface."""
+    """An adapter of records.py to hivemind's validator interface."""
 
     def __init__(self, identity: Identity, counters: Counter[str]) -> None:
         self._identity, self._counters, self._checker = identity, counters, Checker()

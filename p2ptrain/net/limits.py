@@ -14,7 +14,7 @@ DEBT_SECONDS = 60.0  # times the rate is the most debt; charges beyond it are no
 
 
 class TokenBucket:
-    """Limits the average rate. Its burst is a second's worth or one piece, whichever is larger."""
+    """A limit on the average rate, with a burst of a second's worth or one piece, whichever is larger."""
 
     def __init__(self, bytes_per_second: int) -> None:
         assert bytes_per_second >= 0, "0 means no limit"

@@ -67,7 +67,7 @@ def _unpacked(packed: bytes) -> bytes | None:
 
 
 class Checker:
-    """Checks records, but only as many per second as we can afford: anyone can send megabytes of them."""
+    """A check of records that is limited per second to what we can afford: anyone can send megabytes of them."""
 
     def __init__(self) -> None:
         self._second, self._checks = 0, 0

@@ -112,7 +112,7 @@ class Places:
 
 
 class Sources:
-    """Opens streams to the peers from which a run's blobs are fetched, within their limits."""
+    """The streams to the peers from which a run's blobs are fetched, and their limits."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class Turn:
 
 
 class Turns:
-    """Gives each peer one turn at a time, the longest unserved peer first."""
+    """The queue for uploads: one turn at a time per peer, the longest unserved peer first."""
 
     def __init__(self, upload: TokenBucket) -> None:
         self._upload, self._background = upload, TokenBucket(BACKGROUND_BYTES_PER_SECOND)
