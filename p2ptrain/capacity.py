@@ -1,8 +1,8 @@
-"""How much of this machine a process may take: what the machine has, or less in a container or a service with limits.
+"""The cores and memory available to this process: those of the machine, or fewer under the limits of a container.
 
 torch and psutil see the whole machine. A node in a container with two of 64 cores would train with 63 threads that
-stop one another, and `p2ptrain doctor` in one with 4 of 256 GB find that a large model fits. Linux tells in the control
-groups of the process that asks, each of which is limited by those above it (cgroups(7), versions 1 and 2).
+compete, and `p2ptrain doctor` in one with 4 of 256 GB would find that a large model fits. Linux keeps the limits in the
+control groups of the process, each of which is also limited by its parents (cgroups(7), versions 1 and 2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-LIMITS = (  # what is limited, what is taken, and how the files in it are called: version 2, and 1
+LIMITS = (  # file of the limit, file of the usage, prefix of keys in memory.stat: version 2, then 1
     ("memory.max", "memory.current", ""),
     ("memory.high", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -27,18 +27,18 @@ GROUPS_MOUNT, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """How many of them can work at a time, at least one."""
+    """The number of cores this process may use, at least one."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([allowed, *(max(1, ceil(share)) for share in _shares())])
 
 
 def free_memory_bytes() -> int:
-    """What could be taken now."""
+    """The memory that can be allocated now, under all limits."""
     return min([int(psutil.virtual_memory().available), *_rests()])
 
 
 def memory_bytes() -> int:
-    """Returns the machine's memory with swap, or the limit of the process where that is lower."""
+    """The machine's memory and swap, or the limit of the process if that is lower."""
     there = int(psutil.virtual_memory().total + psutil.swap_memory().total)
     return min(
         [there, *(most for group in _groups("memory") for name, _, _ in LIMITS for most in _numbers(group, name))]
@@ -46,7 +46,7 @@ def memory_bytes() -> int:
 
 
 def _shares() -> Iterator[float]:
-    """How many cores' time each group may use that has a limit."""
+    """Yields the CPU limit, in cores, of each group that has one."""
     for group in _groups("cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             match _numbers(group, *names):
@@ -55,7 +55,7 @@ def _shares() -> Iterator[float]:
 
 
 def _rests() -> Iterator[int]:
-    """What each group that has a limit may still take; files that were read make way."""
+    """Yields the bytes left to each group with a limit; the page cache counts as free."""
     for group in _groups("memory"):
         for limit, used, kept in LIMITS:
             match _numbers(group, limit), _numbers(group, used):
@@ -66,10 +66,10 @@ def _rests() -> Iterator[int]:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of the groups that this process is in, with those above; in a container the first is its own."""
+    """Yields the directories of this process's groups and their parents; in a container the first is its own."""
     try:
         lines = OWN_GROUPS.read_text().splitlines()
-    except OSError:  # not Linux, or it is hidden
+    except OSError:  # not Linux, or /proc is hidden
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -82,7 +82,7 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _numbers(group: Path, *names: str) -> list[int]:
-    """All that these files say; empty if one says something else: "max" and -1 are no limits."""
+    """Returns the numbers in these files; empty if one holds anything else: "max" and -1 mean no limit."""
     words = [word for name in names for word in _words(group / name)]
     return [int(word) for word in words] if all(word.isdigit() for word in words) else []
 
@@ -95,10 +95,10 @@ def _words(path: Path) -> list[str]:
 
 
 def return_large_blocks() -> None:
-    """Have the C library give each block of a mebibyte or more back to the system as soon as it is freed.
+    """Makes the C library return each freed block of 1 MiB or more to the system at once.
 
-    By itself glibc keeps blocks of up to 32 MiB, and the holes between them. Without holes training with checkpointing
-    takes half of the memory, and a quarter more time. Other C libraries have no such call.
+    By default glibc keeps blocks of up to 32 MiB, which fragments the heap. With this, training with checkpointing
+    takes half the memory and a quarter more time. Other C libraries have no such call.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)

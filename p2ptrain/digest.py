@@ -1,13 +1,12 @@
-"""Digests: BLAKE3 under a domain, and the Merkle tree whose leaves are pieces of 1 MiB.
+"""BLAKE3 digests with a domain, and the Merkle tree over pieces of 1 MiB.
 
-A digest names bytes together with what they are meant to be: the domain goes in first, so that a
-payload can never pass as a state piece. Trees (Merkle 1987; the shape is RFC 6962's) let a receiver
-check each piece as it arrives: an odd last node moves up unchanged, leaves and inner nodes have
-domains of their own, and the root also covers the number of bytes, so that no tree is a prefix of
-another.
+A digest covers bytes together with their purpose: the domain is hashed first, so that a payload can never pass as a
+state piece. Trees (Merkle 1987; in the shape of RFC 6962) let a receiver check each piece as it arrives: an odd last
+node moves up unchanged, leaves and inner nodes have domains of their own, and the root also covers the size in bytes,
+so that no tree is a prefix of another.
 
-A leaf of the package like config and errors: the core names payloads with it, `learn` the state, and
-the edges check pieces with it.
+This module imports nothing else of the package: the core names payloads with it, `learn` names the state, and the
+network checks pieces.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 DIGEST_BYTES = 32
-PIECE_BYTES = 2**20  # small enough to check and pass on while the next is on its way
+PIECE_BYTES = 2**20  # small enough to check and forward while the next one arrives
 
 
 def digest(domain: str, *parts: bytes | memoryview) -> bytes:
-    """The 32-byte name of `parts` as a `domain`."""
+    """Returns the 32-byte digest of `parts` in a `domain`."""
     hasher = blake3(derive_key_context=f"p2ptrain 1 {domain}")
     for part in parts:
         hasher.update(part)
@@ -42,14 +41,14 @@ def leaf_digest(index: int, piece: bytes | memoryview) -> bytes:
 
 
 def leaf_digests(data: bytes | memoryview) -> list[bytes]:
-    """Digests of all pieces of `data`."""
+    """Returns the digests of all pieces of `data`."""
     view = memoryview(data).cast("B")
     pieces = range(piece_count(len(view)))
     return [leaf_digest(index, view[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]) for index in pieces]
 
 
 def merkle_root(leaves: Sequence[bytes], size: int) -> bytes:
-    """The root over `leaves`, the digests of the pieces of `size` bytes."""
+    """Returns the root over `leaves`, the digests of the pieces of `size` bytes."""
     assert leaves, "a tree has at least one leaf"
     level = list(leaves)
     while len(level) > 1:

@@ -1,20 +1,20 @@
-"""The errors, sorted by who is to blame; this decides what happens next.
+"""The package's errors, by who is at fault, which decides what happens next.
 
-A peer broke the rules: `RemoteProtocolError`; it becomes evidence and life goes on. The user erred:
-`ConfigError`, which names the key and the fix (exit status 2). The world failed: `DataError`,
-`DeviceError`, `MemoryShortError` and `TrainingError`, which say what was found and where; or this machine itself is
-broken: `HardwareError` (exit status 4). We erred: `assert`, and the process ends.
+A peer broke the rules: `RemoteProtocolError`; it becomes evidence and the node goes on. The user made a mistake:
+`ConfigError`, which names the key and the fix (exit status 2). Something outside failed: `DataError`, `DeviceError`,
+`MemoryShortError` and `TrainingError`, which say what was found and where; or this machine itself is broken:
+`HardwareError` (exit status 4). Our own bug: `assert`, and the process ends.
 """
 
 from __future__ import annotations
 
 
 class P2ptrainError(Exception):
-    """The base of all errors that this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 class RemoteProtocolError(P2ptrainError):
-    """Bytes from a peer that no honest peer would have sent; `why` goes into the evidence."""
+    """A message that no honest peer would send; `why` goes into the evidence."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -22,7 +22,7 @@ class RemoteProtocolError(P2ptrainError):
 
 
 class ConfigError(P2ptrainError):
-    """A mistake in what the user wrote: where it stands, which key, what is wrong and how to mend it."""
+    """A mistake by the user: names the file, the key, the problem and the fix."""
 
     def __init__(self, problem: str, *, source: str = "", key: str = "", fix: str = "") -> None:
         self.problem, self.source, self.key, self.fix = problem, source, key, fix
@@ -32,22 +32,22 @@ class ConfigError(P2ptrainError):
 
 
 class DataError(P2ptrainError):
-    """Data or saved state that is missing, damaged or not what its digest promises."""
+    """Data or saved state that is missing, damaged or does not match its digest."""
 
 
 class DeviceError(P2ptrainError):
-    """A device that cannot do what it is asked for, and what to do about it."""
+    """A device that cannot do its job, with a fix."""
 
     def __init__(self, problem: str, *, fix: str) -> None:
         super().__init__(f"{problem}. {fix}")
 
 
 class HardwareError(P2ptrainError):
-    """This machine computes otherwise than all others: what says so, and what its owner has to do."""
+    """This machine computes different results than all others; says how we know and what its owner can do."""
 
 
 class TrainingError(P2ptrainError):
-    """A loss or gradient that is not finite: never a contribution."""
+    """A loss or gradient that is not finite, which must never be contributed."""
 
     def __init__(self, what: str, *, step: int, positions: list[int]) -> None:
         super().__init__(f"{what} is not finite in step {step} (sequence positions {positions})")
@@ -55,7 +55,7 @@ class TrainingError(P2ptrainError):
 
 
 class MemoryShortError(P2ptrainError):
-    """The device has no memory for it: what is taken of it, and which settings help."""
+    """The device ran out of memory; says what is in use and which settings help."""
 
 
 class NoDaemonError(P2ptrainError):
@@ -63,4 +63,4 @@ class NoDaemonError(P2ptrainError):
 
 
 class SilentDaemonError(NoDaemonError):
-    """There is one, as far as can be told: it may hang, or have broken off its answer."""
+    """A daemon seems to run for this data directory, but hangs or broke off its answer."""

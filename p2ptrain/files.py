@@ -1,15 +1,15 @@
-"""Files that survive a crash: the only place in which store and data sets change anything on the disk.
+"""Files that survive a crash; store and data sets change the disk only through this module.
 
-A file is written under a temporary name, synced, renamed, and its directory synced, so that after a power cut it is
-there as a whole or as it was before (Pillai et al., "All file systems are not created equal", OSDI 2014). What the
-system refuses becomes a `DiskError`, which names the file and says what to do.
+A file is written under a temporary name, synced and renamed, and its directory is synced, so that after a power cut the
+file is either complete or as it was before (Pillai et al., "All file systems are not created equal", OSDI 2014).
+Errors of the system become a `DiskError`, which names the file and says what to do.
 
-What a node has written itself is read by `read` and `entries`. They follow links: its owner may have moved a file or a
-directory to another disk and left a link.
+`read` and `entries` are for files that a node wrote itself. They follow links, since the owner may have moved a file or
+a directory to another disk and left a link.
 
-What somebody else may have put there is read by `open_regular`, `read_regular` and `listed`: a pipe would block for
-ever, a link lead anywhere, a device obey, and a file claim to be larger than any memory. Whoever only looks at a
-directory that may be of somebody else (an audit, an export, a data set) reads with these.
+`open_regular`, `read_regular` and `listed` are for files that may come from someone else: a pipe would block for ever,
+a link could lead anywhere, opening a device could trigger it, and a file could be larger than memory. Audit, export and
+data sets use these, since they read directories of others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from p2ptrain.errors import DataError
 
-PARTIAL_SUFFIX = ".partial"  # of what is still being written; left over after a crash, and removed
+PARTIAL_SUFFIX = ".partial"  # for files being written; removed when left over after a crash
 READ_BYTES = 2**20  # at a time: some files are as large as the model
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,7 +36,7 @@ BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 
 
 class DiskError(DataError):
-    """The disk, or whoever set it up, does not let us."""
+    """An error of the file system, with the path and a fix."""
 
     def __init__(self, path: Path, what: str, error: OSError) -> None:
         self.path, self.code = path, error.errno
@@ -49,19 +49,19 @@ class DiskError(DataError):
 
 
 def fix_of(code: int | None) -> str:
-    """What a person can do about an error of this number."""
+    """Returns a person's fix for this errno."""
     if code in FULL:
-        return "Free some space there: nothing that was saved is lost"
+        return "Free some space there: no saved data is lost"
     if code in FORBIDDEN:
-        return "Let this user write there, or name another place"
+        return "Let this user write there, or choose another place"
     if code in BROKEN:
-        return "Check the disk: what was saved should be copied elsewhere before it is used again"
-    return "Nothing that was saved before is lost"
+        return "Check the disk, and copy the saved data elsewhere before using it again"
+    return "No saved data is lost"
 
 
 @contextmanager
 def trouble(path: Path, what: str = "cannot be written") -> Iterator[None]:
-    """Errors of the system inside become a `DiskError` about this path."""
+    """Turns an OSError inside into a `DiskError` about this path."""
     try:
         yield
     except OSError as error:
@@ -69,14 +69,14 @@ def trouble(path: Path, what: str = "cannot be written") -> Iterator[None]:
 
 
 def write_all(descriptor: int, content: bytes | memoryview) -> None:
-    """A write may write less than it was given: the rest then says why."""
+    """Writes everything: os.write may write less than it was given, and then the next call reports why."""
     view = memoryview(content).cast("B")
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, as lasting as the disk."""
+    """Syncs a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -85,7 +85,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """A directory for the node's user alone, and whatever is missing above it; its name lasts."""
+    """Makes a directory that only the node's user can enter, and its missing parents, and syncs its name."""
     with trouble(path, "cannot be made"):
         if path.is_dir():
             return
@@ -99,14 +99,14 @@ def make_directory(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Under its name the file is whole, or is as it was before; once this returns, it lasts."""
+    """Replaces a file so that it is always complete, new or old; when this returns, the new one survives a crash."""
     replace_file(path, content)
     with trouble(path):
         sync(path.parent)
 
 
 def replace_file(path: Path, content: bytes | memoryview, *, is_synced: bool = True, mode: int = 0o600) -> None:
-    """Under its name the file is whole, or is as it was before; which one lasts is open until its place is synced."""
+    """Replaces a file so that it is always complete. Until its directory is synced, a crash may bring back the old."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with trouble(path):
         try:
@@ -118,7 +118,7 @@ def replace_file(path: Path, content: bytes | memoryview, *, is_synced: bool = T
 
 
 def write_file(path: Path, content: bytes | memoryview, *, is_synced: bool = True, mode: int = 0o600) -> None:
-    """A new file in place of whatever has its name."""
+    """Writes a file, in place of any earlier one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         write_all(descriptor, content)
@@ -129,13 +129,13 @@ def write_file(path: Path, content: bytes | memoryview, *, is_synced: bool = Tru
 
 
 def rename(path: Path, target: Path) -> None:
-    """What is under the first name, and on the disk, is under the second; nothing may be there."""
+    """Renames a synced file or directory, and syncs the new name. The target must not exist."""
     path.rename(target)
     sync(target.parent)
 
 
 def cut(path: Path, size: int) -> None:
-    """Let a file end here."""
+    """Truncates a file to `size` bytes, durably."""
     with trouble(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -146,7 +146,7 @@ def cut(path: Path, size: int) -> None:
 
 
 def forget(path: Path) -> None:
-    """Remove what nobody needs, if it can be: it only takes space. After a crash it may be there again."""
+    """Removes a file or directory that only takes space. Ignores errors; after a crash it may be there again."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -157,7 +157,7 @@ def forget(path: Path) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """What is in a file; None if there is none."""
+    """Returns the contents of a file, or None if it does not exist."""
     with trouble(path, "cannot be read"):
         try:
             return path.read_bytes()
@@ -166,7 +166,7 @@ def read(path: Path) -> bytes | None:
 
 
 def entries(directory: Path) -> list[Path]:
-    """What is in a directory, by name; nothing if there is none."""
+    """Returns the paths in a directory, sorted; none if it does not exist."""
     with trouble(directory, "cannot be read"):
         try:
             return sorted(directory.iterdir())
@@ -175,10 +175,10 @@ def entries(directory: Path) -> list[Path]:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A file for reading, and no link and no device: `DataError` if it is anything else.
+    """Opens a regular file for reading. `DataError` if it is a link, a device or anything else.
 
-    It is looked at before it is opened, because to open a device can set it off, and afterwards, because it may have
-    been exchanged in between.
+    The check comes before opening, because opening a device can trigger it, and again afterwards, because the file may
+    have been swapped in between.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     _check_regular(path, os.lstat(path))
@@ -193,7 +193,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 def _check_regular(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"{path}: not a regular file, but {_kind(found)}. Put a file in its place, or nothing")
+        raise DataError(f"{path}: not a regular file, but {_kind(found)}. Put a file in its place, or remove it")
 
 
 def _kind(found: os.stat_result) -> str:
@@ -202,7 +202,8 @@ def _kind(found: os.stat_result) -> str:
 
 
 def read_regular(path: Path, bytes_max: int) -> bytes | None:
-    """What is in a file of at most so many bytes, as long as it was when it was opened; None if there is none."""
+    """Returns the contents of a file, as long as it was when opened; None if it does not exist. `DataError` if it is
+    longer than `bytes_max`."""
     with trouble(path, "cannot be read"):
         try:
             file = open_regular(path)
@@ -211,12 +212,12 @@ def read_regular(path: Path, bytes_max: int) -> bytes | None:
         with file:
             size = os.fstat(file.fileno()).st_size
             if size > bytes_max:
-                raise DataError(f"{path}: {size:,} bytes, and at most {bytes_max:,} of such a file are read")
+                raise DataError(f"{path}: {size:,} bytes, the limit is {bytes_max:,}")
             return file.read(size)
 
 
 def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]:
-    """What is in a directory, by name, and what it is, links not followed; nothing if there is none."""
+    """Returns the paths in a directory with their status, sorted, links not followed; none if it does not exist."""
     found: list[tuple[Path, os.stat_result]] = []
     with trouble(directory, "cannot be read"):
         try:
@@ -224,21 +225,21 @@ def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]
         except FileNotFoundError:
             return []
         if not stat.S_ISDIR(kind.st_mode):
-            raise DataError(f"{directory}: not a directory, but {_kind(kind)}. Put what belongs there in its place")
+            raise DataError(f"{directory}: not a directory, but {_kind(kind)}. Put the right directory in its place")
         with os.scandir(directory) as names:
             for each in names:
                 if len(found) >= names_max:
-                    raise DataError(f"{directory}: more than {names_max:,} files. Move away what does not belong there")
+                    raise DataError(f"{directory}: more than {names_max:,} files. Move away those that do not belong")
                 try:
                     found.append((Path(each.path), each.stat(follow_symlinks=False)))
                 except FileNotFoundError:
-                    continue  # it has just gone
+                    continue  # removed meanwhile
     return sorted(found, key=lambda each: each[0])
 
 
 def digest_of(path: Path, bytes_max: int | None = None) -> tuple[int, str]:
-    """The size of a regular file and its BLAKE3 digest, as `b3sum` prints it; of one that has more bytes than it
-    may, no more are read than tell so."""
+    """Returns the size of a regular file and its BLAKE3 digest, as `b3sum` prints it. Reading stops once the file
+    turns out to be longer than `bytes_max`."""
     hasher, size = blake3(), 0
     with trouble(path, "cannot be read"), open_regular(path) as file:
         while part := file.read(READ_BYTES):

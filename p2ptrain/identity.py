@@ -1,8 +1,8 @@
-"""Who a node is: an Ed25519 key pair, its public half known to everyone, its private half a file of this machine.
+"""A node's identity: an Ed25519 key pair, whose private key is a file on this machine.
 
-The file is what go-libp2p reads: a protobuf of the key's type (1, Ed25519) and 64 bytes, the seed and the public key.
-A libp2p id of such a key is the key itself, behind six bytes that say so, in base58: 12D3KooW... Whoever knows the id
-can verify what its owner signs, and one follows from the other without asking anybody.
+The file has go-libp2p's format: a protobuf of the key's type (1, Ed25519) and 64 bytes, the seed and the public key.
+The libp2p id of such a key is a prefix of six bytes and the key itself, in base58: 12D3KooW... So the id is enough to
+verify its owner's signatures, and key and id can be computed from each other.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from p2ptrain.files import sync, write_all
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 PRIVATE_PREFIX = bytes.fromhex("08011240")  # field 1, varint 1: Ed25519; field 2, 64 bytes
-ID_PREFIX = bytes.fromhex(
-    "002408011220"
-)  # a multihash of nothing but its 36 bytes: field 1, Ed25519; field 2, 32 bytes
-IDS_KEPT = 4_096  # ids that are not worked out again: as many peers as are remembered; 1 MB
+ID_PREFIX = bytes.fromhex("002408011220")  # an identity multihash of 36 bytes: field 1, Ed25519; field 2, 32 bytes
+IDS_KEPT = 4_096  # cached ids, one for each remembered peer; 1 MB
 ID_TEXT_MAX = 64  # characters; an id has 52
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"  # Bitcoin's
-VERIFIED_MAX = 65_536  # signatures that a signer remembers: the votes of 100 rounds of 256 seats; 8 MB
+VERIFIED_MAX = 65_536  # signatures that a signer remembers: 100 rounds of votes from 256 seats; 8 MB
 
 
 class PeerIdError(P2ptrainError):
-    """A text that is no peer's id. Who wrote it is to blame, and only the caller knows who that is."""
+    """A text that is not a peer id. Only the caller knows who wrote it and is to blame."""
 
 
 class Identity:
@@ -50,35 +48,35 @@ class Identity:
 
     @classmethod
     def make(cls, path: Path) -> Self:
-        """A new identity in a new file, which nobody else can read."""
+        """Makes a new identity in a new file that only this user can read."""
         seed = os.urandom(KEY_BYTES)
         identity = cls(seed)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_new(path, PRIVATE_PREFIX + seed + identity.key)
         except FileExistsError as error:
-            raise _problem(path, "there is a file already", "Use it, or choose another place for a new key") from error
+            raise _problem(path, "already exists", "Use it, or choose another path for a new key") from error
         except OSError as error:
-            raise _problem(path, f"cannot be written: {error.strerror}", "Choose a place that can be") from error
+            raise _problem(path, f"cannot be written: {error.strerror}", "Choose another path") from error
         return identity
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The identity in a file; ConfigError if it is not there, not ours alone, or not a key."""
+        """Reads the identity from a file. ConfigError if it is missing, open to other users, or not a key."""
         try:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 content = file.read(len(PRIVATE_PREFIX) + 2 * KEY_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
         except FileNotFoundError as error:
-            raise _problem(path, "there is no such key", "Name the right file, or let a new one be made") from error
+            raise _problem(path, "no such key file", "Name the right file, or let p2ptrain make a new one") from error
         except OSError as error:
-            raise _problem(path, f"cannot be read: {error.strerror}", "Name a file that this user may read") from error
+            raise _problem(path, f"cannot be read: {error.strerror}", "Name a file that this user can read") from error
         if status.st_mode & 0o077:
             raise _problem(path, "others can read or change this private key", f"chmod 600 {path}")
         seed, key = content[len(PRIVATE_PREFIX) : -KEY_BYTES], content[-KEY_BYTES:]
         if not content.startswith(PRIVATE_PREFIX) or len(seed) != KEY_BYTES or (made := cls(seed)).key != key:
-            fix = "Name a key that this program has made, or remove the file and let a new one be made"
-            raise _problem(path, "is not an Ed25519 key as libp2p keeps it", fix)
+            fix = "Name a key that p2ptrain made, or remove the file to get a new one"
+            raise _problem(path, "is not an Ed25519 key in libp2p's format", fix)
         return made
 
     @classmethod
@@ -90,7 +88,7 @@ class Identity:
 
 
 class RunSigner:
-    """Signs as this node for one run, and verifies anyone; what has verified once is remembered."""
+    """This node's signer for one run. It also verifies anyone's signatures and remembers the valid ones."""
 
     def __init__(self, identity: Identity, run_id: bytes) -> None:
         self._identity, self.run_id, self.key = identity, run_id, identity.key
@@ -101,7 +99,7 @@ class RunSigner:
 
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
         if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
-            return False  # or else other parts would have the same name
+            return False  # other splits into parts would have the same digest
         name = digest("verified signature", key, signature, signed)
         if name in self._verified:
             return True
@@ -124,13 +122,13 @@ def verify(key: bytes, signed: bytes, signature: bytes) -> bool:
 
 
 def id_bytes_of(key: bytes) -> bytes:
-    """A peer's id as libp2p's messages carry it."""
+    """Returns a peer's id as bytes, as in libp2p's messages."""
     assert len(key) == KEY_BYTES
     return ID_PREFIX + key
 
 
 def key_of_bytes(peer_id: bytes) -> bytes:
-    """The key in an id as libp2p's messages carry it. PeerIdError for any but Ed25519."""
+    """Returns the key in an id given as bytes. PeerIdError if it is not an Ed25519 key."""
     if not peer_id.startswith(ID_PREFIX) or len(peer_id) != len(ID_PREFIX) + KEY_BYTES:
         raise PeerIdError("not the id of an Ed25519 key")
     return peer_id[len(ID_PREFIX) :]
@@ -142,9 +140,9 @@ def peer_id_of(key: bytes) -> str:
 
 
 def key_of(peer_id: str) -> bytes:
-    """The public key in a peer's id."""
+    """Returns the public key in a peer's id. PeerIdError if the text is not an id."""
     if not peer_id or len(peer_id) > ID_TEXT_MAX or any(letter not in BASE58 for letter in peer_id):
-        raise PeerIdError(f"{peer_id[:ID_TEXT_MAX]!r} is not a peer's id, which looks like 12D3KooW...")
+        raise PeerIdError(f"{peer_id[:ID_TEXT_MAX]!r} is not a peer id, which looks like 12D3KooW...")
     try:
         key = key_of_bytes(_from_base58(peer_id))
     except PeerIdError as error:
@@ -153,7 +151,7 @@ def key_of(peer_id: str) -> bytes:
 
 
 def _base58(data: bytes) -> str:
-    """Digits to base 58, and a 1 for every zero byte at the front."""
+    """Encodes in base 58, with a leading 1 for every leading zero byte."""
     number, text = int.from_bytes(data, "big"), ""
     while number:
         number, digit = divmod(number, len(BASE58))
@@ -170,12 +168,12 @@ def _from_base58(text: str) -> bytes:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """A file that is not there yet and, once this returns, survives a crash.
+    """Writes a new file that survives a crash once this returns.
 
-    It gets its name when it is whole: half a key would keep the node from ever starting again. A rename would put it in
-    the place of a key that another process has made meanwhile; a link does not.
+    It gets its name when it is complete: half a key would keep the node from ever starting again. A rename would
+    overwrite a key that another process has made meanwhile; a link does not.
     """
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # which only we can read
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # readable only by us
     try:
         try:
             write_all(descriptor, content)

@@ -1,9 +1,9 @@
-"""Replay: run a node's events again, and see whether the core does what it did then.
+"""Replays a node's event log and checks that the core does the same again.
 
-An event log is JSON lines. A header begins each life of the process: the run, whose node it is, the seed of its
-generator and the kind of its signatures. Every other line is [now, event, digest of the effects, signatures made], and
-without a digest if the node did not survive the event. What broke in the field is repeated at a desk that way, one
-event at a time, as often as needed. A key is not in the log: signatures of the node's own are, in their order.
+An event log consists of JSON lines. Each start of the process writes a header: the run, the node, the seed of its
+random generator and its kind of signatures. Every other line is [now, event, digest of the effects, signatures made];
+the digest is missing if the node crashed on the event. So a failure in the field can be repeated at a desk, event by
+event, as often as needed. The log holds no key, but the node's own signatures in order.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from p2ptrain.identity import verify
 FORMAT = 1
 LINE_BYTES_MAX = 2**28  # the longest history, in JSON, twice
 REAL = "ed25519"
-FAILURES = (  # what the core raises when it has made a mistake
+FAILURES = (  # raised by bugs in the core
     AssertionError, P2ptrainError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError,
 )  # fmt: skip
 
 
 class Header(Struct, frozen=True, forbid_unknown_fields=True):
-    """The beginning of one life of a process."""
+    """The first line that a process writes to its event log."""
 
     format: int
-    run: str  # its canonical text
+    run: str  # the run's config in canonical form
     run_id: bytes
     me: bytes
-    rng: str  # what the node's generator was seeded with
+    rng: str  # the seed of the node's random generator
     signer: str
 
 
@@ -51,11 +51,11 @@ _LINE = msgspec.json.Decoder(Line)
 
 
 class Replayed(Struct, frozen=True):
-    """What came of a replay."""
+    """The result of a replay."""
 
     events: int
     lives: int
-    difference: str  # where the effects first differ; empty: nowhere
+    difference: str  # the first difference in effects; empty if there is none
 
 
 def effects_digest(effects: Sequence[object]) -> str:
@@ -67,7 +67,7 @@ def effects_digest(effects: Sequence[object]) -> str:
 
 
 class EventLog:
-    """Writes down what happens to one node."""
+    """A file to which a node's events are written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -78,13 +78,13 @@ class EventLog:
     def note(
         self, now: float, event: Event, effects: Sequence[object] | None, signatures: Sequence[bytes] = ()
     ) -> None:
-        """`effects` is None if the node did not survive the event."""
+        """Writes an event. `effects` is None if the node crashed on it."""
         name = "" if effects is None else effects_digest(effects)
         self.file.write(_ENCODER.encode((now, event, name, signatures)) + b"\n")
 
 
 class NotingSigner:
-    """Signs and verifies as another does, and remembers what it signed."""
+    """A wrapper that records the signatures made by another signer."""
 
     def __init__(self, signer: Signer) -> None:
         self.signer, self.run_id = signer, signer.run_id
@@ -99,7 +99,7 @@ class NotingSigner:
 
 
 class LoggedSigner:
-    """Gives the signatures that a log has; what is signed elsewhere than then has none."""
+    """A signer that replays the signatures in a log; one that the log does not have is all zeros."""
 
     def __init__(self, run_id: bytes) -> None:
         self.run_id = run_id
@@ -117,7 +117,7 @@ class LoggedSigner:
 
 
 def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None = None) -> Replayed:
-    """Run the events of a log again; `signers` make those of other kinds than a daemon's."""
+    """Replays the events of a log; `signers` makes signers of kinds other than a daemon's."""
     node: Node | None = None
     signer: Signer | None = None
     events = lives = 0
@@ -127,13 +127,13 @@ def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None 
             while text := file.readline(LINE_BYTES_MAX):
                 number += 1
                 if not text.endswith(b"\n") and len(text) < LINE_BYTES_MAX:
-                    break  # the process was killed as it wrote
+                    break  # the process was killed while writing it
                 if text.startswith(b"{"):
                     node, signer = _node_of(_parsed(_HEADER, text, path, number), signers or {})
                     lives += 1
                     continue
                 if node is None:
-                    raise DataError(f"{path}: line {number}: events before any header")
+                    raise DataError(f"{path}: line {number}: an event before any header")
                 now, event, expected, signatures = _parsed(_LINE, text, path, number)
                 if isinstance(signer, LoggedSigner):
                     signer.waiting = list(signatures)
@@ -145,11 +145,11 @@ def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None 
                     return Replayed(events, lives, f"{where}: {type(error).__name__}: {error}")
                 if effects_digest(effects) != expected:
                     kinds = ", ".join(type(effect).__name__ for effect in effects) or "none"
-                    return Replayed(events, lives, f"{where}: the effects differ, now they are: {kinds}")
+                    return Replayed(events, lives, f"{where}: the effects differ and are now: {kinds}")
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix="Check the name") from error
     if not events:
-        raise DataError(f"{path}: no events in it")
+        raise DataError(f"{path}: contains no events")
     return Replayed(events, lives, "")
 
 
@@ -157,20 +157,20 @@ def _parsed(decoder: msgspec.json.Decoder[Header] | msgspec.json.Decoder[Line], 
     try:
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: line {number} is damaged, or of another version: {error}") from error
+        raise DataError(f"{path}: line {number} is damaged or from another version: {error}") from error
 
 
 def _node_of(header: Header, signers: Mapping[str, Callable[[Header], Signer]]) -> tuple[Node, Signer]:
     if header.format != FORMAT:
-        raise DataError(f"an event log of format {header.format}: this release reads format {FORMAT}")
+        raise DataError(f"the event log has format {header.format}, and this release reads format {FORMAT}")
     try:
         run = RunConfig.from_canonical(header.run.encode())
     except RemoteProtocolError as error:
-        raise DataError(f"an event log of another version: {error.why}") from error
+        raise DataError(f"the event log is from another version: {error.why}") from error
     known: dict[str, Callable[[Header], Signer]] = {REAL: lambda header: LoggedSigner(header.run_id), **signers}
     if header.signer not in known:
         raise DataError(
-            f"an event log with signatures of kind {header.signer!r}: this release knows {', '.join(known)}"
+            f"the event log has signatures of kind {header.signer!r}, and this release knows {', '.join(known)}"
         )
     signer = known[header.signer](header)
     return Node(run, header.run_id, header.me, signer, Random(header.rng)), signer

@@ -1,4 +1,4 @@
-"""For tests of bulk transfer: nodes that serve and fetch, and peers that lie."""
+"""Helpers for tests of blob transfer: nodes that serve and fetch, and peers that lie."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECE = 2**20
 
 @dataclass
 class Node:
-    """One that serves what it has, and fetches."""
+    """A node that serves its blobs and fetches others."""
 
     key: bytes
     transport: MemoryTransport
@@ -50,7 +50,7 @@ class Node:
         self.failed.append((peer, why))
 
     async def fetch(self, name: BlobName, size: int, *sources: bytes) -> bytes:
-        """And serve it from now on."""
+        """Fetches a blob and serves it from then on."""
         sink = await self.fetcher.fetch(name, size, sources, failed=self.fail)
         self.blobs[name] = sink
         return sink.data()
@@ -60,7 +60,7 @@ class Node:
 async def swarm(
     count: int, *, latency: float = 0.002, upload: int = 0, download: int = 0
 ) -> AsyncIterator[tuple[Network, list[Node]]]:
-    """Nodes that are all connected with one another."""
+    """Makes fully connected nodes."""
     network = Network(latency_seconds=latency)
     async with AsyncExitStack() as stack:
         nodes = [
@@ -72,7 +72,7 @@ async def swarm(
             for other in nodes[: nodes.index(node)]:
                 await node.transport.connect(other.transport.addresses()[0])
         yield network, nodes
-    for each in list(network.nodes.values()):  # liars too
+    for each in list(network.nodes.values()):  # including liars
         await each.close()
 
 
@@ -82,7 +82,7 @@ def tree(size: int, kind: Kind = "payload", seed: int = 0) -> tuple[BlobName, Me
 
 
 def account(blob: MemoryBlob, **changes: object) -> Have:
-    """What an honest server says of a blob that it has given to nobody."""
+    """The `Have` of an honest server that has not given out any piece."""
     pieces = -(-blob.size // PIECE)
     fields = {
         "size": blob.size,
@@ -98,11 +98,11 @@ def given(blob: MemoryBlob, index: int) -> Given:
     return Given(index, blob.read(index))
 
 
-Answer = Callable[[Request], Awaitable[Reply | bytes | None]]  # nothing: silence
+Answer = Callable[[Request], Awaitable[Reply | bytes | None]]  # None: no answer
 
 
 async def lie(network: Network, number: int, nodes: list[Node], answer: Answer) -> bytes:
-    """A peer that answers requests as it likes."""
+    """Connects a peer that answers requests with any function."""
     peer = network.transport(key(number))
     for node in nodes:
         await peer.connect(node.transport.addresses()[0])
@@ -121,7 +121,7 @@ async def lie(network: Network, number: int, nodes: list[Node], answer: Answer) 
 
 
 def honest(blob: MemoryBlob, **changes: object) -> Answer:
-    """But for what is changed in its account."""
+    """Answers like an honest server, except for the given changes to its `Have`."""
 
     async def answer(request: Request) -> Reply:
         return account(blob, **changes) if isinstance(request, Want) else given(blob, request.index)

@@ -1,4 +1,4 @@
-"""For tests of connections: a node of which all is noted, among peers and addresses that do not answer."""
+"""Helpers for tests of connections: a recorded node among peers and addresses that do not answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from p2ptrain.net.memory import MemoryTransport, Network
 from p2ptrain.net.transport import TransportError
 
 RUN = bytes(32)
-CONNECT_SECONDS = 15.0  # after which p2pd gives up an address at which nobody answers
+CONNECT_SECONDS = 15.0  # before p2pd gives up on an address at which nobody answers
 
 
 def key(number: int) -> bytes:
@@ -35,13 +35,13 @@ def now() -> float:
 
 
 class Seen:
-    """A node's connections, and what they tell."""
+    """A node's connections and a record of their callbacks."""
 
     def __init__(self, network: Network, me: bytes = ME) -> None:
         self.told: list[tuple[str, bytes]] = []
         self.dials: list[tuple[float, str]] = []
         self.mute: set[bytes] = set()  # peers that never say whether they speak our protocol
-        self.is_silent: Callable[[str], bool] = lambda address: False  # where nobody answers, not even that nobody is
+        self.is_silent: Callable[[str], bool] = lambda address: False  # addresses that do not even refuse
         self.transport = network.transport(me)
         rng = Random(int.from_bytes(me[:4], "big"))
         self.connections = Connections(self.transport, RUN, self._speaks, self._seen, self._lost, rng)

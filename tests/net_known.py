@@ -1,4 +1,4 @@
-"""For tests of the network: time that passes by itself, peers, and bytes."""
+"""Helpers for network tests: time that skips ahead, peers, and bytes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ P = ParamSpec("P")
 
 
 class SkippingSelector(selectors.DefaultSelector):
-    """Where a loop would wait for a time, the time has come; where it would wait for ever, the test has hung."""
+    """Skips timed waits by moving the clock; a wait without a timeout means that the test hangs."""
 
     now = 0.0
-    threads = 0  # at work: for them the time is real
+    threads = 0  # running threads: while there are any, time is real
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self.threads:
             return super().select(timeout)
         ready = super().select(0)
-        if not ready and timeout is None and not (ready := super().select(5)):  # a thread that was let go may end
-            raise AssertionError("everybody waits, and nobody will come")
+        if not ready and timeout is None and not (ready := super().select(5)):  # an abandoned thread may still end
+            raise AssertionError("all tasks wait, and nothing will wake them")
         if not ready and timeout is not None:
             self.now += timeout
         return ready
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock stands still while anybody works, and jumps to the next deadline when nobody does."""
+    """A loop whose clock stands still while any task is ready, and jumps to the next deadline when none is."""
 
     def __init__(self) -> None:
         self._clock = SkippingSelector()
@@ -52,11 +52,11 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 def skipping_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test without waiting for anything; it fails if it leaves a task behind."""
+    """Runs a test without real waiting; fails if it leaves a task behind."""
 
     async def watched(*args: P.args, **kwargs: P.kwargs) -> None:
         await test(*args, **kwargs)
-        for _ in range(10):  # what was cancelled ends
+        for _ in range(10):  # let cancelled tasks end
             await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"left behind: {left}"
@@ -70,7 +70,7 @@ def skipping_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, N
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the others work until it is so; a time limit makes a hung test fail."""
+    """Lets other tasks run until a condition holds; a time limit makes a hung test fail."""
     pause = 0.001
     async with asyncio.timeout(10_000):
         while not condition():
@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def at(moment: float) -> Awaitable[None]:
-    """When nobody has anything else to do before this time of the loop."""
+    """Waits until the loop's clock has this time and nothing else is left to do before it."""
     loop = asyncio.get_running_loop()
     come: asyncio.Future[None] = loop.create_future()
     loop.call_at(moment, lambda: None if come.done() else come.set_result(None))

@@ -1,4 +1,4 @@
-"""Nodes with a real p2pd each, on loopback, and what tests do with them."""
+"""Helpers for tests with nodes that each have a real p2pd on loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from p2ptrain.net.p2pd import P2pd
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream
 from p2ptrain.node_config import NetworkConfig
 
-SECONDS = 20.0  # within which everything happens, on a busy machine as well
+SECONDS = 20.0  # enough for everything, even on a busy machine
 
 
 class Make:
@@ -42,9 +42,9 @@ class Make:
 
 @asynccontextmanager
 async def nodes_in(tmp_path: Path) -> AsyncIterator[Make]:
-    """At the end all nodes are closed, and nothing of them is left."""
+    """Makes nodes, and at the end closes them and checks that nothing is left."""
     tasks_before = asyncio.all_tasks()
-    with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:  # pytest's own paths are too long for sockets
+    with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:  # pytest's paths are too long for sockets
         make = Make(tmp_path, Path(runtime))
         yield make
         children = [node._supervisor.process.pid for node in make.nodes]
@@ -55,7 +55,7 @@ async def nodes_in(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 async def connected(make: Make, count: int) -> list[P2pd]:
-    """The first is connected to by all others."""
+    """Makes nodes that are all connected to the first."""
     nodes = [await make() for _ in range(count)]
     for node in nodes[1:]:
         assert await node.connect(nodes[0].addresses()[0]) == nodes[0].me
@@ -63,7 +63,7 @@ async def connected(make: Make, count: int) -> list[P2pd]:
 
 
 class Heard:
-    """Gossip, as it came."""
+    """Records gossip in order of arrival."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
@@ -75,7 +75,7 @@ class Heard:
         return await asyncio.wait_for(self.queue.get(), SECONDS)
 
     async def until(self, publisher: P2pd, topic: str, data: bytes) -> float:
-        """Publish until it is heard, for meshes take a while; the seconds that it took."""
+        """Publishes until it is heard, since meshes take a while to form; returns the seconds that took."""
         started_at = time.monotonic()
         while True:
             await publisher.publish(topic, data)

@@ -1,4 +1,4 @@
-"""Which relays p2pd is told of: whoever answers, once each."""
+"""The relays passed to p2pd: those that answer, each once; and when p2pd is restarted for a lost one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from p2ptrain.net.autorelay import (
 
 
 class Ports:
-    """Of this machine: some that somebody listens on, and some that nobody does."""
+    """Ports of this machine, some with a listener and some without."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -105,7 +105,7 @@ async def test_over_quic_a_server_answers_and_a_silent_port_does_not(
 
 
 class Hanging:
-    """In place of asyncio.open_connection, for one host."""
+    """Replaces asyncio.open_connection, and hangs for one host."""
 
     def __init__(self, host: str) -> None:
         self.host, self.open = host, asyncio.open_connection
@@ -164,7 +164,7 @@ def test_names_that_take_long_to_look_up_hold_up_neither_the_start_nor_the_end(
 
 
 # ---------------------------------------------------------------------------------------------------
-# A relay that was lost
+# Losing a relay
 
 DIRECT = ["/ip4/192.0.2.1/tcp/4001"]
 
@@ -174,14 +174,14 @@ def through(number: int) -> list[str]:
 
 
 class Node:
-    """What `RelayLoss` sees of a node, with a clock of its own."""
+    """A `RelayLoss` with a fake clock and a node's routes."""
 
     def __init__(self, *relays: str, drawn: float = 0.0) -> None:
         self.now = 1_000.0
         self.loss = RelayLoss(relays, lambda: self.now, lambda: drawn)
 
     async def after(self, seconds: float, routes: list[str]) -> bool:
-        """Whether another p2pd is wanted then."""
+        """Returns whether a restart of p2pd is wanted by then."""
         self.now += seconds
         await self.loss.look(routes)
         return self.loss.is_mendable
@@ -199,7 +199,7 @@ async def test_a_relay_that_was_lost_and_answers_again_is_worth_a_new_p2pd_after
 
 
 async def test_another_that_answers_is_worth_none_and_the_new_p2pd_is_told_of_the_lost_one_first(port: Ports) -> None:
-    """It may have no place: what p2pd was told of, it has asked."""
+    """The other relay may be full: p2pd has already asked all relays it was given."""
     node = Node(of(port(), 1), of(port(open_too=False), 2))
     assert node.loss.first() == [*node.loss._relays]
     assert not await node.after(10, through(2))
@@ -215,7 +215,7 @@ async def test_a_relay_that_is_found_again_by_itself_is_none_that_was_lost(port:
 
 
 async def test_who_never_had_a_relay_gets_no_new_p2pd_for_one(port: Ports) -> None:
-    """On the open network, or where whoever answers is no relay."""
+    """Such a node is publicly reachable, or the peers that answer are not relays."""
     node = Node(of(port(), 1))
     assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(20)])
 
@@ -223,7 +223,7 @@ async def test_who_never_had_a_relay_gets_no_new_p2pd_for_one(port: Ports) -> No
 async def test_a_new_p2pd_that_gets_no_place_is_left_alone_and_one_that_crashed_meanwhile_does_not_count(
     port: Ports,
 ) -> None:
-    """The node may be on the open network since then, or the relay full."""
+    """The node may have become publicly reachable since, or the relay may be full."""
     node = Node(of(port(), 1))
     assert not await node.after(1, through(1))
     node.loss.p2pd_started()
@@ -264,7 +264,7 @@ async def test_while_nobody_answers_p2pd_is_left_alone_and_who_is_down_is_seldom
 
 async def test_a_relay_that_comes_and_goes_costs_no_p2pd_each_time(port: Ports) -> None:
     node, starts = Node(of(port(), 1)), 0
-    for _ in range(60):  # a minute with it and a minute without: two hours
+    for _ in range(60):  # two hours: alternately a minute with the relay and one without
         node.loss.p2pd_started()
         assert not await node.after(60, through(1))
         starts += await node.after(LOST_SECONDS, DIRECT)

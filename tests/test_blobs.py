@@ -1,4 +1,4 @@
-"""Blobs in memory and in files, and what a fetch leaves on the disk when it is broken off."""
+"""Blobs in memory and in files, and what an interrupted fetch leaves on the disk."""
 
 from __future__ import annotations
 

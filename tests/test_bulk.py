@@ -1,4 +1,4 @@
-"""Blobs arrive whole, from several sources, in spite of those that lie, die or keep things back."""
+"""Blobs arrive complete from several sources, despite sources that lie, die or withhold pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from p2ptrain.net.fetch import LEFT_SECONDS
 from p2ptrain.net.transport import FRAME_BYTES_MAX
 
 # ---------------------------------------------------------------------------------------------------
-# The relay
+# Many sources at once
 
 
 @skipping_time
@@ -29,7 +29,7 @@ async def test_seven_that_fetch_from_the_author_at_once_give_most_of_it_to_one_a
         assert all(task.result() == blob.data() for task in fetched)
         sent = sum(size for (sender, _), size in network.sent.items() if sender == author.key)
         assert sent < 3 * blob.size
-        assert sum(network.sent.values()) < 7.2 * blob.size  # hardly anything goes twice
+        assert sum(network.sent.values()) < 7.2 * blob.size  # hardly anything is sent twice
         assert [node.blamed + node.failed for node in others] == [[]] * 7
         assert all(node.fetcher.in_progress(name) is None for node in others)
 
@@ -44,7 +44,7 @@ async def test_under_an_upload_limit_the_relay_is_faster_than_the_author_alone()
                 group.create_task(node.fetch(name, blob.size, author.key))
         sent = sum(size for (sender, _), size in network.sent.items() if sender == author.key)
         assert sent < 3 * blob.size
-        assert now() < 15  # alone it would take 45 s
+        assert now() < 15  # the author alone would need 45 s
 
 
 @skipping_time
@@ -161,8 +161,8 @@ async def long_frame(request: Request) -> bytes:
 BLAMED: dict[str, tuple[Answer, str]] = {
     "a wrong piece": (wrong_piece, "a wrong piece"),
     "a piece that is too short": (short_piece, "a wrong piece"),
-    "a piece that was not asked for": (other_piece, "an answer to another question"),
-    "an account instead of a piece": (account_for_a_piece, "an answer to another question"),
+    "a piece that was not asked for": (other_piece, "an answer to another request"),
+    "an account instead of a piece": (account_for_a_piece, "an answer to another request"),
     "garbage": (garbage, "not a reply"),
     "a reply with something after it": (not_canonical, "not a reply"),
     "a long frame of nothing": (long_frame, "not a reply"),
@@ -170,11 +170,11 @@ BLAMED: dict[str, tuple[Answer, str]] = {
     "no leaves": (honest(BLOB, leaves=b""), "digests that do not lead"),
     "too many leaves": (honest(BLOB, leaves=BLOB.leaves + bytes(32)), "digests that do not lead"),
     "a wrong size": (honest(BLOB, size=BLOB.size + 1), "where"),
-    "a huge size": (honest(BLOB, size=60_000 * PIECE), "an account of other pieces"),
+    "a huge size": (honest(BLOB, size=60_000 * PIECE), "a list of pieces that does not match"),
     "a size beyond the protocol": (honest(BLOB, size=60_000 * PIECE + 1), "not a reply"),
-    "pieces beyond the end": (honest(BLOB, held=b"\x7f"), "an account of other pieces"),
-    "a long list of pieces": (honest(BLOB, held=bytes(2)), "an account of other pieces"),
-    "counts of other pieces": (honest(BLOB, given=bytes(5)), "an account of other pieces"),
+    "pieces beyond the end": (honest(BLOB, held=b"\x7f"), "a list of pieces that does not match"),
+    "a long list of pieces": (honest(BLOB, held=bytes(2)), "a list of pieces that does not match"),
+    "counts of other pieces": (honest(BLOB, given=bytes(5)), "a list of pieces that does not match"),
     "too many holders": (honest(BLOB, holders=tuple(key(n) for n in range(17))), "not a reply"),
 }
 
@@ -183,7 +183,7 @@ BLAMED: dict[str, tuple[Answer, str]] = {
 def test_who_lies_about_bytes_is_blamed_and_dropped(answer: Answer, why: str) -> None:
     @skipping_time
     async def test() -> None:
-        async with swarm(2, upload=PIECE) as (network, (me, good)):  # so slow that the liar is asked too
+        async with swarm(2, upload=PIECE) as (network, (me, good)):  # slow enough that the liar is asked too
             liar = await lie(network, 100, [me], answer)
             good.blobs[NAME] = BLOB
             with pytest.raises(FetchError, match=why):
@@ -208,7 +208,7 @@ async def test_a_state_that_changes_its_size_is_a_lie() -> None:
         liar = await lie(network, 100, [me], answer)
         with pytest.raises(FetchError):
             await me.fetch(name, 10 * PIECE, liar)
-        assert me.blamed == [(liar, f"a blob of {6 * PIECE} bytes that now has {7 * PIECE}")]
+        assert me.blamed == [(liar, f"a blob of {6 * PIECE} bytes that now claims {7 * PIECE}")]
 
 
 async def silence(request: Request) -> None:
@@ -265,7 +265,7 @@ def test_beside_an_honest_source_nobody_can_hold_up_a_fetch(answer: Answer) -> N
             misers = [await lie(network, 100 + number, [me], answer) for number in range(3)]
             good.blobs[NAME] = BLOB
             assert await me.fetch(NAME, BLOB.size, *misers, good.key) == BLOB.data()
-            assert now() < 7  # it stalls once
+            assert now() < 7  # it stalls only once
 
     test()
 
@@ -276,7 +276,7 @@ async def test_a_crowd_of_false_holders_does_not_keep_the_honest_source_from_its
         crowd = [await lie(network, 100 + number, [me], silence) for number in range(12)]
         good.blobs[NAME] = BLOB
         assert await me.fetch(NAME, BLOB.size, *crowd, good.key) == BLOB.data()
-        assert now() < 16  # three times four that say nothing in a turn of 5 s
+        assert now() < 16  # three turns of 5 s with four silent peers each
         assert (me.failed, me.blamed) == ([], [])
 
 
@@ -315,7 +315,7 @@ def test_sources_that_give_little_do_not_keep_out_the_quick(seconds: float) -> N
             slow = [await lie(network, 100 + number, [me], answer) for number in range(8)]
             good.blobs[name] = blob
             assert await me.fetch(name, blob.size, *slow, good.key) == blob.data()
-            assert now() < 25  # two turns until it is there, and two until what others were asked for comes from it
+            assert now() < 25  # two turns until it has a slot, two until it gets what others owe
             assert (me.failed, me.blamed) == ([], [])
 
     test()
@@ -328,7 +328,7 @@ async def test_sources_that_are_all_slow_get_the_time_they_need() -> None:
         for each in slow:
             each.blobs[name] = blob
         assert await me.fetch(name, blob.size, *(each.key for each in slow)) == blob.data()
-        assert now() < 150  # four at a time bring one in 3 s, after each has begun with a piece saved up
+        assert now() < 150  # four at a time deliver a piece every 3 s, after each has spent its burst of one
         assert sum(network.sent.values()) < 50 * PIECE
         assert (me.failed, me.blamed) == ([], [])
 
@@ -408,7 +408,7 @@ async def test_what_came_before_a_fetch_failed_is_there_for_the_next_attempt() -
         before = me.fetcher.counters()["bytes"]
         assert await me.fetch(name, blob.size, other.key) == blob.data()
         assert before >= 9 * PIECE
-        assert me.fetcher.counters()["bytes"] == blob.size  # nothing came twice
+        assert me.fetcher.counters()["bytes"] == blob.size  # nothing was sent twice
 
 
 @skipping_time

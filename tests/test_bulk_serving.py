@@ -1,4 +1,4 @@
-"""Serving blobs: who gets how much, who is put off, and what a server does not stand."""
+"""Serving blobs: fair shares, clients that are put off, and requests that a server rejects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_who_wants_what_two_others_have_taken_is_put_off_until_it_insists(
         streams = [await other.transport.open(server.key, bulk.bulk_protocol(RUN)) for other in others]
         for stream in streams:
             assert isinstance(await said(stream, Want("payload", NAME.name, False)), Have)
-        for stream in (streams[0], streams[0], streams[1]):  # who takes it twice counts once
+        for stream in (streams[0], streams[0], streams[1]):  # a peer that takes it twice counts once
             assert await said(stream, Piece(3, False)) == Given(3, BLOB.read(3))
         assert await said(streams[2], Piece(3, False)) == Later(3)
         assert await said(streams[2], Piece(2, False)) == Given(2, BLOB.read(2))
@@ -38,7 +38,7 @@ async def test_who_wants_what_two_others_have_taken_is_put_off_until_it_insists(
         have = await said(streams[3], Want("payload", NAME.name, True))
         takers = (others[2].key, others[1].key, others[0].key)
         assert have == Have(BLOB.size, BLOB.leaves, b"\x3f", bytes([0, 0, 1, 3, 0, 0]), takers)
-        await at(now() + bulk.COUNTED_SECONDS + 1)  # whoever had it may be gone
+        await at(now() + bulk.COUNTED_SECONDS + 1)  # the peers that have it may be gone
         assert await said(streams[3], Piece(3, False)) == Given(3, BLOB.read(3))
 
 
@@ -77,7 +77,7 @@ async def test_who_does_not_read_holds_up_nobody_but_itself() -> None:
 async def crowd(
     network: Network, server: Node, keys: int, use: Callable[[Stream], Awaitable[None]]
 ) -> AsyncIterator[None]:
-    """Peers that use four streams each in some way, and begin anew at once when one ends."""
+    """Peers that use four streams each in a given way and reopen each as soon as it ends."""
 
     async def hold(peer: MemoryTransport) -> None:
         while True:
@@ -139,8 +139,8 @@ async def ask_and_ask(stream: Stream) -> None:
         (only_talk, 8, 0, 1),
         (only_talk, 60, 0, 1),
         (ask_and_go, 8, PIECE // 2, 12 + 2),
-        (read_nothing, 60, 0, 2),  # it is put off once with what they all asked for
-        (download, 8, 8 * PIECE, 9 * 6 / 8 + 2),  # every ninth piece is ours
+        (read_nothing, 60, 0, 2),  # it is put off once because all asked for the same piece
+        (download, 8, 8 * PIECE, 9 * 6 / 8 + 2),  # every ninth piece goes to us
         (download, 60, 8 * PIECE, 61 * 6 / 8 + 8),
     ],
 )
@@ -161,7 +161,7 @@ def test_whatever_a_crowd_does_a_peer_gets_its_share(
 @skipping_time
 async def test_with_more_in_line_than_can_be_served_a_peer_gets_its_share_in_several_attempts() -> None:
     async with swarm(2, upload=PIECE) as (network, (server, me)), crowd(network, server, 30, download):
-        end = now() + 6 * 31 + 31  # every 31st piece is ours, and what came is kept between attempts
+        end = now() + 6 * 31 + 31  # every 31st piece goes to us, and pieces are kept between attempts
         while NAME not in me.blobs and now() < end:
             with suppress(FetchError):
                 await me.fetch(NAME, BLOB.size, server.key)

@@ -1,4 +1,4 @@
-"""How much of a machine a process may take, from control groups as Linux writes them."""
+"""The cores and memory available to a process, from control groups as Linux writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FREE = 10**12
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that nobody limits."""
+    """The root of a machine without limits."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(CORES)), raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", type("Memory", (), {"available": FREE}))
     monkeypatch.setattr(capacity, "GROUPS_MOUNT", tmp_path)

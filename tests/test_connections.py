@@ -1,4 +1,4 @@
-"""Who to be connected with: dialling for ever and not too often, and hints that may say anything."""
+"""Connections: dialling without end and not too often, and hints that may say anything."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_dials_that_fail_are_repeated_after_growing_waits_that_differ_from
         for number, wait in enumerate(waits):
             expected = min(2.0**number, DIAL_SECONDS_MAX)
             assert 0.5 * expected <= wait <= 1.5 * expected + 0.3
-        assert max(waits[8:]) - min(waits[8:]) > 20.0  # they do not come in step
+        assert max(waits[8:]) - min(waits[8:]) > 20.0  # they are not synchronised
     assert gaps[0] != gaps[1]
 
 
@@ -97,7 +97,7 @@ async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_i
     peer, _ = await others(network, A, B)
     node.connections.add(network.address(B), Origin.USER)
     async with node.running() as connections:
-        await at(310.0)  # searches are a minute apart by now
+        await at(310.0)  # by now searches come once a minute
         await peer.connect(network.address(ME))
         await until(lambda: node.told == [("seen", B), ("seen", A)])
         await at(313.0)
@@ -131,7 +131,7 @@ async def test_a_bootstrap_that_is_dead_is_named_with_its_address_and_once_a_min
     network = Network()
     node = Seen(network)
     node.connections.add(address(A), Origin.USER)
-    node.connections.add(address(B))  # nobody has asked for it
+    node.connections.add(address(B))  # unrequested
     with caplog.at_level(logging.WARNING):
         async with node.running():
             await at(600.0)
@@ -157,7 +157,7 @@ async def test_bootstraps_come_first_then_members_then_other_address_ranges() ->
     node.connections.add(bootstrap, Origin.USER)
     node.connections.linked[neighbour] = None
     node.connections.add(network.address(neighbour))
-    await node.transport.connect(network.address(neighbour))  # whose range is that of the twenty
+    await node.transport.connect(network.address(neighbour))  # in the same range as the twenty
     node.connections.known[neighbour].worked = network.address(neighbour)
     node.dials.clear()
     async with node.running():
@@ -165,7 +165,7 @@ async def test_bootstraps_come_first_then_members_then_other_address_ranges() ->
     order = list(dict.fromkeys(dialled for _, dialled in node.dials))
     assert order[:2] == [bootstrap, member]
     assert sorted(order[2:7]) == sorted(elsewhere)
-    assert order[7:] != sorted(order[7:])  # at random
+    assert order[7:] != sorted(order[7:])  # in random order
 
 
 @skipping_time
@@ -246,7 +246,7 @@ async def test_a_hint_that_is_not_about_who_gave_it_or_is_no_address_is_passed_o
     [
         "",
         "anything",
-        "\x1b[2J\x1b[H",  # a terminal would obey
+        "\x1b[2J\x1b[H",  # terminal control codes
         "/ip4/203.0.113.7/tcp/4001\n",
         "/unix/run/secret",
         "/ip4/203.0.113.7/tcp/4001/ws",  # p2pd would not dial it
@@ -313,7 +313,7 @@ async def test_thousands_of_hints_push_out_neither_bootstraps_nor_those_who_were
 
 @skipping_time
 async def test_thousands_of_callers_are_not_all_remembered_and_push_out_no_bootstrap() -> None:
-    """Each has another key, comes, tells nothing of itself, and goes."""
+    """Each has a new key, connects, tells us nothing, and leaves."""
     network = Network()
     node = Seen(network)
     node.connections.add(address(A), Origin.USER)
@@ -330,7 +330,7 @@ async def test_thousands_of_callers_are_not_all_remembered_and_push_out_no_boots
 
 @skipping_time
 async def test_an_address_that_the_user_gave_is_dialled_whatever_else_is_told() -> None:
-    """Also when it has worked once, and fails now."""
+    """Also when the address worked once and now fails."""
     network = Network()
     node = Seen(network)
     await others(network, A)
@@ -356,12 +356,12 @@ async def test_only_what_was_reached_is_remembered_and_told_to_others() -> None:
     node.connections.add(address(key(9)), Origin.REMEMBERED)
     async with node.running() as connections:
         await until(lambda: node.told == [("seen", A)])
-        connections.add(address(A, "10.0.0.1"))  # somebody says so
+        connections.add(address(A, "10.0.0.1"))  # hearsay
         connections.add(address(B, "10.0.0.2"))
         connections.tell(key(9), [address(key(9), "10.0.0.3")])
         assert connections.remembered() == [network.address(A)]
         assert connections.reachable(but=B)[-1:] == (network.address(A),)
-        assert connections.reachable(but=A) == connections.reachable(but=A)[:1]  # ours alone
+        assert connections.reachable(but=A) == connections.reachable(but=A)[:1]  # only our own
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ async def test_only_what_was_reached_is_remembered_and_told_to_others() -> None:
         ("/ip4/203.0.113.7/tcp/4001/p2p/x", "203.0.0.0/16"),
         ("/ip6/2001:db8:1::7/tcp/4001/p2p/x", "2001:db8::/32"),
         ("/dns4/node.example.org/tcp/4001/p2p/x", ""),  # names cost nothing
-        ("/ip4/10.1.2.3/tcp/4001/p2p/x/p2p-circuit/p2p/y", ""),  # the relay's
+        ("/ip4/10.1.2.3/tcp/4001/p2p/x/p2p-circuit/p2p/y", ""),  # the relay's range, not the peer's
         ("/ip4/nonsense/tcp/4001", ""),
         ("/ip4", ""),
         ("", ""),

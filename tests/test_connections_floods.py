@@ -1,4 +1,4 @@
-"""Peers without number, and addresses at which nobody answers: they cost those whom we need no time, and no place."""
+"""Floods of peers, and of addresses at which nobody answers, take neither time nor slots from the peers we need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANY = 200
 
 
 def flood(node: Seen) -> None:
-    """What one peer may tell: made up, and nobody answers there."""
+    """Made-up addresses, told by one peer, at which nobody answers."""
     node.is_silent = lambda address: address.startswith("/ip4/10.")
     for number in range(MANY):
         for port in range(1, ADDRESSES_MAX + 1):
@@ -52,7 +52,7 @@ async def test_hearsay_that_leads_nowhere_delays_no_bootstrap_and_no_member() ->
         await until(lambda: {A, B} <= connections.linked.keys())
         for _ in range(10):
             await at(now() + 2 * STEADY_SECONDS)
-            assert len(connections.dialling) == DIALS_AT_ONCE  # in vain
+            assert len(connections.dialling) == DIALS_AT_ONCE  # all of them in vain
             node.told.clear()
             lost_at = now()
             for peer in (A, B):
@@ -116,7 +116,7 @@ async def test_of_hearsay_one_address_is_dialled_at_a_time_and_after_what_is_cer
 
 
 async def linked_after(node: Seen, network: Network, number: int) -> float:
-    """How long a newcomer waits."""
+    """Returns how long a newcomer waits to be linked."""
     newcomer, began = network.transport(key(number)), now()
     await newcomer.connect(network.address(ME))
     await until(lambda: newcomer.me in node.connections.linked)
@@ -131,14 +131,14 @@ async def test_strangers_that_never_answer_keep_no_newcomer_waiting() -> None:
         for number in range(1_000, 1_000 + MANY):
             await network.transport(key(number)).connect(network.address(ME))
             node.mute.add(key(number))
-        await at((MANY / MEETINGS_AT_ONCE + 2) * (MEETING_SECONDS + 1.0))  # each has had its chance
+        await at((MANY / MEETINGS_AT_ONCE + 2) * (MEETING_SECONDS + 1.0))  # each has been asked once
         for number in range(20):
             assert await linked_after(node, network, 100 + number) <= MEETING_SECONDS + 1.5
 
 
 @skipping_time
 async def test_strangers_that_come_again_wait_again() -> None:
-    """Whatever they do, a newcomer waits for no more than those who came before it."""
+    """Whatever they do, a newcomer waits only for peers that came before it."""
     network = Network()
     node = Seen(network)
     node.mute.update(key(number) for number in range(1_000, 1_060))
@@ -209,7 +209,7 @@ async def test_a_peer_that_does_not_answer_questions_takes_up_no_place_once_it_i
 
 
 async def come(node: Seen, network: Network, *peers: bytes) -> None:
-    """Peers call, and tell where they are."""
+    """Connects peers that tell us their addresses."""
     for peer in peers:
         await network.transport(peer).connect(network.address(ME))
     node.connections.changed.set()
@@ -219,7 +219,7 @@ async def come(node: Seen, network: Network, *peers: bytes) -> None:
 
 
 def remembered(connections: Connections) -> list[str]:
-    """The ids, in order."""
+    """Returns the peers remembered for the next start, in order."""
     return list(dict.fromkeys(each.rpartition("/p2p/")[2] for each in connections.remembered()))
 
 
@@ -243,7 +243,7 @@ async def test_keys_without_number_push_out_nobody_who_matters(they_stay: bool) 
             await come(node, network, peer)
         connections.add(address(A), Origin.USER)
         for peer in (A, B):
-            network.kill(peer)  # a bootstrap and a member that were here, and are away for the moment
+            network.kill(peer)  # a bootstrap and a member that are away for the moment
         await until(lambda: list(connections.linked) == [C])
         assert remembered(connections)[:3] == [peer_id_of(peer) for peer in (A, B, C)]
         await call(10_000, they_stay)

@@ -1,4 +1,4 @@
-"""Links to different address ranges, which a node holds on to whatever else is connected."""
+"""A node keeps links to different address ranges whatever else is connected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from p2ptrain.net.memory import Network
 
 
 def surrounded() -> tuple[Network, Seen]:
-    """As many peers as there are places for, all in one range."""
+    """Fills all slots with peers of one address range."""
     network = Network()
     node = Seen(network)
     for number in range(1, LINKS_MAX + 1):

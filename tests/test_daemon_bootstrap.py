@@ -56,7 +56,7 @@ async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_versio
             (place,) = alien.addresses()
             other = swarm.first("other", "other", P2PTRAIN_NETWORK__BOOTSTRAP=f"{first.address},{place}").start()
             lost = swarm.joiner("lost", place).start()
-            is_alien = f"{place} answers, but is no node of p2ptrain, or of a version that this one does not speak"
+            is_alien = f"{place} answers, but is not a p2ptrain node, or runs an incompatible version"
             is_elsewhere = f"{first.address} answers, but takes part in another run: test ("
             other.until_says(is_alien)
             other.until_says(is_elsewhere)

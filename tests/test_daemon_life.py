@@ -142,7 +142,7 @@ def test_whoever_is_killed_is_missed_by_nobody_and_comes_back(swarm: Swarm) -> N
     swarm.note("p2pd back after a kill, with the same peers", monotonic() - killed_at)
     assert monotonic() - killed_at < 10
     goes_on(first, second, third)
-    assert "p2pd ended (status -9) and is started again" in second.text
+    assert "p2pd ended (status -9) and is being restarted" in second.text
 
 
 def test_who_was_asleep_catches_up(swarm: Swarm) -> None:

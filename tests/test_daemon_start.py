@@ -52,7 +52,7 @@ def test_a_port_in_use_is_named_with_what_to_do(swarm: Swarm) -> None:
         assert first.until_ended() == 2
     assert first.text.splitlines()[-1] == (
         f"network.listen: {address} is in use by another program. "
-        "Stop it, perhaps a node of yours, or take another port"
+        "Stop it (perhaps another node of yours), or choose another port"
     )
 
 
@@ -129,14 +129,14 @@ def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:
     path = tmp_path / "data" / "identity.key"
     assert p2ptrain("identity", "path", *place) == (0, f"{path}\n", "")
     status, _, err = p2ptrain("identity", "show", *place)
-    assert (status, "there is no such key" in err) == (2, True)
+    assert (status, "no such key file" in err) == (2, True)
     status, out, _ = p2ptrain("identity", "new", *place)
     identity = Identity.load(path)
     assert (status, out) == (0, f"{identity.peer_id}\n{path}\n")
     shown = f"peer id     {identity.peer_id}\npublic key  {identity.key.hex()}\n"
     assert p2ptrain("identity", "show", *place) == (0, shown, "")
     status, _, err = p2ptrain("identity", "new", *place)
-    assert (status, "there is a file already" in err) == (2, True)
+    assert (status, "identity.file: already exists" in err) == (2, True)
     assert Identity.load(path).key == identity.key
 
 

@@ -1,4 +1,4 @@
-"""Digests and Merkle roots: against a plain rewriting of RFC 6962's shape, and for what they must tell apart."""
+"""Digests and Merkle roots, checked against a direct implementation of RFC 6962 and for inputs that must differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def keyed(domain: str, data: bytes) -> bytes:
 
 
 def rfc_6962(leaves: list[bytes]) -> bytes:
-    """The recursive definition: split at the largest power of two below the number of leaves."""
+    """Computes the root recursively, splitting at the largest power of two below the number of leaves."""
     if len(leaves) == 1:
         return leaves[0]
     split = 1 << (len(leaves) - 1).bit_length() - 1

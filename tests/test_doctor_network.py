@@ -88,7 +88,7 @@ def test_listening_nowhere_or_on_loopback_alone_or_elsewhere_is_told() -> None:
     found = network.check_listen(("/ip4/127.0.0.1/tcp/0",), is_running=False)
     assert [each.level for each in found] == ["good", "warning"]
     (found_one,) = network.check_listen((f"/ip4/{ROUTER}/tcp/0",), is_running=True)
-    assert (found_one.level, "no address of this machine" in found_one.result) == ("failed", True)
+    assert (found_one.level, "not an address of this machine" in found_one.result) == ("failed", True)
     assert network.check_http(HttpConfig(host=ROUTER, token_file="x"), None).level == "failed"
 
 

@@ -1,4 +1,4 @@
-"""Reading what somebody else may have put there: files and directories, and nothing else."""
+"""Reading files that someone else may have placed: regular files and directories only."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_regular(path, 5) is None
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
-    with pytest.raises(DataError, match=r"a: 5 bytes, and at most 4 of such a file are read"):
+    with pytest.raises(DataError, match=r"a: 5 bytes, the limit is 4"):
         read_regular(path, 4)
     path.write_bytes(b"")
     assert read_regular(path, 0) == b""
 
 
 def test_a_device_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To open one can be a command: a tape is wound back, a watchdog begins to wait."""
+    """Opening one can be a command: it rewinds a tape, or starts a watchdog."""
     opened: list[object] = []
     monkeypatch.setattr(os, "open", lambda *arguments: opened.append(arguments))
     with pytest.raises(DataError, match="/dev/null: not a regular file, but a device"):

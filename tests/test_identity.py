@@ -1,4 +1,4 @@
-"""Identities: key files, ids, signatures, and a signer that remembers what it has verified."""
+"""Identities: key files, ids, signatures, and a signer that remembers valid signatures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from p2ptrain import files, identity
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity, PeerIdError, RunSigner, id_bytes_of, key_of, key_of_bytes, peer_id_of, verify
 
-# RFC 8032, 7.1, test 2; the id is what go-libp2p's p2pd calls itself with this key.
+# RFC 8032, 7.1, test 2; the id is the one go-libp2p's p2pd reports for this key.
 SEED = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")
 KEY = bytes.fromhex("3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c")
 SIGNATURE = bytes.fromhex(
@@ -53,7 +53,7 @@ def test_a_new_identity_is_a_file_that_only_we_can_read(tmp_path: Path) -> None:
 
 def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     path = key_file(tmp_path / "key")
-    with pytest.raises(ConfigError, match="there is a file already"):
+    with pytest.raises(ConfigError, match="already exists"):
         Identity.make(path)
     assert path.read_bytes() == FILE
 
@@ -69,11 +69,11 @@ def test_half_a_key_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Killed(BaseException):
-    """Nothing is tidied up after this."""
+    """Stands for SIGKILL: nothing is cleaned up after it."""
 
 
 def test_wherever_it_is_killed_a_key_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Before each of the lines that make it."""
+    """Killed before each line of the code that makes the file."""
     outcomes = set()
     for at in itertools.count():
         path, lines = tmp_path / f"{at}" / "key", itertools.count()
@@ -107,7 +107,7 @@ def test_of_two_that_make_a_key_at_once_one_is_told(tmp_path: Path, monkeypatch:
         os.link(source, target)
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises(ConfigError, match="there is a file already"):
+    with pytest.raises(ConfigError, match="already exists"):
         Identity.make(path)
     assert Identity.load(path).key == made[0].key
     assert list(tmp_path.iterdir()) == [path]
@@ -125,12 +125,12 @@ def test_a_key_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: i
     [b"", FILE[:-1], FILE + b"\0", b"\x08\x00" + FILE[2:], FILE[:-1] + b"\0", SEED, FILE[:36] + SEED, b"\0" * 10_000],
 )
 def test_what_is_no_such_key_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(ConfigError, match="is not an Ed25519 key as libp2p keeps it"):
+    with pytest.raises(ConfigError, match="is not an Ed25519 key in libp2p's format"):
         Identity.load(key_file(tmp_path / "key", content))
 
 
 def test_a_missing_key_and_a_directory_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path}/none: identity.file: there is no such key"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/none: identity.file: no such key file"):
         Identity.load(tmp_path / "none")
     with pytest.raises(ConfigError, match=f"{tmp_path}: identity.file: cannot be read: Is a directory"):
         Identity.load(tmp_path)
@@ -200,7 +200,7 @@ def test_a_signer_verifies_once_what_it_is_asked_often(monkeypatch: pytest.Monke
     assert signer(KEY, b"c", signatures[b"c"]) and signer(KEY, b"a", signatures[b"a"])  # the oldest was forgotten
     assert calls == [b"a", b"b", b"c", b"a"]
     assert not signer(KEY, b"a", signatures[b"b"]) and not signer(KEY, b"a", signatures[b"b"])
-    assert calls[4:] == [b"a", b"a"]  # what failed is not remembered
+    assert calls[4:] == [b"a", b"a"]  # invalid signatures are not remembered
 
 
 def test_bytes_moved_between_key_and_signature_do_not_pass_as_verified() -> None:

@@ -1,4 +1,4 @@
-"""Small questions to one peer, and what a hostile one may ask and answer."""
+"""Small questions to one peer, also with hostile questions and answers."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ async def test_answers_count_towards_the_upload_limit_and_do_not_wait() -> None:
     asking, asked = await two()
     upload = TokenBucket(100_000)
     await inquiry.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
-    assert upload.take_now(PIECE_BYTES)  # all that there is
+    assert upload.take_now(PIECE_BYTES)  # empties the bucket
     before = asyncio.get_running_loop().time()
     for _ in range(5):
         assert len(await inquiry.ask_config(asking, B, RUN)) == CONFIG_BYTES_MAX
     assert asyncio.get_running_loop().time() < before + 1.0
-    await upload.take(100_000)  # at half the rate, as long as answers are to be paid for
+    await upload.take(100_000)  # at half the rate until the answers are paid for
     assert asyncio.get_running_loop().time() == pytest.approx(before + 2.0, rel=0.05)
     await asked.close()
 
@@ -112,7 +112,7 @@ BAD_ANSWERS: list[bytes] = [
     encode(["runs", [[RUN, "n" * (NAME_MAX + 1), 1, 1]]]),
     encode(["runs", [[RUN, "name", -1, 1]]]),
     encode(["runs", [[RUN[:31], "name", 1, 1]]]),
-    encode(["runs", [[RUN, "na\x1b[2Jme", 1, 1]]]),  # what a terminal would obey
+    encode(["runs", [[RUN, "na\x1b[2Jme", 1, 1]]]),  # terminal control codes
     encode(["runs", [[RUN, "name\n", 1, 1]]]),
     encode(["runs", [[RUN, "name", 1, 1]] * (RUNS_MAX + 1)]),
     encode(["config", b""]),
@@ -248,7 +248,7 @@ async def test_whoever_asks_nothing_is_let_go() -> None:
 @skipping_time
 async def test_what_a_peer_is_instead_is_told_in_words() -> None:
     asking, asked = await two()
-    assert await inquiry.why_not(asking, B) == "is no node of p2ptrain, or of a version that this one does not speak"
+    assert await inquiry.why_not(asking, B) == "is not a p2ptrain node, or runs an incompatible version"
     answers = [Runs(), Runs((RunInfo(RUN, "other", 5, 2),))]
     await inquiry.serve(asked, lambda peer, question: answers.pop(0))
     assert await inquiry.why_not(asking, B) == "takes part in no run"

@@ -1,4 +1,4 @@
-"""The limit on bytes a second holds on average, is fair, and can be changed."""
+"""The rate limit holds on average, is fair, and can be changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_the_average_holds_whatever_the_size() -> None:
         lasted = now() - start
         assert (20 * size - PIECE_BYTES) / PIECE_BYTES - 1e-3 <= lasted + size / PIECE_BYTES
         assert lasted <= 20 * size / PIECE_BYTES
-    assert lasted == pytest.approx(95)  # the last may go into debt
+    assert lasted == pytest.approx(95)  # the last request may go into debt
 
 
 @skipping_time

@@ -1,4 +1,4 @@
-"""Lines: small messages and histories to one peer arrive, are bounded, and survive streams that break."""
+"""Small messages and histories to one peer arrive, are bounded, and survive broken streams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = bytes(16)
 
 
 class Ear:
-    """What a node hears."""
+    """Records the messages and histories that a node receives."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[bytes, LineMessage]] = []
@@ -200,7 +200,7 @@ MALFORMED = {
     "an integer in nine bytes": msgspec.msgpack.encode(["ask history", bytes(32), 7])[:-1] + b"\xcf" + (7).to_bytes(8),
     "an empty history": msgspec.msgpack.encode(["history", 0]),
     "too long a history": msgspec.msgpack.encode(["history", HISTORY_BYTES_MAX + 1]),
-    "a part of no history": encode(HistoryPart(b"x")),
+    "a part without a history": encode(HistoryPart(b"x")),
     "deep nesting": b"\x91" * 100_000,
 }
 
@@ -237,7 +237,7 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
         assert ear_b.heard == [(A, AskHistory(bytes(32), 3))]
         history = some_bytes(20 * 2**20 + 17)
         assert other.post(A, TellHistory(history))
-        assert not other.post(A, TellHistory(history))  # one at a time
+        assert not other.post(A, TellHistory(history))  # one history at a time
         other.post(A, Deliver((b"before",)))
         await until(lambda: other._outgoing[A].history_sent > 2**22)
         other.post(A, Deliver((b"between",)))
@@ -291,7 +291,7 @@ async def test_what_a_history_takes_of_the_limits_other_things_wait_for() -> Non
         began = asyncio.get_running_loop().time()
         assert began < 2.0, "it did not wait itself"
         for limit in limits:
-            assert limit.take_now(2**20)  # which has come meanwhile
+            assert limit.take_now(2**20)  # refilled meanwhile
         await asyncio.gather(*(limit.take(2**20) for limit in limits))
         assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, rel=0.05)  # at half the rate
     for node in (a, b):
@@ -410,7 +410,7 @@ async def test_only_so_many_histories_are_asked_for_at_once() -> None:
         for number in range(line.QUESTIONS_MAX + 1):
             lines.ask_history(key(100 + number), bytes(32), 3)
         await until(lambda: len(ear.none) == 1)
-        assert ear.none == [(key(100 + line.QUESTIONS_MAX), "too many others are asked already")]
+        assert ear.none == [(key(100 + line.QUESTIONS_MAX), "too many requests are open already")]
 
 
 @skipping_time

@@ -1,7 +1,7 @@
-"""A newcomer that fifteen of sixteen servers lie to ends with the right state, or with none: never with a wrong one.
+"""A newcomer to whom fifteen of sixteen servers lie ends with the right state or with none, never with a wrong one.
 
-The fetching is the daemon's own, over the network in memory: it asks all for the states they have, takes pieces from
-several at once, checks each and writes it to a file. What the liars do is drawn from a seed.
+The fetching code is the daemon's, over the in-memory network: it asks all peers for their states, takes pieces from
+several at once, checks each and writes it to a file. The behaviour of the liars is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ SEEDS = 12
 PIECES = 6
 STATE = some_bytes(PIECES * PIECE - 100, seed=7)
 ROOT, ROUND = root_of(STATE), 40
-NEWER_ROOT, NEWER = bytes(32), 41  # certified, and nobody has a state of it
+NEWER_ROOT, NEWER = bytes(32), 41  # certified, but nobody has its state
 BLOB = MemoryBlob.tree(STATE)
-OTHER = MemoryBlob.tree(some_bytes(len(STATE), seed=8))  # a state as well, and not the one
+OTHER = MemoryBlob.tree(some_bytes(len(STATE), seed=8))  # a state too, but not the right one
 LARGER = MemoryBlob.tree(some_bytes(len(STATE) + PIECE, seed=9))
 SMALLER = MemoryBlob.tree(STATE[:-PIECE])
 
 
 @dataclass
 class Liar:
-    """One server; what it was asked, and how often it broke a rule."""
+    """A lying server, with a record of the requests it got and the rules it broke."""
 
     number: int
     rng: Random
-    name: bytes = b""  # of the state that it was asked for last
-    lies: Counter[bytes] = field(default_factory=Counter)  # by state
-    asked_again: int = 0  # for a state about which it had lied
-    given: int = 0  # pieces, in this stream
+    name: bytes = b""  # the state it was last asked for
+    lies: Counter[bytes] = field(default_factory=Counter)  # rules broken, by state
+    asked_again: int = 0  # requests for a state about which it had lied
+    given: int = 0  # pieces sent in this stream
 
     @property
     def key(self) -> bytes:
@@ -91,7 +91,7 @@ async def another_piece_than_asked(liar: Liar, request: Request) -> Reply | byte
 
 
 async def another_state(liar: Liar, request: Request) -> Reply | bytes | None:
-    """All of it fits together, and is not what the root says."""
+    """Sends a state that is consistent in itself but does not have the root."""
     return lie(liar, account(OTHER)) if isinstance(request, Want) else given(OTHER, request.index)
 
 
@@ -148,7 +148,7 @@ async def later_for_ever(liar: Liar, request: Request) -> Reply | bytes | None:
 
 
 async def an_empty_hand(liar: Liar, request: Request) -> Reply | bytes | None:
-    """And the names of many others that have it, whom nobody knows."""
+    """Has no pieces, and names many unknown peers as holders."""
     strangers = tuple(liar.rng.randbytes(32) for _ in range(16))
     return account(BLOB, held=bytes(1), holders=strangers) if isinstance(request, Want) else Later(request.index)
 
@@ -161,7 +161,7 @@ WAYS: tuple[Way, ...] = (
 
 
 async def tell(each: Bench, liar: Liar, way: Way) -> None:
-    """Connected, telling of the states that would do, and serving them in its way."""
+    """Connects a liar, which offers the states that are wanted and serves them in its way."""
     transport = each.network.transport(liar.key)
 
     async def serve(stream: Stream) -> None:
@@ -177,7 +177,7 @@ async def tell(each: Bench, liar: Liar, way: Way) -> None:
                 if reply is not None:
                     await stream.send(reply if isinstance(reply, bytes) else encode(reply))
                 if liar.name == NEWER_ROOT and isinstance(reply, Have) and not liar.lies[NEWER_ROOT]:
-                    lie(liar, reply)  # of that one it has no digests
+                    lie(liar, reply)  # it has no digests of that state
         except (TransportError, RemoteProtocolError):
             stream.abort()
 
@@ -201,7 +201,7 @@ async def state(each: Bench, sources: list[bytes], mine: bytes | None) -> tuple[
 
 
 def check_blame(each: Bench, liars: list[Liar], honest: bytes) -> None:
-    """Who sent something wrong is blamed for it once, and asked no more; nobody is blamed for having been slow."""
+    """Checks that senders of wrong data are blamed once and not asked again, and that slow ones are not blamed."""
     blamed = Counter(peer for peer, _ in each.blamed)
     assert blamed[honest] == 0
     for liar in liars:
@@ -220,7 +220,7 @@ async def mixed(tmp_path: Path, seed: int) -> None:
         await be_honest(each, honest)
         sources = [*(liar.key for liar in liars), honest]
         rng.shuffle(sources)
-        mine = STATE[:PIECE] + bytes(len(STATE) - PIECE) if seed % 3 == 1 else None  # a state that went wrong
+        mine = STATE[:PIECE] + bytes(len(STATE) - PIECE) if seed % 3 == 1 else None  # our own state, partly wrong
         number, root, found = await state(each, sources, mine)
         assert (number, root) == (ROUND, ROOT)
         assert found == STATE
@@ -269,7 +269,7 @@ def test_without_an_honest_server_there_is_no_state_rather_than_a_wrong_one(tmp_
 
 
 def test_a_peer_that_goes_on_sending_wrong_pieces_is_kept_away() -> None:
-    """Each is an observation of ours: a piece is not signed, so that it proves nothing to others."""
+    """Each wrong piece is only our own observation: pieces are not signed, so they prove nothing to others."""
     reputation, peer = Reputation(), key(1)
     for number in range(int(GREYLISTED_FROM) + 1):
         assert reputation.is_greylisted(peer, 60.0 * number) is False or number >= GREYLISTED_FROM

@@ -1,4 +1,4 @@
-"""The network in one process: it carries, and it fails as it is told to."""
+"""The in-memory network delivers traffic, and fails as told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A, B, C, D = (key(number) for number in range(4))
 
 
 async def line_of(network: Network, *keys: bytes) -> list[MemoryTransport]:
-    """Nodes, each connected to the next."""
+    """Makes a chain of nodes, each connected to the next."""
     nodes = [network.transport(each) for each in keys]
     for node, following in pairwise(nodes):
         await node.connect(following.addresses()[0])
@@ -41,7 +41,7 @@ async def test_gossip_reaches_every_subscriber_once_over_any_path() -> None:
     for node in nodes:
         heard_by(node, heard)
     await nodes[0].publish("topic", b"news")
-    assert heard == []  # nobody is called back from within
+    assert heard == []  # listeners are not called from within publish
     await until(lambda: len(heard) >= 3)
     assert sorted(heard) == sorted((peer, A, b"news") for peer in (B, C, D))
 

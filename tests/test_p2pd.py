@@ -168,13 +168,11 @@ async def test_a_frame_that_is_too_long_is_refused_before_it_is_read(make: Make)
     for header, named in [((1_001).to_bytes(4, "big"), 1_001), (b"\xff" * 4, 2**32 - 1)]:
         stream = await nodes[1].open(nodes[0].me, "/little/1")
         stream._writer.write(header)
-        assert (
-            await asyncio.wait_for(refused.get(), SECONDS) == f"a frame of {named} bytes, where at most 1000 are taken"
-        )
+        assert await asyncio.wait_for(refused.get(), SECONDS) == f"a frame of {named} bytes, the limit is 1000"
         with pytest.raises(TransportError):
             await asyncio.wait_for(stream.receive(1), SECONDS)
         stream.abort()
-    with pytest.raises(AssertionError, match="it goes in several"):
+    with pytest.raises(AssertionError, match="has to be split"):
         await stream.send(bytes(FRAME_BYTES_MAX + 1))
 
 
@@ -221,9 +219,11 @@ async def test_a_stream_that_is_let_go_ends_at_the_other_end(make: Make) -> None
 
 async def test_a_protocol_that_nobody_serves_and_a_peer_that_is_not_there_are_named(make: Make) -> None:
     nodes = await connected(make, 2)
-    with pytest.raises(TransportError, match=rf"no stream /none/1 to {peer_id_of(nodes[0].me)}: it does not speak"):
+    with pytest.raises(
+        TransportError, match=rf"cannot open a /none/1 stream to {peer_id_of(nodes[0].me)}: it does not speak"
+    ):
         await nodes[1].open(nodes[0].me, "/none/1")
-    with pytest.raises(TransportError, match=rf"no stream /none/1 to {STRANGER.peer_id}: "):
+    with pytest.raises(TransportError, match=rf"cannot open a /none/1 stream to {STRANGER.peer_id}: "):
         await nodes[1].open(STRANGER.key, "/none/1")
 
 
@@ -278,7 +278,7 @@ async def test_peers_know_one_another_by_addresses_that_can_be_called(make: Make
     assert (await nodes[0].peers())[nodes[1].me][0] == by_ip6
     await nodes[1].serve("/echo/1", echo)
     stream = await nodes[0].open(nodes[1].me, "/echo/1")
-    await nodes[0].disconnect(nodes[1].me)  # which is no ban: libp2p may connect again at once
+    await nodes[0].disconnect(nodes[1].me)  # not a ban: libp2p may reconnect at once
     with pytest.raises(TransportError):
         await asyncio.wait_for(stream.receive(1), SECONDS)
     stream.abort()
@@ -309,7 +309,7 @@ async def test_a_port_in_use_is_named_with_what_to_do(make: Make) -> None:
     node = await make()
     with pytest.raises(ConfigError, match=rf"network.listen: {node._listen[0]} is in use by another program. Stop it"):
         await make(node._listen)
-    with pytest.raises(ConfigError, match=r"/ip4/203.0.113.7/tcp/4001 is no address of this machine"):
+    with pytest.raises(ConfigError, match=r"/ip4/203.0.113.7/tcp/4001 is not an address of this machine"):
         await make(("/ip4/203.0.113.7/tcp/4001",))
 
 
@@ -341,7 +341,7 @@ async def test_announcements_are_found_by_others_under_their_author(make: Make) 
     for node in nodes:
         assert await node.look_up("run") == {nodes[1].me: b"one", nodes[2].me: b"newer"}
     assert await nodes[0].look_up("another run") == {}
-    with pytest.raises(TransportError, match="nobody took the announcement of run"):
+    with pytest.raises(TransportError, match="nobody accepted the announcement of run"):
         await nodes[2].announce("run", b"older", 30)
 
 
@@ -360,14 +360,14 @@ async def test_records_that_are_not_their_authors_are_refused(make: Make) -> Non
     def signed(author: bytes, at: float = expires_at) -> bytes:
         return sign_record(forger.sign, author, key.to_bytes(), packed, at)
 
-    assert not await is_taken(nodes[1].me, signed(nodes[1].me))  # in another's name
+    assert not await is_taken(nodes[1].me, signed(nodes[1].me))  # under another's key
     assert not await is_taken(forger.key, packed)  # unsigned
-    assert not await is_taken(None, signed(forger.key))  # in place of everyone's
+    assert not await is_taken(None, signed(forger.key))  # without a subkey, replacing everyone's records
     assert not await is_taken(forger.key, signed(forger.key, time.time() + 10**9), time.time() + 10**9)
     assert nodes[0].counters()["DHT records refused"] == 4
     assert await nodes[0].look_up("run") == {nodes[1].me: b"mine"}
     assert await is_taken(forger.key, signed(forger.key))
-    assert (await nodes[0].look_up("run"))[forger.key] == b"evil"  # what it says of itself is nobody's business
+    assert (await nodes[0].look_up("run"))[forger.key] == b"evil"  # a peer may announce anything for itself
 
 
 async def test_the_dht_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,20 +383,20 @@ async def test_the_dht_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch
         assert storage.store_subkey(2 + number, b"a", b"1", late)
         assert len(storage) <= 2
         assert all(len(item.value) <= 2 for _, item in storage.items())
-    assert not storage.store_subkey(9_999, b"a", b"1", time.time() - 1)  # expired: it displaces nothing
+    assert not storage.store_subkey(9_999, b"a", b"1", time.time() - 1)  # expired: evicts nothing
     assert len(storage) == 2
     assert not dht.Storage(keys_max=0).store_subkey(1, b"a", b"1", late)
 
 
 async def test_nobody_can_keep_others_out_of_the_dht(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names and authors cost nothing, and whoever comes first may have filled it."""
+    """Keys and authors cost nothing, and an attacker may fill the storage first."""
     monkeypatch.setattr(dht, "STORED_ENTRIES_MAX", 4)
     storage, late = dht.Storage(keys_max=4), time.time() + 60
     storage.used.add(0)
     for number in range(1, 100):
         storage.store_subkey(number, b"a", b"1", late)
         assert storage.store_subkey(0, b"author %d" % number, b"1", late)
-        assert 0 in storage  # what we use ourselves is displaced by nobody
+        assert 0 in storage  # keys that we use are never evicted
     assert (len(storage), len(storage.get(0).value)) == (5, 4)
     for subkey in (b"honest", b"honest too"):
         assert storage.store_subkey(0, subkey, b"1", late)
@@ -431,13 +431,13 @@ async def test_when_there_are_too_many_connections_those_that_are_kept_stay(
         patched.setattr(process, "CONNECTIONS_LOW", 2)
         patched.setattr(process, "CONNECTIONS_HIGH", 3)
         patched.setattr(process, "CONNECTIONS_GRACE_SECONDS", 0)
-        patched.setattr(p2pd, "make_arguments", without_dht)  # it holds on to peers of its own choice
+        patched.setattr(p2pd, "make_arguments", without_dht)  # the DHT protects peers of its own choice
         node = await make()
     others = [await make() for _ in range(6)]
     for each in others:
         await each.connect(node.addresses()[0])
     await node.keep([others[4].me, others[5].me])
-    await node.keep([others[0].me, others[1].me])  # in place of the others
+    await node.keep([others[0].me, others[1].me])  # replaces the earlier ones
     async with asyncio.timeout(SECONDS):
         while len(connected := await node.peers()) > 2:
             pass

@@ -1,4 +1,4 @@
-"""What becomes of a node when p2pd dies, when it dies itself, and when it is closed in the middle of things."""
+"""A node survives the death of p2pd, and leaves nothing behind when it dies or is closed midway."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_p2pd_that_dies_is_back_with_all_that_it_did(make: Make, caplog:
         await node.subscribe("a", hear)
         await node.serve("/echo/1", echo)
     await heard[0].until(nodes[1], "a", b"warm")
-    await nodes[0].peers()  # which is how the one that was called knows its callers
+    await nodes[0].peers()  # so the called node learns the routes to its callers
     for mortal, other in [(0, 1), (1, 0)]:
         addresses, started_at = nodes[mortal].addresses(), time.monotonic()
         stream = await nodes[mortal].open(nodes[other].me, "/echo/1")
@@ -57,11 +57,11 @@ async def test_a_p2pd_that_dies_is_back_with_all_that_it_did(make: Make, caplog:
         await nodes[mortal].announce("run", bytes([mortal]), 60)
         assert (await nodes[other].look_up("run"))[nodes[mortal].me] == bytes([mortal])
         assert time.monotonic() - started_at < 10
-    assert caplog.text.count("p2pd ended (status -9) and is started again") == 2
+    assert caplog.text.count("p2pd ended (status -9) and is being restarted") == 2
 
 
 async def test_who_left_and_comes_again_hears_gossip_at_once(make: Make, tmp_path: Path) -> None:
-    """Not with the next heartbeat, which is what is left for a minute to who has left a mesh with a farewell."""
+    """Not only with the heartbeats, as a peer that has left the mesh properly would for a minute."""
     (stays, leaves), heard = await connected(make, 2), Heard()
     await stays.subscribe("a", Heard())
     await leaves.subscribe("a", heard)
@@ -96,9 +96,9 @@ async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
         thief.bind((host, int(port)))
         thief.listen()
         os.kill(node._supervisor.process.pid, signal.SIGKILL)
-        await until(lambda: caplog.text.count("p2pd cannot be started, and will be tried again: network.listen") >= 2)
+        await until(lambda: caplog.text.count("p2pd cannot be started, will retry: network.listen") >= 2)
         assert node.counters()["p2pd restarts"] == 0
-    assert await node.peers() == {}  # it waits
+    assert await node.peers() == {}  # the call waits for p2pd
     assert node.counters()["p2pd restarts"] == 1
 
 
@@ -115,7 +115,7 @@ async def test_a_p2pd_that_has_lost_its_relay_for_good_is_started_again(
 
     monkeypatch.setattr(node._relay_loss, "look", look)
     await until(lambda: node.counters()["p2pd restarts"] == 1)
-    assert "a new p2pd has a place there sooner" in caplog.text
+    assert "a new p2pd gets a slot sooner" in caplog.text
     assert looked_at[0] == node._routes
     monkeypatch.undo()
     await until(lambda: not node._relay_loss.is_mendable)
@@ -130,11 +130,9 @@ async def test_a_p2pd_that_hangs_is_ended_and_started_again(
     for node in nodes:
         await node.serve("/echo/1", echo)
     with monkeypatch.context() as patch:
-        patch.setattr(p2pd, "CONTROL_SECONDS", 0)  # and one more
+        patch.setattr(p2pd, "CONTROL_SECONDS", 0)  # plus one second
         os.kill(nodes[1]._supervisor.process.pid, signal.SIGSTOP)
-        await until(
-            lambda: "to be started again: no answer to 3 questions in a row; the last: no answer" in caplog.text
-        )
+        await until(lambda: "to restart it: no answer to 3 requests in a row; the last: no answer" in caplog.text)
     await until(lambda: nodes[1].counters()["p2pd restarts"] == 1)
     assert await _meet_again(nodes[1], nodes[0]) == [b"out", b"in"]
     assert nodes[0].counters()["p2pd restarts"] == 0
@@ -210,7 +208,7 @@ async def test_no_p2pd_outlives_a_node_that_is_killed(make: Make, tmp_path: Path
         assert child.stdout is not None
         orphan = psutil.Process(int(await asyncio.wait_for(child.stdout.readline(), 60)))
         assert orphan.name() == "p2pd"
-        assert os.getsid(orphan.pid) == orphan.pid  # a Ctrl-C in our terminal is not for it
+        assert os.getsid(orphan.pid) == orphan.pid  # Ctrl-C in our terminal does not reach it
     finally:
         child.kill()
         await child.wait()
@@ -237,7 +235,7 @@ async def _fails(stream: Stream) -> None:
 
 
 def told_relays(node: P2pd) -> list[str]:
-    """What the p2pd that runs now was told on its command line."""
+    """Returns the relays on the command line of the running p2pd."""
     command = psutil.Process(node._supervisor.process.pid).cmdline()
     assert "-relayDiscovery=false" in command
     told = [part.removeprefix("-trustedRelays=") for part in command if part.startswith("-trustedRelays=")]
@@ -247,7 +245,7 @@ def told_relays(node: P2pd) -> list[str]:
 
 async def test_p2pd_is_told_of_the_relays_that_answer_at_each_of_its_starts(make: Make) -> None:
     one, other = [await make() for _ in range(2)]
-    with socket.socket() as closed:  # bound, and nobody listens
+    with socket.socket() as closed:  # bound, but not listening
         closed.bind(("127.0.0.1", 0))
         gone = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{Identity(bytes(32)).peer_id}"
         relays = (gone, *one.addresses(), *other.addresses())
@@ -282,7 +280,7 @@ async def test_a_port_that_is_taken_while_relays_are_tried_is_not_shared(
 
 async def test_a_start_that_is_cancelled_leaves_nothing(make: Make) -> None:
     await make()
-    others = [child for child in psutil.Process().children() if child.name() != "p2pd"]  # of other tests
+    others = [child for child in psutil.Process().children() if child.name() != "p2pd"]  # from other tests
     starting = asyncio.create_task(make())
     await until(lambda: len(list(make.runtime.glob("*/streams.sock"))) == 2)
     starting.cancel()
@@ -314,5 +312,5 @@ def test_of_hivemind_only_the_parts_are_imported_that_are_used() -> None:
 async def test_a_message_from_p2pd_that_is_too_long_is_not_read() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(b"\xff\xff\xff\xff\x7f")
-    with pytest.raises(TransportError, match="sends a message of"):
+    with pytest.raises(TransportError, match="sent a message of"):
         await frames.read_message(reader, 1_000)

@@ -1,4 +1,4 @@
-"""Where sockets lie: a directory that only we can enter, and that nobody takes away while we live."""
+"""The directory for sockets is private and is not removed while we run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from p2ptrain.errors import ConfigError
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="p2p-") as made:  # pytest's own paths are too long for sockets
+    with tempfile.TemporaryDirectory(prefix="p2p-") as made:  # pytest's paths are too long for sockets
         monkeypatch.setenv("XDG_RUNTIME_DIR", made)
         yield Path(made)
 
@@ -48,7 +48,7 @@ def test_what_is_in_use_stays_and_what_is_left_goes(base: Path) -> None:
 
 @pytest.mark.parametrize("lock", [SOCKETS_LOCK, "lock"])
 def test_what_holds_more_than_sockets_is_never_removed(base: Path, lock: str) -> None:
-    """A data directory under a temporary one was once taken for what a killed process had left: keys and all."""
+    """A data directory below a temporary one was once taken for the leftovers of a killed process, keys included."""
     for name in ("p2ptrain-one", f"{SOCKETS_PREFIX}one"):
         (base / name).mkdir()
         for file in (lock, "identity.key"):

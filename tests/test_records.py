@@ -1,4 +1,4 @@
-"""Signed DHT records, as hostile peers would send them."""
+"""Signed DHT records, including those that hostile peers would send."""
 
 from __future__ import annotations
 

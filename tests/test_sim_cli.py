@@ -148,4 +148,4 @@ def test_a_typo_in_a_scenario_is_told_with_status_2(clean: Path, capsys: pytest.
 def test_a_log_that_is_none_is_status_1(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = p2ptrain(capsys, "replay", clean)
     assert (status, out) == (1, "")
-    assert err == f"{clean}: line 1: events before any header\n"
+    assert err == f"{clean}: line 1: an event before any header\n"

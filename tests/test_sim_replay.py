@@ -59,7 +59,7 @@ def test_the_first_difference_is_told(lines: list[bytes], tmp_path: Path) -> Non
     replayed = replay(saved(tmp_path, changed))
     assert replayed.events == 20
     kind = entry[1]["type"]
-    assert replayed.difference.startswith(f"line 21, {kind} at {entry[0]:.6f} s: the effects differ, now they are: ")
+    assert replayed.difference.startswith(f"line 21, {kind} at {entry[0]:.6f} s: the effects differ and are now: ")
 
 
 @pytest.mark.parametrize("cut", [1, 9, 40])
@@ -98,14 +98,14 @@ def test_an_event_that_a_node_did_not_survive_is_played_again(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda lines: lines[1:], "line 1: events before any header"),
-        (lambda lines: [], "no events in it"),
-        (lambda lines: lines[:1], "no events in it"),
-        (lambda lines: [lines[0], lines[1][:-9] + b"\n"], "line 2 is damaged, or of another version"),
-        (lambda lines: [lines[0], b'[1.0, {"type": "Slept"}, ""]\n'], "line 2 is damaged, or of another version"),
-        (lambda lines: [lines[0].replace(b'"format":1', b'"format":9')], "format 9: this release reads format 1"),
+        (lambda lines: lines[1:], "line 1: an event before any header"),
+        (lambda lines: [], "contains no events"),
+        (lambda lines: lines[:1], "contains no events"),
+        (lambda lines: [lines[0], lines[1][:-9] + b"\n"], "line 2 is damaged or from another version"),
+        (lambda lines: [lines[0], b'[1.0, {"type": "Slept"}, ""]\n'], "line 2 is damaged or from another version"),
+        (lambda lines: [lines[0].replace(b'"format":1', b'"format":9')], "format 9, and this release reads format 1"),
         (lambda lines: [lines[0].replace(b'simulated"}', b'dsa"}')], "signatures of kind 'dsa'"),
-        (lambda lines: [lines[0].replace(b"protocol", b"protokol")], "an event log of another version"),
+        (lambda lines: [lines[0].replace(b"protocol", b"protokol")], "the event log is from another version"),
     ],
 )
 def test_a_log_that_cannot_be_played_is_refused(

@@ -1,4 +1,4 @@
-"""The directory of p2pd's sockets: made again when it was taken away, and never shared with anybody."""
+"""The directory of p2pd's sockets is made again when it was removed, and never shared with other users."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from p2ptrain.net.transport import TransportError
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="p2p-") as made:  # pytest's own paths are too long for sockets
+    with tempfile.TemporaryDirectory(prefix="p2p-") as made:  # pytest's paths are too long for sockets
         (Path(made) / "runtime").mkdir(mode=0o700)
         yield Path(made) / "runtime" / "node"
 
 
 class Accepted:
-    """Connections from p2pd."""
+    """Collects the connections that would come from p2pd."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,7 +60,7 @@ async def test_a_directory_that_was_removed_is_made_again_for_us_alone(place: Pa
         await sockets.open()
         assert (sockets.directory, mode_of(place)) == (place, 0o700)
         assert await is_served(sockets, accepted)
-        assert not sockets.are_there  # p2pd has still to come
+        assert not sockets.are_there  # p2pd has not made its socket yet
         with p2pd_listens(sockets):
             assert sockets.are_there
             shutil.rmtree(place)
@@ -78,7 +78,7 @@ async def test_a_socket_that_was_removed_is_made_again(place: Path) -> None:
         assert not sockets.are_there
     await sockets.open()
     assert await is_served(sockets, accepted)
-    assert not sockets.control.exists()  # the next p2pd makes its own
+    assert not sockets.control.exists()  # the next p2pd makes a new one
     sockets.close()
 
 
@@ -111,7 +111,7 @@ async def test_where_it_cannot_be_ours_it_lies_elsewhere_until_the_end(
     assert mode_of(sockets.directory) == 0o700
     assert await is_served(sockets, accepted)
     found = sockets.directory
-    await sockets.open()  # where it is now, it stays
+    await sockets.open()  # the new directory is kept
     assert sockets.directory == found
     sockets.close()
     assert list(elsewhere.iterdir()) == []
@@ -121,7 +121,7 @@ async def test_without_any_place_it_is_said_and_tried_again(place: Path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", str(place / "none"))
     sockets = Sockets(place, Accepted())
     shutil.rmtree(place.parent)
-    with pytest.raises(TransportError, match=r"no sockets in .*: No such file or directory"):
+    with pytest.raises(TransportError, match=r"cannot open sockets in .*: No such file or directory"):
         await sockets.open()
     place.parent.mkdir()
     await sockets.open()

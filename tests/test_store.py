@@ -420,9 +420,9 @@ def test_a_directory_of_another_run_or_identity_is_refused_and_left_alone(tmp_pa
     ("code", "words"),
     [
         (errno.ENOSPC, "Free some space there"),
-        (errno.EROFS, "Let this user write there, or name another place"),
+        (errno.EROFS, "Let this user write there, or choose another place"),
         (errno.EIO, "Check the disk"),
-        (errno.EMFILE, "Nothing that was saved before is lost"),
+        (errno.EMFILE, "No saved data is lost"),
     ],
 )
 def test_a_disk_that_refuses_is_named_with_what_to_do(

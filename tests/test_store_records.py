@@ -364,7 +364,7 @@ class RefusingConnection:
         (sqlite3.SQLITE_FULL, "Free some space there"),
         (sqlite3.SQLITE_READONLY, "Let this user write there"),
         (sqlite3.SQLITE_IOERR | 3 << 8, "Check the disk"),
-        (sqlite3.SQLITE_BUSY, "Nothing that was saved before is lost"),
+        (sqlite3.SQLITE_BUSY, "No saved data is lost"),
     ],
 )
 def test_a_disk_that_refuses_is_named_and_tried_again_the_next_time(

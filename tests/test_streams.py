@@ -1,4 +1,4 @@
-"""Incoming streams: no peer, and no handful of peers, keeps others out."""
+"""Incoming streams: no peer or handful of peers can keep others out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.net.transport import Stream
 
 PROTOCOL = "/echo/1"
-SECONDS = 10.0  # for a socket of this machine
+SECONDS = 10.0  # for a local socket
 
 
 async def echo(stream: Stream) -> None:
@@ -32,7 +32,7 @@ async def read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:
 
 
 class Incoming:
-    """Streams as p2pd brings them, and who opens them."""
+    """Opens streams the way p2pd does, on behalf of any peer."""
 
     def __init__(self, path: Path) -> None:
         self.counters: Counter[str] = Counter()
@@ -48,7 +48,7 @@ class Incoming:
         return self._opened[-1]
 
     async def is_answered(self, stream: FrameStream) -> bool:
-        """False: it was hung up."""
+        """Returns whether a stream gets its answer; False if it was hung up."""
         try:
             async with asyncio.timeout(SECONDS):
                 await stream.send(b"?")

@@ -1,4 +1,4 @@
-"""Who keeps p2pd running, without a p2pd: what it ends, and what it leaves alone."""
+"""The supervisor, tested without a p2pd: when it kills one, and when it leaves one alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FakeProcess:
 
 
 class Watched:
-    """A supervisor that looks as often as it is told what it finds: o is an answer, x none."""
+    """A supervisor whose checks find what a string says: o is an answer, x is none."""
 
     def __init__(self, looks: str) -> None:
         self._looks = iter(looks)
@@ -63,7 +63,7 @@ class Watched:
             raise TransportError("no answer")
 
     async def run(self) -> int:
-        """How often p2pd was started again."""
+        """Runs all checks and returns the number of restarts."""
         await self.supervisor.start()
         tasks = [
             asyncio.create_task(self.supervisor.run(lambda: None)),
@@ -77,7 +77,7 @@ class Watched:
         return self.counters["p2pd restarts"]
 
 
-STARTING = "o" * 8  # turns of the loop in which it is started again
+STARTING = "o" * 8  # loop iterations that a restart takes
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ async def test_a_p2pd_that_hangs_is_ended_and_one_that_is_slow_is_not(
     looks: str, restarts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await Watched(looks).run() == restarts
-    assert caplog.text.count("p2pd is ended, to be started again: no answer to 3 questions") == restarts
-    assert len(caplog.records) == restarts  # nothing is said of one that is slow
+    assert caplog.text.count("killing p2pd to restart it: no answer to 3 requests") == restarts
+    assert len(caplog.records) == restarts  # a slow p2pd is not logged
 
 
 async def test_a_p2pd_that_is_of_no_use_is_ended_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +100,7 @@ async def test_a_p2pd_that_is_of_no_use_is_ended_at_once(caplog: pytest.LogCaptu
 
     watched.on_look = lose
     assert await watched.run() == 1
-    assert "is ended, to be started again: its sockets are gone" in caplog.text
+    assert "killing p2pd to restart it: its sockets are gone" in caplog.text
 
 
 async def test_looks_at_a_p2pd_that_ends_by_itself_do_not_count_for_the_next() -> None:

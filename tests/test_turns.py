@@ -1,4 +1,4 @@
-"""To whom the next piece goes: payloads before states, and newcomers not never."""
+"""The order of pieces: payloads before states, but newcomers are not starved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def now() -> float:
 
 
 class Line:
-    """What goes out, and when."""
+    """Records what goes out and when."""
 
     def __init__(self, upload: int = 0) -> None:
         self.turns = Turns(TokenBucket(upload))
@@ -74,7 +74,7 @@ async def test_payloads_do_not_wait_for_states() -> None:
 @skipping_time
 async def test_a_state_that_has_waited_long_enough_goes_between_payloads() -> None:
     line = Line()
-    for number in range(40):  # one of them is always on its way
+    for number in range(40):  # one of them is always being sent
         line.send("payload", key(10 + number % 4), True, seconds=1.0)
     line.send("state", B, False)
     await line.done()
@@ -86,7 +86,7 @@ async def test_states_go_no_faster_than_their_limit_and_are_shared_evenly() -> N
     line = Line()
     seconds = 4
     for number in range(seconds * BACKGROUND_BYTES_PER_SECOND // PIECE + 64):
-        line.send("state", A if number % 8 else B, False)  # one asks for seven times as much
+        line.send("state", A if number % 8 else B, False)  # one peer asks for seven times as much
     line.send("payload", C, True)
     await line.done()
     given = [at for name, at in line.went if name == "state" and at > 0]
@@ -103,7 +103,7 @@ async def test_who_asks_for_more_does_not_get_more() -> None:
         line.send("greedy" if number % 20 else "modest", A if number % 20 else B, False)
     await line.done()
     last = max(at for name, at in line.went if name == "modest")
-    assert last <= 2 * 10 * PIECE / BACKGROUND_BYTES_PER_SECOND  # half of what goes, for its ten pieces
+    assert last <= 2 * 10 * PIECE / BACKGROUND_BYTES_PER_SECOND  # its ten pieces get half of the traffic
 
 
 @skipping_time
@@ -125,7 +125,7 @@ async def test_a_payload_does_not_stand_behind_a_state_that_the_upload_limit_doe
     line = Line(upload=PIECE)
     line.send("A", A, False)
     await at(0.1)
-    line.send("A again", A, False)  # the limit lets it go at 1.0
+    line.send("A again", A, False)  # the limit allows it at 1.0
     line.send("B", B, False)
     await at(0.5)
     line.send("C", C, True, size=1_000)
@@ -153,7 +153,7 @@ async def test_under_a_low_limit_a_state_that_is_overdue_does_not_stand_before_p
     line.send("another state", C, False)
     await at(OVERDUE_SECONDS + 0.2)
     line.send("payload", A, True, size=1_000)
-    assert await line.done() == ["A", "state", "payload", "another state was put off"]  # it has to be paid for first
+    assert await line.done() == ["A", "state", "payload", "another state was put off"]  # the first has to be paid for
     went = {name: round(at, 1) for name, at in line.went}
     assert (went["state"], went["payload"]) == (OVERDUE_SECONDS + 0.1, OVERDUE_SECONDS + 0.2)
 
@@ -162,7 +162,7 @@ async def test_under_a_low_limit_a_state_that_is_overdue_does_not_stand_before_p
 async def test_states_that_are_overdue_leave_the_average_as_it_is() -> None:
     rate = PIECE // 10
     line = Line(upload=rate)
-    for number in range(400):  # as soon as one has gone, the next waits
+    for number in range(400):  # there is always another one waiting
         line.send("payload", key(10 + number % 4), True, size=rate // 2)
 
     async def newcomer() -> None:
@@ -172,7 +172,7 @@ async def test_states_that_are_overdue_leave_the_average_as_it_is() -> None:
     line.tasks.append(asyncio.create_task(newcomer()))
     await at(100.0)
     sizes = {"payload": rate // 2, "state": PIECE}
-    assert sum(sizes.get(name, 0) for name, _ in line.went) <= 100 * rate + 3 * PIECE  # a burst, and one that is owed
+    assert sum(sizes.get(name, 0) for name, _ in line.went) <= 100 * rate + 3 * PIECE  # a burst, and one on credit
     assert sum(name == "state" for name, _ in line.went) >= 2
     await line.done()
 

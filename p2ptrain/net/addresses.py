@@ -1,6 +1,6 @@
-"""Multiaddrs as text: the peer's id at the end, of what kind they are, which of our own are worth telling others.
+"""Parses and classifies multiaddrs as text, with the peer's id at the end, and picks those of ours to tell others.
 
-And p2pd's reasons for not reaching one, in fewer words.
+Also shortens p2pd's error messages about them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import TransportError
 
 ADDRESS_CHARACTERS_MAX = 448  # a relayed address with two ids and a long name takes 415
-# What we dial: no sockets of this machine, and nothing that p2pd has no transport for.
+# The addresses we dial: no local sockets, and only transports that p2pd has.
 HOST = r"/(ip4/[0-9.]{7,15}|ip6/[0-9A-Fa-f:.]{2,45}|dns[46]?/[0-9A-Za-z._-]{1,253})"
 PORT = r"/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)"
 ID = r"/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})"
@@ -22,7 +22,7 @@ EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
 
 
 def split(address: str) -> tuple[bytes, str]:
-    """The peer at the end of an address, and how to get there. TransportError if it is no such address."""
+    """Splits an address into its peer and its route. TransportError if it is not an address with an id."""
     short = address[:ADDRESS_CHARACTERS_MAX]
     match = ADDRESS.fullmatch(address) if len(address) <= ADDRESS_CHARACTERS_MAX else None
     if match is None or not _is_place(match["route"]):
@@ -34,7 +34,7 @@ def split(address: str) -> tuple[bytes, str]:
 
 
 def _is_place(route: str) -> bool:
-    """Whether its numbers are in range: p2pd does not start with one that is not among its options."""
+    """Whether IP and port are in range: p2pd does not start with an invalid address among its options."""
     _, kind, host, _, port, *_ = route.split("/")
     try:
         if not kind.startswith("dns"):
@@ -45,7 +45,7 @@ def _is_place(route: str) -> bool:
 
 
 def relay_of(route: str) -> bytes | None:
-    """The peer through which a route leads."""
+    """Returns the relay that a route goes through, or None."""
     before, found, _ = route.partition("/p2p-circuit")
     try:
         return key_of(before.rpartition("/p2p/")[2]) if found else None
@@ -58,13 +58,13 @@ def join(route: str, peer: bytes) -> str:
 
 
 def worth_telling(routes: list[str]) -> list[str]:
-    """Those under which another machine may reach us; loopback only if there is nothing else."""
+    """Returns the routes at which other machines may reach us; loopback only if there is nothing else."""
     outside = [route for route in routes if not _is(route, "is_loopback") and not _is(route, "is_link_local")]
     return outside or [route for route in routes if not _is(route, "is_link_local")]
 
 
 def kind_of_address(address: str) -> str:
-    """Of what kind a multiaddr is, for a person."""
+    """Names the kind of a multiaddr for people: relay, name, loopback, private, public or unknown."""
     parts = address.split("/")
     if "p2p-circuit" in parts:
         return "relay"
@@ -88,8 +88,8 @@ def _is(route: str, kind: str) -> bool:
 
 
 def address_range(address: str) -> str:
-    """What one provider or attacker is likely to own as a whole; empty if that cannot be told: names cost nothing, and
-    behind a relay anybody may be."""
+    """Returns the range around an address that one provider or attacker is likely to own. Empty if unknown: names cost
+    nothing, and anyone can be behind a relay."""
     parts = address.split("/")
     if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
         return ""
@@ -101,7 +101,7 @@ def address_range(address: str) -> str:
 
 
 def reason(text: str) -> str:
-    """What p2pd says of a failure, in fewer words."""
+    """Shortens p2pd's message about a failure."""
     text = " ".join(text.split())
     if "remote key matches" in text:
         return f"another peer answers there, {text.rpartition('remote key matches ')[2].split(' ')[0].rstrip(']')}"

@@ -1,14 +1,15 @@
-"""Which relays p2pd is told of when it starts, those that answer, each once; and when it is started again for one.
+"""Chooses the relays to pass to p2pd when it starts, and decides when a lost relay is worth a restart of p2pd.
 
-go-libp2p asks no relay for a place before all that it was told of have turned out to be relays, or three minutes have
-passed (autorelay's minCandidates and bootDelay; p2pd has no option for either). One that is down, or is named by two of
-its addresses, would keep a node behind a router from being reached through the others for that long. What cannot be
-seen from here is whether who answers is a relay; who is of this network is one, unless its owner switched that off.
+go-libp2p reserves a slot at no relay until every relay it was given has proven to be one, or three minutes have passed
+(autorelay's minCandidates and bootDelay; p2pd has no option for either). One relay that is down, or is listed under two
+of its addresses, would leave a node behind a router unreachable through the others for that long. So p2pd gets only
+relays that answer, each once. We cannot tell from here whether a peer that answers is a relay; nodes of this network
+are, unless their owners switched it off.
 
-A relay that was lost it asks again an hour after it gave the place, which p2pd has no option for either; a p2pd that is
-started asks at once. So p2pd is started again where a minute without a relay has passed and one answers.
+After losing a relay, go-libp2p asks it again only an hour after the reservation was made (again no option in p2pd); a
+freshly started p2pd asks at once. So p2pd is restarted once a minute has passed without a relay and one answers.
 
-An address for QUIC is tried with a packet of a version that there is not, to which a server says which ones it has
+A QUIC address is probed with a packet of a version that does not exist; a server replies with the versions it supports
 (RFC 9000, section 6.1).
 """
 
@@ -26,21 +27,22 @@ from contextlib import suppress
 from p2ptrain.net.addresses import relay_of, split
 from p2ptrain.net.transport import TransportError
 
-RELAYS_MAX = 4  # p2pd asks each for a place
-TRIED_MAX = 16  # addresses
-NUMBERS_MAX = 4  # that a name leads to
+RELAYS_MAX = 4  # p2pd asks each of them for a reservation
+TRIED_MAX = 16  # addresses probed
+NUMBERS_MAX = 4  # IP addresses that a name may resolve to
 ANSWER_SECONDS = 2.0
 QUIC_TRIES = 2  # one packet may get lost
-QUIC_BYTES = 1_200  # what is shorter a server does not answer
-LOST_SECONDS = 60.0  # without a relay: others that p2pd was told of give a place within seconds
-ASK_SECONDS = 60.0  # between tries whether one answers
-STARTS_APART_SECONDS = 600.0  # between two starts of p2pd for this: each costs its peers their connections to us
+QUIC_BYTES = 1_200  # servers ignore shorter packets
+LOST_SECONDS = 60.0  # without a relay before we act: p2pd's other relays give it a slot within seconds
+ASK_SECONDS = 60.0  # between probes of the lost relays
+STARTS_APART_SECONDS = 600.0  # between restarts for this reason: each breaks all our connections
 FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 
 
 async def relays_to_use(addresses: Iterable[str]) -> list[str]:
-    """One address of each peer that answers, the first ones; of each peer if none does, because one may come up within
-    minutes.
+    """Returns one address for each of the first few peers that answer.
+
+    If none answers, all of them count: one may come up within minutes.
     """
     wanted = _possible(addresses)
     of_peers: dict[bytes, str] = {}
@@ -50,7 +52,7 @@ async def relays_to_use(addresses: Iterable[str]) -> list[str]:
 
 
 class RelayLoss:
-    """Whether p2pd has been without a relay since it had one, which answers again: another p2pd would have a place."""
+    """A watch on p2pd's relay: when it is lost and answers again, a restarted p2pd would get a slot at once."""
 
     def __init__(
         self,
@@ -59,29 +61,29 @@ class RelayLoss:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._relays, self._clock, self._draw = tuple(relays), clock, draw
-        self._had: frozenset[bytes] = frozenset()  # the relays of the last time that there were any
-        self._mended_at = float("-inf")  # when another p2pd was last wanted
+        self._had: frozenset[bytes] = frozenset()  # the relays when there last were any
+        self._mended_at = float("-inf")  # when a restart was last asked for
         self.is_mendable = False
         self.p2pd_started()
 
     def p2pd_started(self) -> None:
-        """One that was wanted for its relay and gets none has done what it can."""
+        """Starts over. A restart that brings back no relay is not repeated for the same loss."""
         if self.is_mendable:
             self._had = frozenset()
         self.is_mendable = False
-        self._since = self._clock()  # when there was a relay; else this p2pd's start
+        self._since = self._clock()  # when we last had a relay, or else when this p2pd started
         self._asked_at = float("-inf")
-        self._patience = LOST_SECONDS * (1.0 + self._draw())  # or else all who lost one relay would start at once
+        self._patience = LOST_SECONDS * (1.0 + self._draw())  # jitter: many may have lost the same relay
 
     async def look(self, routes: Iterable[str]) -> None:
-        """At the ways to us, every few seconds."""
+        """Takes note of the routes to us. Called every few seconds."""
         now = self._clock()
         if relays := frozenset(relay for route in routes if (relay := relay_of(route))):
             self._had, self._since = relays, now
         elif self._had and self._is_time(now):
             self._asked_at = now
             found = await _answering([each for each in _possible(self._relays) if split(each)[0] in self._had])
-            if found and self._asked_at == now:  # it is the same p2pd still
+            if found and self._asked_at == now:  # p2pd was not restarted meanwhile
                 self._mended_at, self.is_mendable = now, True
 
     def _is_time(self, now: float) -> bool:
@@ -89,7 +91,7 @@ class RelayLoss:
         return has_rested and now - self._since >= self._patience
 
     def first(self) -> list[str]:
-        """All relays, with those first that were had: p2pd is told of a few."""
+        """Returns all relays, those that we had first: p2pd is given only a few."""
         return sorted(self._relays, key=lambda address: _is_no_relay(address) or split(address)[0] not in self._had)
 
 
@@ -103,7 +105,7 @@ async def _answering(addresses: list[str]) -> list[str]:
 
 
 def _is_no_relay(address: str) -> bool:
-    """Who is reached through a relay is none; nor is what is no address, which peers may have told."""
+    """True for a peer behind a relay, and for an invalid address (peers can send us those)."""
     try:
         return split(address)[1].endswith("/p2p-circuit")
     except TransportError:
@@ -132,8 +134,9 @@ async def _answers(address: str) -> bool:
 
 
 async def _numbers_of(name: str, family: int) -> list[str]:
-    """What a name stands for. In a thread that nobody waits for: asyncio's own are waited for at the end of the loop,
-    and a resolver without a network takes half a minute to give up.
+    """Resolves a name, in a thread that nothing waits for.
+
+    asyncio joins its own threads when the loop ends, and without a network a resolver takes half a minute to give up.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[list[str]] = loop.create_future()
@@ -145,7 +148,7 @@ async def _numbers_of(name: str, family: int) -> list[str]:
     def look() -> None:
         try:
             infos = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # the latter for a name that is none
+        except (OSError, UnicodeError):  # UnicodeError: not a valid host name
             infos = []
         numbers = list(dict.fromkeys(str(info[4][0]) for info in infos))[:NUMBERS_MAX]
         with suppress(RuntimeError):  # the loop is closed
@@ -198,6 +201,6 @@ class _Ear(asyncio.DatagramProtocol):
 
 
 def _packet_of_no_version() -> bytes:
-    """A long header: its flags, a version that is kept free for this, and the ids of both ends."""
+    """Builds a long header: flags, a version reserved for this purpose, and both connection ids."""
     start = b"\xc0" + bytes.fromhex("1a2a3a4a") + b"\x08" + os.urandom(8) + b"\x08" + os.urandom(8)
     return start.ljust(QUIC_BYTES, b"\0")

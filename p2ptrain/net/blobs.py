@@ -1,10 +1,10 @@
-"""Blobs: whatever is large and has a name that its bytes prove, cut into pieces of 1 MiB.
+"""Blobs: large content-addressed objects, cut into pieces of 1 MiB.
 
-A payload and a state are trees (digest.py): their name is a Merkle root, and each piece can be checked as it arrives
-and passed on before the next is there. The other kinds are checked as a whole, by whoever asks for them.
+A payload or a state is a tree (digest.py): its name is a Merkle root, and each piece can be checked as it arrives and
+forwarded before the next one. The other kinds are checked as a whole by the peer that requested them.
 
-Sets of pieces are integers: piece i is bit i. That makes a union, a difference and the choice among sixty thousand
-pieces a matter of microseconds.
+Sets of pieces are integers: piece i is bit i. So a union, a difference and a choice among sixty thousand pieces take
+microseconds.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from p2ptrain.errors import DataError
 Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
 TREES = ("payload", "state")
 T = TypeVar("T")
-PIECES_MAX = 60_000  # of a blob, 63 GB: the digests and counts of all of them fit a frame
+PIECES_MAX = 60_000  # per blob, 63 GB: their digests and counts still fit one frame
 
 
 @dataclass(frozen=True, slots=True)
 class BlobName:
-    """What a blob is meant to be, and its 32-byte name as that."""
+    """A blob's kind, and its 32-byte name among blobs of that kind."""
 
     kind: Kind
     name: bytes
 
     def __post_init__(self) -> None:
-        assert self.kind in get_args(Kind) and len(self.name) == DIGEST_BYTES, "names are checked where they come in"
+        assert self.kind in get_args(Kind) and len(self.name) == DIGEST_BYTES, "checked when it was decoded"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name.hex()[:16]}"
@@ -55,56 +55,56 @@ class BlobName:
 
 
 class Blob(Protocol):
-    """Bytes to serve, or those of them that are here already."""
+    """A blob that can be served, complete or in part."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def leaves(self) -> bytes:
-        """The pieces' digests in a row; nothing if the blob is checked as a whole."""
+        """The concatenated digests of the pieces; empty if the blob is checked as a whole."""
         ...
 
     @property
     def held(self) -> int:
-        """The pieces that are here."""
+        """The set of pieces that are here."""
         ...
 
     @property
     def is_quick(self) -> bool:
-        """Whether it lies in memory; otherwise it is read and written in a thread."""
+        """True if it is in memory; otherwise it is read and written in a thread."""
         ...
 
     def read(self, index: int) -> bytes:
-        """A piece that is held. DataError if it cannot be read."""
+        """Returns a piece that is held. DataError if it cannot be read."""
         ...
 
 
 class Library(Protocol):
-    """What a node serves."""
+    """The blobs that a node serves."""
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
-        """The blob, also one that is still being fetched, if this peer may have it."""
+        """Returns a blob, even one still being fetched, if this peer may have it."""
         ...
 
 
 class Sink(Blob, Protocol):
-    """Where a blob is put that is fetched. Pieces are checked before they are written."""
+    """The destination of a blob that is being fetched. Pieces are checked before they are written."""
 
     def begin(self, size: int, leaves: bytes) -> None:
-        """Make room. What is here from an earlier begin of the same size stays `held`; the fetcher checks it again."""
+        """Makes room. Pieces left from an earlier fetch of the same size stay `held`; the fetcher rechecks them."""
         ...
 
     def write(self, index: int, piece: bytes) -> None:
-        """DataError if there is no room for it."""
+        """Stores a piece. DataError if there is no room for it."""
         ...
 
     def drop(self, index: int) -> None:
-        """It is damaged."""
+        """Forgets a damaged piece."""
         ...
 
     def finish(self) -> None:
-        """All is here: put it where it belongs."""
+        """Moves the complete blob to its final place."""
         ...
 
 
@@ -113,12 +113,12 @@ def all_pieces(size: int) -> int:
 
 
 async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
-    """Does what may wait for a disk in a thread."""
+    """Runs work on a blob, in a thread if it may wait for a disk."""
     return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
 
 
 def verified(blob: Blob) -> Iterator[bytes]:
-    """The pieces of a tree, each compared with its digest: a disk may give back something else than it was given."""
+    """Yields the pieces of a tree, each compared with its digest: a disk may return other bytes than it was given."""
     for index in range(piece_count(blob.size)):
         piece = blob.read(index)
         if not is_piece(blob.leaves, blob.size, index, piece):
@@ -127,7 +127,7 @@ def verified(blob: Blob) -> Iterator[bytes]:
 
 
 class MemoryBlob:
-    """A blob that is all here, in memory."""
+    """A complete blob in memory."""
 
     is_quick = True
 
@@ -145,7 +145,7 @@ class MemoryBlob:
 
     @property
     def name(self) -> bytes:
-        """Of a tree."""
+        """The Merkle root, for a tree."""
         return merkle_root([leaf(self.leaves, index) for index in range(piece_count(self.size))], self.size)
 
     def read(self, index: int) -> bytes:
@@ -156,7 +156,7 @@ class MemoryBlob:
 
 
 class MemorySink:
-    """A blob that is fetched into memory, which is taken piece by piece and not on anybody's word."""
+    """A blob being fetched into memory, which is allocated piece by piece instead of by the claimed size."""
 
     is_quick = True
 
@@ -184,13 +184,13 @@ class MemorySink:
         return self._pieces[index]
 
     def data(self) -> bytes:
-        """All of it, once it is here."""
+        """Returns the complete blob."""
         return b"".join(self._pieces[index] for index in range(piece_count(self.size)))
 
 
 class FileSink:
-    """A blob that is fetched into a file: first beside it, with a list of the pieces that are there, so that a fetch
-    goes on where the last one was broken off, even by a crash. The list is a hint: pieces are checked again."""
+    """A blob being fetched into a file. It is written to a partial file first, with a list of its pieces, so that a
+    fetch continues after an interruption, even a crash. The list is only a hint: pieces are checked again."""
 
     is_quick = False
 
@@ -199,11 +199,11 @@ class FileSink:
         self._part = path.with_name(path.name + ".part")
         self._list = path.with_name(path.name + ".held")
         self.size, self.leaves, self.held = 0, b"", 0
-        self.dropped: list[int] = []  # pieces that were here, and were others
-        self._lock = threading.Lock()  # several sources give pieces at once
+        self.dropped: list[int] = []  # pieces that turned out to be wrong
+        self._lock = threading.Lock()  # several sources deliver at once
 
     def seed(self, data: bytes) -> None:
-        """Begin with something that may be mostly the same, unless an earlier fetch has left a part of it."""
+        """Starts from data that may be mostly the same, unless an earlier fetch has left a partial file."""
         if self._part.exists():
             return
         try:
@@ -222,7 +222,7 @@ class FileSink:
                 return
             self._list.unlink(missing_ok=True)
             with self._part.open("wb") as file:
-                file.truncate(size)  # a hole: it takes room on the disk as pieces arrive
+                file.truncate(size)  # a sparse file: it takes up disk space as pieces arrive
         except OSError as error:
             raise _no_room(self._part, error) from error
 

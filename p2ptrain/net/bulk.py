@@ -1,15 +1,15 @@
-"""Blobs over streams: the words of the protocol, and the side that serves.
+"""Serves blobs over streams; also defines the messages of that protocol.
 
-A client says what it wants and learns the size, the digests of the pieces and which of them are here; then it asks for
-pieces, a few at a time, and gets each in a frame. Answers come in the order of the questions. It may ask again what
-there is by now: a blob that is still being fetched is served from as it grows.
+A client requests a blob and learns its size, the digests of its pieces and which pieces are here; then it requests
+pieces, a few at a time, and gets each in a frame. Replies come in the order of the requests. It may ask for the list of
+pieces again: a blob that is still being fetched is served while it grows.
 
-Many that want the same thing from its author at once should give it to one another (the idea of BitTorrent, Cohen
-2003). So a server says how often it gave each piece out, so that clients take what others have not, and to whom it
-gave some lately; and it puts a client off that wants what it has given out twice, unless the client insists.
+Peers that want the same blob from its author at once should exchange pieces with one another (the idea of BitTorrent,
+Cohen 2003). So the server tells how often it gave out each piece, so that clients pick those that others lack, and to
+whom it recently gave some. A client that requests a piece given out twice already is put off, unless it insists.
 
-Accounts are for everybody at once. Pieces go out in turns (turns.py): a round waits for payloads, and so these go
-before states and training data.
+The counts are over all clients. Pieces go out in turns (turns.py): a round waits for payloads, so these go before
+states and training data.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from p2ptrain.net.turns import BusyError, Turns
 
 __all__ = ["BlobName", "FetchError", "Server"]
 
-HOLDERS_MAX = 16  # that an answer names
+HOLDERS_MAX = 16  # named in a reply
 WHY_MAX = 200
 REQUEST_BYTES_MAX = 128
-GIVEN_MAX = 2  # times a piece is given out before clients are sent to each other: one copy alone dies with its holder
+GIVEN_MAX = 2  # copies of a piece before clients are put off: one copy might die with its holder
 STREAMS_PER_PEER_MAX = 4
-AHEAD_MAX = 16  # requests of a stream that are not answered yet; a client has five
-TAKERS_MAX = 4  # of a piece that are remembered, so that one peer alone cannot seem to be many
-COUNTED_SECONDS = 60.0  # since one was last given out: whoever got it then may be gone
-COUNTED_MAX = 64  # blobs whose pieces are counted as they are given out
-IDLE_SECONDS = 120.0  # without a request; a client under a low limit of its own may be slow to ask
-SEND_SECONDS = 20.0  # for a piece: 52 KB/s; a client waits no longer either
-WORD_BYTES_MAX = 4_096  # of a reply that need not queue for the upload limit behind pieces
-WORD_SHARE = 8  # that part of the upload limit is what words may take beyond it
-WORD_SECONDS = 0.01  # until the stream's next request is answered, so that nobody can flood us
+AHEAD_MAX = 16  # unanswered requests on a stream; a client has five
+TAKERS_MAX = 4  # remembered per piece, so that one peer does not count several times
+COUNTED_SECONDS = 60.0  # after the last piece was given out: its takers may be gone by then
+COUNTED_MAX = 64  # blobs whose pieces are counted
+IDLE_SECONDS = 120.0  # without a request; a client with a low download limit may be slow to ask
+SEND_SECONDS = 20.0  # per piece: 52 KB/s; a client gives up then too
+WORD_BYTES_MAX = 4_096  # replies up to this size do not queue behind pieces for the upload limit
+WORD_SHARE = 8  # short replies may use 1/8 of the upload limit on top of it
+WORD_SECONDS = 0.01  # between short replies on a stream, so that nobody can flood us
 
 log = logging.getLogger("p2ptrain.net")
 
 
 class FetchError(P2ptrainError):
-    """A blob that none of its sources gave; what each of them did instead."""
+    """No source delivered a blob; says how each of them failed."""
 
     def __init__(self, name: BlobName, failures: dict[bytes, str]) -> None:
         reasons = "; ".join(f"{peer.hex()[:16]}: {why}" for peer, why in failures.items())
@@ -64,13 +64,13 @@ class FetchError(P2ptrainError):
 
 
 # ---------------------------------------------------------------------------------------------------
-# The words
+# Messages
 
 
 class Want(Struct, frozen=True, array_like=True, tag="want"):
     kind: Kind
     name: Digest
-    leaves: bool  # whether the pieces' digests are wanted too
+    leaves: bool  # also send the digests of the pieces
 
 
 class Piece(Struct, frozen=True, array_like=True, tag="piece"):
@@ -82,8 +82,8 @@ class Have(Struct, frozen=True, array_like=True, tag="have"):
     size: Annotated[int, Meta(ge=0, le=PIECES_MAX * PIECE_BYTES)]
     leaves: Annotated[bytes, Meta(max_length=PIECES_MAX * DIGEST_BYTES)]
     held: Annotated[bytes, Meta(max_length=PIECES_MAX // 8)]  # piece i is bit i % 8 of byte i // 8
-    given: Annotated[bytes, Meta(max_length=PIECES_MAX)]  # how often each piece was given out
-    holders: Annotated[tuple[Key, ...], Meta(max_length=HOLDERS_MAX)]  # others that were given some, the latest first
+    given: Annotated[bytes, Meta(max_length=PIECES_MAX)]  # by piece: how often it was given out
+    holders: Annotated[tuple[Key, ...], Meta(max_length=HOLDERS_MAX)]  # others that got pieces, the latest first
 
 
 class Given(Struct, frozen=True, array_like=True, tag="given"):
@@ -92,7 +92,7 @@ class Given(Struct, frozen=True, array_like=True, tag="given"):
 
 
 class Later(Struct, frozen=True, array_like=True, tag="later"):
-    """Others have this piece by now, or I do not have it yet."""
+    """Puts a client off: others have this piece by now, or it is not here yet."""
 
     index: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
 
@@ -126,16 +126,16 @@ def bulk_protocol(run_id: bytes) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """What was given out of a blob."""
+    """The pieces of a blob that were given out: how often and to whom."""
 
-    counts: bytearray  # by piece, saturating
-    until: float  # when it is forgotten
-    takers: dict[int, list[bytes]] = field(default_factory=dict)  # by piece, the first few: each counts once
-    peers: deque[bytes] = field(default_factory=lambda: deque(maxlen=2 * HOLDERS_MAX))  # the latest last, each once
+    counts: bytearray  # by piece, up to 255
+    until: float  # when these counts expire
+    takers: dict[int, list[bytes]] = field(default_factory=dict)  # by piece: the first few peers, each once
+    peers: deque[bytes] = field(default_factory=lambda: deque(maxlen=2 * HOLDERS_MAX))  # each once, the latest last
 
 
 class Server:
-    """Serves a library to the peers of a run. Used with `async with`."""
+    """Serves blobs to the peers of a run. Used with `async with`."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class Server:
         self._turns, self._word_limit = Turns(upload), TokenBucket(0)
         self._word_turns = Turns(self._word_limit)
         self._streams: set[Stream] = set()
-        self._kinds: dict[Stream, Kind] = {}  # of what each of them was asked for last
-        self.traffic: Counter[str] = Counter()  # bytes by way and kind, such as "sent payload"
+        self._kinds: dict[Stream, Kind] = {}  # the kind that was last requested on each stream
+        self.traffic: Counter[str] = Counter()  # bytes by direction and kind, such as "sent payload"
         self._tallies: OrderedDict[BlobName, Tally] = OrderedDict()
         self._counters: Counter[str] = Counter()
         self._is_open = False
@@ -197,7 +197,7 @@ class Server:
             stream.abort()
 
     async def _read(self, stream: Stream, requests: asyncio.Queue[Request]) -> None:
-        """Read ahead, so that it is noticed at once when a stream ends for which something waits to go out."""
+        """Queues the requests of a stream. Reading ahead notices at once when a stream with queued replies ends."""
         while True:
             async with asyncio.timeout(IDLE_SECONDS):
                 data = await stream.receive(REQUEST_BYTES_MAX)
@@ -217,14 +217,14 @@ class Server:
             if isinstance(request, Want):
                 if name != BlobName(request.kind, request.name):
                     name, blob = BlobName(request.kind, request.name), None
-                if blob is None or blob.held != all_pieces(blob.size):  # what is complete stays so while it is served
+                if blob is None or blob.held != all_pieces(blob.size):  # a complete blob stays so while it is served
                     blob = self._library.find(name, stream.peer) or blob
                 await self._say(stream, await self._have(name, blob, request, stream.peer))
             elif name is None or blob is None or request.index >= piece_count(blob.size):
                 raise RemoteProtocolError(f"piece {request.index} of what it was not told of")
             else:
                 await self._give(stream, name, blob, request)
-            await asyncio.sleep(0)  # one peer's flood lets others have their turn
+            await asyncio.sleep(0)  # so that one peer's flood does not starve the others
 
     async def _have(self, name: BlobName, blob: Blob | None, want: Want, peer: bytes) -> Have | Nothing:
         if blob is None:
@@ -253,7 +253,7 @@ class Server:
     async def _give(self, stream: Stream, name: BlobName, blob: Blob, request: Piece) -> None:
         index, tally = request.index, self._tally(name, blob)
         count = tally.counts[index]
-        is_relayed = name.is_tree and piece_count(blob.size) > 1  # what is checked as a whole has one source
+        is_relayed = name.is_tree and piece_count(blob.size) > 1  # a blob checked as a whole comes from one source
         if not blob.held >> index & 1 or (is_relayed and count >= GIVEN_MAX and not request.insist):
             self._counters["put_off"] += 1
             await self._say(stream, Later(index))
@@ -263,7 +263,7 @@ class Server:
         if is_new:
             takers.append(stream.peer)
             del takers[TAKERS_MAX:]
-            tally.counts[index] = min(255, count + 1)  # from now on, so that it is not promised to everybody at once
+            tally.counts[index] = min(255, count + 1)  # before it is sent, lest all be promised it at once
         is_given = False
         try:
             async with self._turns.turn(stream.peer, piece_bytes(blob.size, index), name.kind == "payload"):
@@ -290,13 +290,13 @@ class Server:
         tally.until = asyncio.get_running_loop().time() + COUNTED_SECONDS
 
     async def _say(self, stream: Stream, reply: Have | Later | Nothing) -> None:
-        """Anything but a piece."""
+        """Sends a reply other than a piece."""
         data = encode(reply)
         if len(data) > WORD_BYTES_MAX:
             async with self._turns.turn(stream.peer, len(data)):
                 await self._send(stream, data)
             return
-        if self._word_limit.rate != self._upload.rate // WORD_SHARE:  # the owner may have changed it
+        if self._word_limit.rate != self._upload.rate // WORD_SHARE:  # the owner may have changed the limit
             self._word_limit.rate = self._upload.rate // WORD_SHARE
         async with self._word_turns.turn(stream.peer, len(data)):
             await self._send(stream, data)

@@ -1,24 +1,24 @@
-"""Who to be connected with, and keeping it so: p2pd neither reconnects nor tells when a peer comes or goes.
+"""Chooses the peers to connect to and keeps those connections: p2pd neither reconnects nor reports who comes and goes.
 
-Addresses come from the user (bootstraps), from the last time (remembered), from peers, and as hints from the DHT,
-where each node announces its own under the run's id. A peer that has come is asked at once for its own addresses and
-for those of others: where a connection came from is a port that nobody listens on. A hint costs at most a failed dial:
-who answers proves its key in the handshake; but what others tell never displaces what the user said, what a peer told
-of itself, or what has worked.
+Addresses come from the user (bootstraps), from the last run of this node (remembered), from peers, and as hints from
+the DHT, where each node announces its own under the run's id. A newly connected peer is asked at once for its own
+addresses and for those of others, because the source port of a connection is one that nobody listens on. A hint costs
+at most a failed dial: whoever answers proves its key in the handshake. But hearsay never displaces an address that the
+user gave, that a peer gave for itself, or that has worked.
 
-Only a peer that speaks the run's protocol counts as connected; a bootstrap of another run is told apart and said so.
+Only a peer that speaks the run's protocol counts as connected; a bootstrap of another run is recognised and reported.
 
 Small swarms are fully connected. In larger ones a node dials up to LINKS_MAX connections: bootstraps and members of the
-roster first, for whom there are as many places again should strangers fill these. So that one network cannot surround
-it (an eclipse: Heilman et al. 2015), it holds on to a few links in address ranges of their own, of each range to the
-one that has lasted longest (`anchors`): for these there are places whatever else is connected, and p2pd, which gives up
-connections when there are too many, is told to give up theirs, the bootstraps' and the members' last.
-Dials that fail are repeated with growing waits and jitter, for ever: an outage may last a weekend.
+roster first, and as many slots again are reserved for these in case strangers fill the others. So that one network
+cannot surround it (an eclipse attack: Heilman et al. 2015), it keeps a few links in separate address ranges, in each
+range to the peer that has been linked longest (`anchors`). Anchors have slots of their own, and p2pd, which prunes
+connections when there are too many, is told to prune anchors, bootstraps and members last.
+Failed dials are repeated with growing waits and jitter, for ever: an outage may last a weekend.
 
-Names cost nothing, and neither do addresses at which nobody answers. So those we need, those who were reached before,
-and those of whom we have only heard are dialled and met in places of their own (`Standing`), each within a time limit.
+Keys cost nothing, and neither do addresses at which nobody answers. So peers that we need, peers reached before, and
+peers known only by hearsay are dialled and met in separate slots (`Standing`), each within a time limit.
 
-What is kept of one peer is in known.py.
+The record of one peer is in known.py.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from p2ptrain.net.known import ADDRESSES_MAX, Known, Origin, Standing, Stranger
 from p2ptrain.net.tasks import pauses
 from p2ptrain.net.transport import Transport, TransportError
 
-LOOK_SECONDS = 1.0  # between looks at who is connected: a unix socket and a few hundred bytes
-SPEAKS_SECONDS = 1.0  # until a peer that does not speak our protocol is asked again: it may be starting; doubles
+LOOK_SECONDS = 1.0  # between listings of the connected peers: a few hundred bytes over a unix socket
+SPEAKS_SECONDS = 1.0  # before a peer that does not speak our protocol is asked again: it may be starting; doubles
 SPEAKS_SECONDS_MAX = 30.0
-STRANGER_TRIES = 3  # until it is said of a bootstrap that it takes no part
-MEETINGS_AT_ONCE = 16  # of each standing
-MEETING_SECONDS = 5.0  # for a peer to show that it speaks our protocol; the next time it has as many again
-DIAL_SECONDS = 1.0  # until a dial that failed is repeated; doubles each time
+STRANGER_TRIES = 3  # before the log says that a bootstrap takes no part in the run
+MEETINGS_AT_ONCE = 16  # per priority
+MEETING_SECONDS = 5.0  # for a peer to show that it speaks our protocol; the same again at the next try
+DIAL_SECONDS = 1.0  # before a failed dial is repeated; doubles each time
 DIAL_SECONDS_MAX = 60.0
-STEADY_SECONDS = 30.0  # a connection that held so long is dialled again at once when it is lost
-DIALS_AT_ONCE = 4  # of each standing
-DIAL_SECONDS_LIMIT = 20.0  # of one dial under all addresses: p2pd gives one 15, and another may answer at once
-LINKS_MAX = 48  # gossip needs a dozen; the rest shortens the way to payloads and histories
-RANGES_KEPT = 8  # anchors: links to different address ranges (/16, /32 of IPv6), besides all others
-KEEP_SECONDS = 60.0  # until it is said again whom to keep: it is forgotten with a connection that broke for a moment
-KNOWN_MAX = 1_024  # peers with addresses; of more, those that were never reached are forgotten first
+STEADY_SECONDS = 30.0  # a connection that lasted this long is redialled at once when it is lost
+DIALS_AT_ONCE = 4  # per priority
+DIAL_SECONDS_LIMIT = 20.0  # for all addresses of one peer: p2pd gives each 15 s, and another may answer at once
+LINKS_MAX = 48  # gossip needs a dozen; the rest shorten the path to payloads and histories
+RANGES_KEPT = 8  # anchors: links to different address ranges (/16, or /32 of IPv6), on top of all others
+KEEP_SECONDS = 60.0  # before p2pd is told again which peers to keep: it forgets them with a broken connection
+KNOWN_MAX = 1_024  # peers with addresses; beyond that, those never reached are forgotten first
 ANNOUNCE_SECONDS = 300.0  # between announcements of our own addresses in the DHT
-HINT_SECONDS = 1_800.0  # how long such a hint stands
-SEARCH_SECONDS = 2.0  # between looks into the DHT; doubles up to
+HINT_SECONDS = 1_800.0  # how long such an announcement is valid
+SEARCH_SECONDS = 2.0  # between searches in the DHT; doubles
 SEARCH_SECONDS_MAX = 60.0
-ASKED = 3  # peers, each time, for others that they know
-TELL_SECONDS = 60.0  # between two lines about the same thing that is wrong with an address
+ASKED = 3  # peers that are asked for other peers in each search
+TELL_SECONDS = 60.0  # between two log lines about the same problem with an address
 TOLD_MAX = 64
 
 log = logging.getLogger("p2ptrain.net")
@@ -73,11 +73,11 @@ Seen = Callable[[bytes], None]
 
 @dataclass(slots=True)
 class Connections:
-    """Of one node, in one run."""
+    """A node's connections to the peers of one run."""
 
     transport: Transport
     run_id: bytes
-    speaks: Callable[[bytes], Awaitable[bool]]  # whether a connected peer takes part in our run
+    speaks: Callable[[bytes], Awaitable[bool]]  # does this connected peer take part in our run?
     seen: Seen
     lost: Seen
     rng: Random
@@ -85,20 +85,20 @@ class Connections:
     known: dict[bytes, Known] = field(default_factory=dict)
     linked: dict[bytes, None] = field(default_factory=dict)  # connected, and of our run
     strangers: dict[bytes, Stranger] = field(default_factory=dict)
-    members: frozenset[bytes] = frozenset()  # of the roster, when last looked
-    shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, until when
+    members: frozenset[bytes] = frozenset()  # the roster when we last looked
+    shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, and until when
     dialling: set[bytes] = field(default_factory=set)
     meeting: set[bytes] = field(default_factory=set)  # being asked whether they speak our protocol
     anchors: dict[str, bytes] = field(default_factory=dict)  # by address range
-    kept: set[bytes] = field(default_factory=set)  # whose connections are to be given up last
-    keep_at: float = -math.inf  # when that is said again
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # somebody may have come: look now
+    kept: set[bytes] = field(default_factory=set)  # peers whose connections p2pd is to prune last
+    keep_at: float = -math.inf  # when to tell p2pd again
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # a peer may have connected: look now
 
     # -----------------------------------------------------------------------------------------------
-    # What is known
+    # Known peers
 
     def add(self, address: str, origin: Origin = Origin.HEARSAY) -> None:
-        """Somebody may be found at this address, which ends with its id. TransportError if it is no address."""
+        """Adds an address, which ends with the peer's id. TransportError if it is not an address."""
         peer, _ = split(address)
         if peer == self.transport.me:
             return
@@ -108,8 +108,8 @@ class Connections:
         known.add(address, origin)
 
     def _of(self, peer: bytes) -> Known:
-        """What is known of a peer. For one more than there is room for, another is forgotten: the least useful, which
-        was never reached if there is such a one, and longest ago of those."""
+        """Returns the record of a peer, making it if needed. When there are too many, the least useful peer is dropped:
+        if possible one that was never reached."""
         if peer not in self.known:
             if len(self.known) >= KNOWN_MAX:
                 del self.known[min(self.known, key=self._use)]
@@ -117,16 +117,16 @@ class Connections:
         return self.known[peer]
 
     def _use(self, peer: bytes) -> tuple[bool, bool, bool, bool, float]:
-        """The more, the longer it is to be kept. Of those that are linked, who came first: whoever comes later, in
-        whatever numbers, pushes out nobody. Of the others, who was there last."""
+        """The sort key by which peers are kept, the largest longest. Among linked peers the earliest ranks highest, so
+        that newcomers cannot push anyone out, however many they are; among the others the one seen last."""
         known, is_linked = self.known[peer], peer in self.linked
         is_of_use = known.was_reached and bool(known.origins)
         since = -known.linked_at if is_linked else known.linked_at if is_of_use else -math.inf
         return (known.is_bootstrap, peer in self.members, is_linked, is_of_use, since)
 
     def remembered(self) -> list[str]:
-        """Of peers that were reached, for the next start: where that was, and where they say that they are; those that
-        we need first."""
+        """Returns addresses of peers that were reached, for the next start: those that worked and those that the peers
+        gave for themselves; the peers we need come first."""
         found = []
         for each in (self.known[peer] for peer in sorted(self.known, key=self._use, reverse=True)):
             if each.linked_at > -math.inf:
@@ -138,7 +138,7 @@ class Connections:
         return found[:KNOWN_MAX]
 
     def reachable(self, but: bytes) -> tuple[str, ...]:
-        """My own addresses, and one of each peer that is connected, for others to dial."""
+        """Returns our own addresses and one of each connected peer, for others to dial."""
         places = [self.known[peer].addresses[:1] for peer in self.linked if peer in self.known and peer != but]
         return (*self._mine(), *(address for each in places for address in each))
 
@@ -146,7 +146,7 @@ class Connections:
         return [each for each in self.transport.addresses() if len(each) <= ADDRESS_CHARACTERS_MAX][:ADDRESSES_MAX]
 
     def shun(self, peer: bytes, until: float) -> None:
-        """Do not dial this peer for a while."""
+        """Stops dialling this peer for a while."""
         self.shunned[peer] = until
         while len(self.shunned) > KNOWN_MAX:
             del self.shunned[next(iter(self.shunned))]
@@ -155,7 +155,7 @@ class Connections:
     # The loops
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._look_for_ever(group), name="who is connected")
             group.create_task(self._dial_for_ever(group), name="dialling")
@@ -175,7 +175,7 @@ class Connections:
                     await self.changed.wait()
 
     async def look(self) -> list[bytes]:
-        """See who has gone; who has come, and is now to be asked whether it takes part."""
+        """Drops the peers that have gone, and returns those to ask now whether they take part in the run."""
         now = asyncio.get_running_loop().time()
         self.members = frozenset(self.roster())
         connected = await self.transport.peers()
@@ -184,7 +184,7 @@ class Connections:
             known = self.known.get(peer)
             if known is not None and now - known.linked_at >= STEADY_SECONDS:
                 known.tries, known.next_at = 0, now
-            elif known is not None:  # who lets us in and hangs up costs no more than who does not answer
+            elif known is not None:  # a peer that accepts and hangs up waits like one that does not answer
                 known.next_at = max(known.next_at, now + DIAL_SECONDS)
             self.lost(peer)
         self.strangers = {peer: each for peer, each in self.strangers.items() if peer in connected}
@@ -192,11 +192,11 @@ class Connections:
         strangers = {peer: self.strangers.setdefault(peer, Stranger(now)) for peer in come}
         due = [peer for peer, each in strangers.items() if now >= each.next_at]
         self.rng.shuffle(due)
-        due.sort(key=lambda peer: (strangers[peer].tries, strangers[peer].next_at))  # who comes again waits again
+        due.sort(key=lambda peer: (strangers[peer].tries, strangers[peer].next_at))  # a peer that returns queues again
         return self._placed(due, self.meeting, MEETINGS_AT_ONCE)
 
     def _choose_anchors(self) -> dict[str, bytes]:
-        """Of each range the one that has been linked longest (`linked` is in order), of those longest linked."""
+        """Picks the longest linked peer of each address range, for the few oldest ranges (`linked` is in order)."""
         anchors: dict[str, bytes] = {}
         for peer in self.linked:
             if len(anchors) < RANGES_KEPT and (place := self._range_of(peer)):
@@ -204,12 +204,12 @@ class Connections:
         return anchors
 
     def _range_of(self, peer: bytes) -> str:
-        """Where it was reached; empty if it came by itself, from wherever it says."""
+        """The address range in which we reached a peer; empty if it dialled us, for then its addresses are claims."""
         known = self.known.get(peer)
         return address_range(known.worked) if known is not None and known.worked else ""
 
     async def _keep(self) -> None:
-        """Have the connections that matter given up last."""
+        """Tells p2pd which connections to prune last."""
         now = asyncio.get_running_loop().time()
         self.anchors = self._choose_anchors()
         needed = {peer for peer in self.linked if self._is_needed(peer)} | set(self.anchors.values())
@@ -218,14 +218,14 @@ class Connections:
             self.kept, self.keep_at = needed, now + KEEP_SECONDS
 
     async def _meet(self, peer: bytes) -> None:
-        """One that does not answer must not hold up the others."""
+        """Asks a connected peer whether it takes part in the run. Runs as a task: a silent peer holds up nobody."""
         takes_part = False
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MEETING_SECONDS):
                     takes_part = await self.speaks(peer)
         finally:
-            self.meeting.discard(peer)  # what follows takes nobody's place, and ends with the connection
+            self.meeting.discard(peer)  # the rest needs no slot, and ends with the connection
         if not takes_part:
             await self._is_stranger(peer)
             return
@@ -237,15 +237,15 @@ class Connections:
         await self._learn_addresses(peer)
 
     async def _learn_addresses(self, peer: bytes) -> None:
-        """Asks a peer that has come where it is to be found until it answers: it may still be starting. Whoever came to
-        us and has never told could not be found again after a restart."""
+        """Asks a new peer for its addresses until it answers: it may still be starting. A peer that dialled us and
+        never told us its addresses could not be found again after a restart."""
         for pause in pauses():
             if peer not in self.linked or await self._ask_around(peer):
                 return
             await asyncio.sleep(pause)
 
     def takes_part(self, peer: bytes) -> None:
-        """It has said so itself: a stranger a moment ago, it was only starting."""
+        """Notes that a peer has spoken the run's protocol: if it was a stranger a moment ago, it was only starting."""
         if peer not in self.linked:
             self.strangers.pop(peer, None)
             self.changed.set()
@@ -268,7 +268,7 @@ class Connections:
             await asyncio.sleep(0.2)
 
     def _due(self, now: float) -> list[bytes]:
-        """Whom to dial now, the most wanted first."""
+        """Returns the peers to dial now, the most wanted first."""
         self.shunned = {peer: until for peer, until in self.shunned.items() if until > now}
         busy = Counter(map(self._standing, self.dialling))
         wanted = [
@@ -276,7 +276,7 @@ class Connections:
             for peer, known in self.known.items()
             if known.next_at <= now and not (peer in self.linked or peer in self.strangers or peer in self.dialling)
             and peer not in self.shunned and known.origins
-            and busy[self._standing(peer)] < DIALS_AT_ONCE  # to rank a thousand who must wait takes 20 ms
+            and busy[self._standing(peer)] < DIALS_AT_ONCE  # ranking a thousand that must wait takes 20 ms
         ]  # fmt: skip
         ranges = {place for peer in self.linked if (place := self._range_of(peer))}
         ranges |= {address_range(self.known[peer].addresses[0]) for peer in self.dialling if peer in self.known}
@@ -295,7 +295,7 @@ class Connections:
 
         wanted.sort(key=rank)
         room = max(0, LINKS_MAX - len(self.linked) - len(self.dialling))
-        # Whoever fills all places must not keep us from those whom we need, or from other ranges: these have their own.
+        # Peers that fill the slots must not keep us from those we need or from other ranges: these have slots reserved.
         chosen, rest = wanted[:room], wanted[room:]
         places = LINKS_MAX - sum(map(self._is_needed, [*self.linked, *self.dialling, *chosen]))
         chosen += [peer for peer in rest if self._is_needed(peer)][: max(0, places)]
@@ -316,7 +316,7 @@ class Connections:
         return Standing.REACHED if known is not None and known.was_reached else Standing.HEARD_OF
 
     def _placed(self, wanted: list[bytes], busy: Collection[bytes], places: int) -> list[bytes]:
-        """As many of them, the first ones, as there are places for besides those who are at it."""
+        """Returns the first of the wanted peers, as many as still fit into the slots of their priority."""
         taken = Counter(map(self._standing, busy))
         found = []
         for peer in wanted:
@@ -341,7 +341,7 @@ class Connections:
             self.dialling.discard(peer)
 
     async def _reach(self, known: Known) -> str:
-        """Connect to a peer under one of its addresses; what was wrong with the best, if none leads there in time."""
+        """Connects to a peer at one of its addresses; otherwise returns what was wrong with the best of them."""
         problems: list[str] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIAL_SECONDS_LIMIT):
@@ -357,7 +357,7 @@ class Connections:
         return problems[0] if problems else f"cannot connect to {known.addresses[0]}: no answer"
 
     def _put_off(self, known: Known) -> None:
-        """Until the next dial, should there have to be one."""
+        """Sets when the next dial may come, should one be needed."""
         wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
         known.tries += 1
         known.next_at = asyncio.get_running_loop().time() + wait * self.rng.uniform(0.5, 1.5)
@@ -383,15 +383,15 @@ class Connections:
             await asyncio.sleep(wait)
 
     async def _ask_around(self, peer: bytes) -> bool:
-        """Asks a peer for its own addresses and those of others, which is more certain than the DHT, and at once;
-        whether it answered."""
+        """Asks a peer for its own addresses and those of others, which is faster and more certain than the DHT.
+        Returns whether it answered."""
         took = self._of(peer).answered_in.append
         try:
             addresses = await inquiry.ask_peers(self.transport, peer, self.run_id, took)
         except TransportError:
             return False
         except RemoteProtocolError:
-            return True  # nonsense, which a second question would not mend
+            return True  # it answered nonsense: asking again will not help
         for address in addresses:
             self._take_hint(address, peer)
         return True
@@ -405,7 +405,7 @@ class Connections:
             self.tell(peer, addresses)
 
     def tell(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """A hint about where this peer is, which it has signed; addresses of another are not its to tell."""
+        """Adds addresses that this peer has announced and signed for itself; others in the list are ignored."""
         for address in list(addresses)[:ADDRESSES_MAX]:
             with contextlib.suppress(TransportError):
                 if split(address)[0] == peer:
@@ -417,7 +417,7 @@ class Connections:
 
 
 def tell(told: dict[str, float], problem: str, now: float) -> None:
-    """Say what is wrong, each thing now and then; what is new at once."""
+    """Logs a problem: at once if it is new, and then now and again."""
     if now < told.get(problem, now):
         return
     told[problem] = now + TELL_SECONDS
@@ -427,5 +427,5 @@ def tell(told: dict[str, float], problem: str, now: float) -> None:
 
 
 def topic_of(run_id: bytes) -> str:
-    """Under which a run's nodes gossip, and find one another."""
+    """The topic in which a run's nodes gossip, and the DHT key under which they find one another."""
     return f"p2ptrain/1/{run_id.hex()}"

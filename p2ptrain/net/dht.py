@@ -1,4 +1,4 @@
-"""hivemind's DHT node, with bounds and our own signatures: hints about where peers are.
+"""hivemind's DHT node with bounds and our own signatures; it holds hints about where peers are.
 
 The DHT is Kademlia: Maymounkov and Mazieres 2002. Records are checked by records.py.
 """
@@ -30,12 +30,12 @@ with parts_of_hivemind():
 
 logger = logging.getLogger("p2ptrain.net")
 
-SEARCHING_MAX = 32  # questions to peers of the DHT at a time
-STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # of the DHT's that lie here, 4 KB each: 70 MB if someone tries
+SEARCHING_MAX = 32  # requests to DHT peers in flight
+STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # stored here for the DHT, 4 KB each: 70 MB under attack
 
 
 class Validator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """records.py as hivemind asks for it."""
+    """An adapter of records.py to hivemind's validator interface."""
 
     def __init__(self, identity: Identity, counters: Counter[str]) -> None:
         self._identity, self._counters, self._checker = identity, counters, Checker()
@@ -55,16 +55,16 @@ class Validator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no t
 
 
 class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """What the DHT keeps here, with bounds; hivemind's has none, and never shortens its list of what expires when.
+    """The part of the DHT stored on this node, with bounds: hivemind's own has none, and its expiry heap only grows.
 
-    Anyone may make as many names and authors as there is room for. So the names that we use ourselves have room of
-    their own, and who comes when all is full takes the place of another by lot: nobody is kept out for good.
+    Anyone can invent as many keys and authors as there is room for. So the keys that we use ourselves have room of
+    their own, and when all is full a newcomer replaces an entry drawn by lot: nobody is kept out for good.
     """
 
     def __init__(self, keys_max: int) -> None:
         super().__init__()
         self._keys_max = keys_max
-        self.used: set[Any] = set()  # keys that we announce under or look up, which are few
+        self.used: set[Any] = set()  # the few keys that we announce under or look up
 
     def store_subkey(self, key: Any, subkey: bytes, value: bytes, expiration_time: float) -> bool:
         held = self.get(key)
@@ -85,23 +85,23 @@ class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
 
 
 def _draw_out(storage: Any, others: set[Any], room: int) -> None:
-    """Besides one that has come, there is room for so many others."""
+    """Evicts random entries until at most `room` of the others are left."""
     for each in random.SystemRandom().sample(list(others), max(0, len(others) - room)):
         del storage[each]
 
 
 class Dht:
-    """hivemind's DHT node on one p2pd."""
+    """hivemind's DHT node on top of one p2pd."""
 
     def __init__(self, node: Any) -> None:
         self.node = node
         self._control = node.p2p._client.control
-        self.reading: asyncio.Task[None] = self._control._read_task  # while this runs, there are answers
+        self.reading: asyncio.Task[None] = self._control._read_task  # answers come only while this runs
 
     @classmethod
     async def start(cls, socket: Path, validator: Validator, storage: Storage) -> Self:
         class Client(P2P):  # type: ignore[misc]  # hivemind has no types
-            _UNIX_SOCKET_PREFIX = f"/unix{socket.parent}/"  # or else its sockets lie in /tmp
+            _UNIX_SOCKET_PREFIX = f"/unix{socket.parent}/"  # the default is /tmp
 
         try:
             p2p = await Client.replicate(Multiaddr(f"/unix{socket}"))
@@ -122,12 +122,12 @@ class Dht:
         return cls(node)
 
     async def meet(self, peer: bytes) -> None:
-        """Tell each other our places in the DHT; it logs what goes wrong and raises nothing."""
+        """Pings a peer, by which both enter each other's routing table. hivemind logs failures and raises nothing."""
         await self.node.protocol.call_ping(PeerID(id_bytes_of(peer)))
-        await asyncio.sleep(0)  # it takes note of the answer in a task of its own
+        await asyncio.sleep(0)  # hivemind records the answer in a separate task
 
     async def stop(self) -> None:
-        """hivemind's own way out waits for p2pd, which may be gone, and leaves tasks behind that wait for answers."""
+        """Shuts down. hivemind's own shutdown waits for p2pd, which may be gone, and leaks tasks that await answers."""
         self.node.is_alive = False
         self._control.call_unary_handler = _no_more_calls
         for answer in self._control._pending_calls.values():

@@ -1,10 +1,10 @@
-"""Fetching blobs: each piece checked as it arrives, and each source by what it sends.
+"""Fetches blobs, and checks each piece as it arrives.
 
-A large tree comes from several sources at once (relay.py). What is checked as a whole, or fits a piece, comes from one
-source after another, in the order given.
+A tree comes from several sources at once (relay.py). Payloads of one piece and blobs that are checked as a whole are
+requested from one source after another, in the given order.
 
-A source that lies about bytes is blamed and dropped, and what it sent right stays. One that is slow, silent or stingy
-is only dropped.
+A source that sends wrong data is blamed and dropped, but its correct pieces are kept. One that is slow, silent or
+withholds pieces is only dropped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.relay import PIPELINE, Failed, Relay, SourceError, Sources
 from p2ptrain.net.transport import Transport, TransportError
 
-LEFT_SECONDS = 600.0  # until what came of a tree that was broken off is given up; the next attempt comes sooner
+LEFT_SECONDS = 600.0  # that the pieces of an interrupted fetch are kept; the next attempt comes sooner
 
 Check: TypeAlias = Callable[[bytes], bool]
 S = TypeVar("S", bound=Sink)
 
 
 class Fetcher:
-    """Fetches blobs of one run."""
+    """Fetches the blobs of one run from its peers."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Fetcher:
         blame: Callable[[bytes, str], None],
         rng: Random | None = None,
     ) -> None:
-        rng = rng or SystemRandom()  # what we take next is nobody's to predict
+        rng = rng or SystemRandom()  # peers must not predict what we request next
         self._sources = Sources(transport, run_id, download=download, blame=blame, rng=rng)
         self._open: dict[BlobName, Sink] = {}
-        self._left: dict[Kind, tuple[BlobName, MemorySink, float]] = {}  # broken off last, and until when it is kept
+        self._left: dict[Kind, tuple[BlobName, MemorySink, float]] = {}  # interrupted fetches, kept until then
 
     def in_progress(self, name: BlobName) -> Blob | None:
-        """A tree that is being fetched, to serve what is here of it."""
+        """Returns a tree that is being fetched, so that its pieces can be served."""
         return self._open.get(name)
 
     def counters(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Fetcher:
 
     @property
     def traffic(self) -> Counter[str]:
-        """Bytes by way and kind, such as "received payload"."""
+        """Bytes by direction and kind, such as "received payload"."""
         return self._sources.traffic
 
     @overload
@@ -85,14 +85,13 @@ class Fetcher:
         check: Check | None = None,
         failed: Failed,
     ) -> Sink:
-        """A blob: a payload of exactly this size, or anything else of at most that. What is no tree takes a `check`.
+        """Fetches a blob: a payload has exactly this size, others at most. A blob that is not a tree needs a `check`.
 
-        `failed` hears of each of the sources that did not give it; FetchError when none is left, DataError if the
-        sink does not take it. Who was cancelled, or found no source, may call again with the same sink, or none, and
-        goes on.
+        `failed` is called for each source that did not deliver. FetchError when no source is left, DataError if the
+        sink fails. After a cancellation or a FetchError a call with the same sink, or again without one, resumes.
         """
         assert name.is_tree == (check is None), "a tree proves itself, and nothing else does"
-        assert size <= PIECES_MAX * PIECE_BYTES, "more than fits the protocol"
+        assert size <= PIECES_MAX * PIECE_BYTES, "larger than the protocol allows"
         if sink is None:
             kept = self._left_of(name)
             try:
@@ -121,7 +120,7 @@ class Fetcher:
                 del self._open[name]
 
     def _left_of(self, name: BlobName) -> MemorySink:
-        """Where a blob is put: with what came of it the last time, if that was not long ago."""
+        """Returns a sink for a blob, with the pieces of an interrupted fetch if that was not long ago."""
         now = asyncio.get_running_loop().time()
         self._left = {kind: left for kind, left in self._left.items() if left[2] > now}
         if name.kind in self._left and self._left[name.kind][0] == name:

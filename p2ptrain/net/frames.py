@@ -1,6 +1,6 @@
-"""Frames over a byte stream: four bytes of length, the largest first, and the frame.
+"""Frames over a byte stream: a length of four bytes, big-endian, then the frame.
 
-The length is checked before a byte of the frame is awaited, so that a peer cannot make us allocate what it names.
+The length is checked before a byte of the frame is awaited, so that a peer cannot make us allocate whatever it claims.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.transport import FRAME_BYTES_MAX, TransportError
 
 LENGTH_BYTES = 4
-LINGER_SECONDS = 3.0  # for a peer to read the last frame, which is short, and hang up
-CLOSE_SECONDS = 10.0  # for what was sent to go out; a peer that takes longer to read a last frame is not reading
-VARINT_BITS_MAX = 35  # of a length from p2pd
-BUFFER_BYTES = 2**18  # of a stream, each way; what is read ahead of its reader may be twice that
+LINGER_SECONDS = 3.0  # for a peer to read the last frame, a short one, and hang up
+CLOSE_SECONDS = 10.0  # to flush what was sent; a peer that needs longer for the last frame is not reading
+VARINT_BITS_MAX = 35  # in a length sent by p2pd
+BUFFER_BYTES = 2**18  # per stream and direction; asyncio may read ahead twice as much
 
 
 class FrameStream:
-    """A `Stream` over a connection to p2pd, which passes on whatever it is given, both ways."""
+    """A `Stream` over a connection to p2pd, which forwards bytes both ways."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FrameStream:
     ) -> None:
         self.peer, self.protocol = peer, protocol
         self._reader, self._writer, self._counters, self._ended = reader, writer, counters, ended
-        self._coming = -1  # bytes of the frame whose length has been read, for one who was interrupted in between
+        self._coming = -1  # size of a frame whose header was read before the reader was cancelled
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
     def __repr__(self) -> str:
@@ -42,11 +42,11 @@ class FrameStream:
 
     async def send(self, frame: bytes | memoryview) -> None:
         size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
-        assert size <= FRAME_BYTES_MAX, f"a frame of {size} bytes; it goes in several"
+        assert size <= FRAME_BYTES_MAX, f"a frame of {size} bytes, which has to be split"
         if self._writer.is_closing():
             raise TransportError("the stream was closed")
         try:
-            self._writer.write(size.to_bytes(LENGTH_BYTES, "big"))  # nothing can come between it and the frame
+            self._writer.write(size.to_bytes(LENGTH_BYTES, "big"))  # no other task can write between this and the frame
             self._writer.write(frame)
             await self._writer.drain()
         except ConnectionError as error:
@@ -59,8 +59,8 @@ class FrameStream:
                 self._coming = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
             size = self._coming
             if size > min(bytes_max, FRAME_BYTES_MAX):
-                self.abort()  # where the next frame begins is past what we are willing to read
-                raise RemoteProtocolError(f"a frame of {size} bytes, where at most {bytes_max} are taken")
+                self.abort()  # the next frame begins beyond what we are willing to read
+                raise RemoteProtocolError(f"a frame of {size} bytes, the limit is {bytes_max}")
             frame, self._coming = await self._reader.readexactly(size), -1
         except asyncio.IncompleteReadError as error:
             inside = " in the middle of a frame" if error.partial or self._coming >= 0 else ""
@@ -71,10 +71,10 @@ class FrameStream:
         return frame
 
     async def close(self) -> None:
-        """Wait until p2pd has taken everything: it hangs up when all of it is on its way.
+        """Waits until p2pd has sent everything: it hangs up when all of it is on its way.
 
-        Told of the end, p2pd lets go of both ways at once, and over QUIC that undoes what the peer has not read yet. So
-        who was sent an answer should hang up first.
+        At our end of file p2pd closes both directions at once, and over QUIC that discards what the peer has not read
+        yet. So the peer that gets the last frame should hang up first.
         """
         try:
             if not self._writer.is_closing():
@@ -85,12 +85,12 @@ class FrameStream:
                     self._writer.write_eof()
                     await self._read_on()
         except (TimeoutError, ConnectionError):
-            pass  # the peer does not read, or is gone: either way there is nothing left to wait for
+            pass  # the peer does not read or is gone: nothing left to wait for
         finally:
             self.abort()
 
     async def _read_on(self) -> None:
-        """To the end: nobody asks for it any more, and closing with unread bytes would be a reset."""
+        """Discards input up to the end of file: closing with unread bytes would reset the connection."""
         while await self._reader.read(BUFFER_BYTES):
             pass
 
@@ -100,7 +100,7 @@ class FrameStream:
 
 
 async def read_message(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
-    """A message on a connection to p2pd, which counts its lengths in protobuf's varints: seven bits a byte."""
+    """Reads a message from p2pd; its length comes first as a protobuf varint, seven bits a byte."""
     size = shift = 0
     try:
         while True:
@@ -108,7 +108,7 @@ async def read_message(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
             size |= (byte & 0x7F) << shift
             shift += 7
             if size > bytes_max or shift > VARINT_BITS_MAX:
-                raise TransportError(f"p2pd sends a message of {size} bytes or more")
+                raise TransportError(f"p2pd sent a message of {size} bytes or more")
             if byte < 0x80:
                 return await reader.readexactly(size)
     except asyncio.IncompleteReadError as error:

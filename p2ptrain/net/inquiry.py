@@ -1,8 +1,8 @@
-"""Small questions to one peer, one to a stream: which runs it knows, a run's config, which states and peers it has,
-and how it sees us. To a question that it does not know, as an older node to the last of these, it closes the stream.
+"""Small questions to one peer, one per stream: its runs, a run's config, its states and peers, and how it sees us.
 
-They need no run: whoever has an address can ask. Answers are bounded, and what they claim is checked where it is used:
-a config by the run's id, a state by its root, an address by the key of who answers there.
+A peer closes the stream when it does not know the question, as older nodes do for the last of these. Asking needs no
+run, only an address. Answers are bounded, and their claims are checked where they are used: a config by the run's id, a
+state by its root, an address by the key of the peer that answers there.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import Stream, Transport, TransportError
 
 PROTOCOL = "/p2ptrain/1/ask"
-RUNS_MAX = 64  # that one node tells of; it takes part in one, and a bootstrap in a few
+RUNS_MAX = 64  # in one answer; a node takes part in one run, a bootstrap in a few
 STATES_MAX = 16
-PEERS_MAX = 32  # addresses a question: enough to find the rest by
+PEERS_MAX = 32  # addresses per answer: enough to find the rest
 NAME_MAX = 64
 QUESTION_BYTES_MAX = 256
 ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
-ANSWERS_BYTES_PER_SECOND = 4_096  # to a peer, after a first megabyte; a node asks for 14 KB a minute at most
-ANSWERS_SHARE = 8  # of the upload limit, one in so many goes for answers to everybody together
-ASKERS_MAX = 1_024  # whose budget is remembered: more than may be connected
+ANSWERS_BYTES_PER_SECOND = 4_096  # per peer, after a first megabyte; a node asks for 14 KB a minute at most
+ANSWERS_SHARE = 8  # all answers together get 1/8 of the upload limit
+ASKERS_MAX = 1_024  # peers whose budget is remembered: more than can be connected
 SECONDS = 15.0
 
 
 class AskRuns(Struct, frozen=True, array_like=True, tag="runs"):
-    """Which runs do you take part in?"""
+    """Asks which runs the peer takes part in."""
 
 
 class AskConfig(Struct, frozen=True, array_like=True, tag="config"):
@@ -46,24 +46,24 @@ class AskConfig(Struct, frozen=True, array_like=True, tag="config"):
 
 
 class AskStates(Struct, frozen=True, array_like=True, tag="states"):
-    """Which states of this run can be had from you?"""
+    """Asks which states of this run the peer serves."""
 
     run_id: Digest
 
 
 class AskPeers(Struct, frozen=True, array_like=True, tag="peers"):
-    """Where are others of this run?"""
+    """Asks for addresses of peers of this run."""
 
     run_id: Digest
 
 
 class AskSeen(Struct, frozen=True, array_like=True, tag="seen"):
-    """What is the time with you, and from where do I call?"""
+    """Asks for the time on the peer's clock and the address at which it sees us."""
 
 
 class RunInfo(Struct, frozen=True, array_like=True):
     run_id: Digest
-    name: Annotated[str, Meta(max_length=NAME_MAX, pattern=r"^[A-Za-z0-9._-]*\Z")]  # a terminal obeys some other signs
+    name: Annotated[str, Meta(max_length=NAME_MAX, pattern=r"^[A-Za-z0-9._-]*\Z")]  # others may control a terminal
     round: Number
     members: Annotated[int, Meta(ge=0, le=2**16)]
 
@@ -73,7 +73,7 @@ class Runs(Struct, frozen=True, array_like=True, tag="runs"):
 
 
 class Config(Struct, frozen=True, array_like=True, tag="config"):
-    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES_MAX)] = b""  # empty: not known
+    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES_MAX)] = b""  # empty: unknown run
 
 
 class States(Struct, frozen=True, array_like=True, tag="states"):
@@ -87,11 +87,11 @@ class Peers(Struct, frozen=True, array_like=True, tag="peers"):
 
 
 class Seen(Struct, frozen=True, array_like=True, tag="seen"):
-    milliseconds: Number  # since 1970, by the clock of whoever answers
+    milliseconds: Number  # since 1970, by the answering peer's clock
     address: Annotated[str, Meta(max_length=ADDRESS_CHARACTERS_MAX, pattern=r"^[0-9A-Za-z./:_-]*\Z")] = ""
 
 
-Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers  # about a run; `serve` hands these on
+Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers  # the questions that `serve` hands on
 Answer: TypeAlias = Runs | Config | States | Peers | Seen
 A = TypeVar("A", Runs, Config, States, Peers, Seen)
 
@@ -102,13 +102,13 @@ _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 async def serve(
     transport: Transport, answer: Callable[[bytes, Question], Answer], upload: TokenBucket | None = None
 ) -> None:
-    """Answer the questions of peers; `answer` gets the peer and the question.
+    """Answers the questions of peers; `answer` gets the peer and the question.
 
-    Answers count, and do not wait: whoever has had more than its share is hung up on, or questions alone could take
-    half of the upload from those in the run.
+    Answers are charged to the upload limit but do not wait for it. A peer that has used up its share is hung up on;
+    otherwise questions alone could take half of the upload from the run.
     """
-    budgets: OrderedDict[bytes, TokenBucket] = OrderedDict()  # by peer, who asked last comes last
-    of_all = TokenBucket(0)  # keys are free: many of them have a share, too
+    budgets: OrderedDict[bytes, TokenBucket] = OrderedDict()  # by peer, the one that asked last comes last
+    of_all = TokenBucket(0)  # keys are free, so all askers together are limited too
 
     def has_budget(peer: bytes, size: int) -> bool:
         budget = budgets.setdefault(peer, TokenBucket(ANSWERS_BYTES_PER_SECOND))
@@ -123,7 +123,7 @@ async def serve(
         try:
             async with asyncio.timeout(SECONDS):
                 question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
-                if not has_budget(stream.peer, 1):  # before any work for it
+                if not has_budget(stream.peer, 1):  # before doing any work
                     stream.abort()
                     return
                 if isinstance(question, AskSeen):
@@ -149,7 +149,7 @@ async def _seen(transport: Transport, peer: bytes) -> Seen:
         address = ""
     if len(address) > ADDRESS_CHARACTERS_MAX:
         address = ""
-    return Seen(int(time.time() * 1_000), address)  # last: that the answer takes as long as the question is all we know
+    return Seen(int(time.time() * 1_000), address)  # clock read last: the asker assumes equal latency both ways
 
 
 async def _ask(
@@ -159,7 +159,7 @@ async def _ask(
     kind: type[A],
     took: Callable[[float], None] | None = None,
 ) -> A:
-    """`took` hears the seconds from the question to its answer, of one there and one back."""
+    """Asks one question. `took` gets the seconds from sending it to the answer, one round trip."""
     try:
         async with asyncio.timeout(SECONDS):
             stream, clock = await transport.open(peer, PROTOCOL), asyncio.get_running_loop().time
@@ -183,7 +183,7 @@ async def ask_runs(transport: Transport, peer: bytes) -> tuple[RunInfo, ...]:
 
 
 async def ask_config(transport: Transport, peer: bytes, run_id: bytes) -> bytes:
-    """Empty if the peer does not know the run; to be checked against the run's id."""
+    """Returns the config, not yet checked against the run's id; empty if the peer does not know the run."""
     return (await _ask(transport, peer, AskConfig(run_id), Config)).config
 
 
@@ -202,12 +202,12 @@ async def ask_seen(transport: Transport, peer: bytes) -> Seen:
 
 
 async def why_not(transport: Transport, peer: bytes) -> str:
-    """What a peer that takes no part in our run is instead."""
+    """Says why a peer takes no part in our run, to follow "... answers, but"."""
     try:
         runs = await ask_runs(transport, peer)
     except TransportError:
-        return "is no node of p2ptrain, or of a version that this one does not speak"
+        return "is not a p2ptrain node, or runs an incompatible version"
     except RemoteProtocolError as error:
-        return f"what it says is not understood, it may be of another version: {error}"
+        return f"its answer makes no sense, perhaps it runs another version: {error}"
     names = ", ".join(f"{info.name} ({info.run_id.hex()[:16]})" for info in runs[:4])
     return f"takes part in another run: {names}" if names else "takes part in no run"

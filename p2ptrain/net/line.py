@@ -1,12 +1,12 @@
-"""Small messages to one peer: over one stream a peer, one way, kept open as long as there is something to say.
+"""Mailboxes: small messages to one peer at a time, over one one-way stream per peer that is closed when idle.
 
-Envelopes are handed over, messages are asked for by name, and histories by branch and round. `post` never waits: a
-queue a peer is bounded, and what does not fit is dropped and counted, since the core asks again for whatever it still
-lacks. A stream that breaks is opened again after a pause, and what was on its way is sent again: whoever receives it
-must not mind hearing it twice.
+Messages deliver envelopes, ask for messages by name, and ask for histories by branch and round. `post` never waits:
+the queue of each peer is bounded, and what does not fit is dropped and counted, since the core asks again for whatever
+it still lacks. A broken stream is reopened after a pause and the message in flight is sent again, so a receiver has to
+cope with duplicates.
 
 A history may be longer than a frame. It travels in parts, between which other messages may pass, so that no vote waits
-for it; the length comes first, and it is taken only from a peer that was asked, while the question is open.
+for it. Its length comes first, and it is accepted only from a peer that was asked, while that request is open.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
-NAMES_MAX = 1_024  # of an `Ask`: what a round of the largest run has
-ENVELOPES_MAX = 64  # of a `Deliver`: their signatures take 10 ms, in which nothing else is done
-ENVELOPE_ROOM = 8  # bytes of a frame around an envelope; msgpack takes five
-PART_BYTES = 2**19  # of a history: what a vote may have to wait for, 40 ms at 100 Mbit/s
-QUEUED_MAX = 256  # messages that wait for one peer
+NAMES_MAX = 1_024  # in an `Ask`: as many messages as a round of the largest run has
+ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures blocks us for 10 ms
+ENVELOPE_ROOM = 8  # overhead in bytes of an envelope in a frame; msgpack takes five
+PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 100 Mbit/s
+QUEUED_MAX = 256  # messages queued for one peer
 QUEUED_BYTES_MAX = 16 * 2**20
-QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and histories on their way as much again
-PEERS_MAX = 1_024  # that messages wait for, and streams that come in
-INCOMING_MAX = 2  # streams of a peer: the old one may not know yet that it is dead
-QUESTIONS_MAX = 8  # histories asked for at once: half a gigabyte, should all be as long as they may
-QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10
-ANSWER_SECONDS = 60.0  # from the question to the whole answer
+QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and as much again for histories
+PEERS_MAX = 1_024  # with queued messages; also the most incoming streams
+INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
+QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
+QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10 s
+ANSWER_SECONDS = 60.0  # from the request to the complete answer
 OPEN_SECONDS = 10.0
-SEND_SECONDS = 30.0  # a frame that does not go out in this time never will: 17 KB/s
-IDLE_SECONDS = 300.0  # then a stream is closed
-BACKOFF_SECONDS = 0.25  # before a stream is opened again; doubles
-TRIES_MAX = 6  # in a row, over 8 s; then what waits is dropped: the core has long asked elsewhere
+SEND_SECONDS = 30.0  # per frame; slower than 17 KB/s counts as broken
+IDLE_SECONDS = 300.0  # before an unused stream is closed
+BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
+TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
 
 
 class Deliver(Struct, frozen=True, array_like=True, tag="deliver"):
-    """Envelopes, as they came or as I sealed them."""
+    """Hands over sealed envelopes, our own or forwarded."""
 
     envelopes: Annotated[
         tuple[Annotated[bytes, Meta(min_length=1, max_length=ENVELOPE_BYTES_MAX)], ...],
@@ -58,32 +58,32 @@ class Deliver(Struct, frozen=True, array_like=True, tag="deliver"):
 
 
 class Ask(Struct, frozen=True, array_like=True, tag="ask"):
-    """What has these names?"""
+    """Asks for the messages with these names."""
 
     names: Annotated[tuple[Short, ...], Meta(min_length=1, max_length=NAMES_MAX)]
 
 
 class AskHistory(Struct, frozen=True, array_like=True, tag="ask history"):
-    """What came after this round of this branch?"""
+    """Asks for the history after this round of this branch."""
 
     branch: Digest
     round: Number
 
 
 class TellHistory(Struct, frozen=True, array_like=True):
-    """The answer; on the wire it is a `HistoryBegins` and its parts."""
+    """Answers `AskHistory`; on the wire it is a `HistoryBegins` and its parts."""
 
     history: bytes
 
 
 class HistoryBegins(Struct, frozen=True, array_like=True, tag="history"):
-    """How long it is, in bytes."""
+    """Announces a history and its size in bytes."""
 
     size: Annotated[int, Meta(ge=1, le=HISTORY_BYTES_MAX)]
 
 
 class HistoryPart(Struct, frozen=True, array_like=True, tag="part"):
-    """All but the last are of PART_BYTES."""
+    """A part of a history; all but the last have PART_BYTES."""
 
     data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
 
@@ -95,11 +95,11 @@ _FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def decode_frame(data: bytes) -> Frame:
-    return decode_strictly(_FRAME, data, "a message of a line")
+    return decode_strictly(_FRAME, data, "a mailbox message")
 
 
 def frames_of(message: LineMessage) -> Iterator[bytes]:
-    """The frames of a message: envelopes go in several when one cannot hold them."""
+    """Yields the frames of a message; envelopes that do not fit one frame are spread over several."""
     if not isinstance(message, Deliver):
         yield wire.encode(message)
         return
@@ -116,18 +116,18 @@ def frames_of(message: LineMessage) -> Iterator[bytes]:
 
 
 class Outgoing:
-    """What waits for one peer."""
+    """The queue of messages for one peer."""
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
         self.size = 0
         self.history: bytes = b""  # one at a time
-        self.history_sent = -1  # bytes of it; -1: not even its length
-        self.part = b""  # of it, on its way
+        self.history_sent = -1  # bytes sent so far; -1: not even the length
+        self.part = b""  # the part being sent
         self.wake = asyncio.Event()
 
     def next(self) -> bytes | None:
-        """The frame to send, which stays here until `sent`: a part of a history after everything else."""
+        """Returns the next frame and keeps it until `sent`. Parts of a history come after everything else."""
         if self.frames:
             return self.frames[0]
         if not self.history:
@@ -143,7 +143,7 @@ class Outgoing:
             self.size -= len(frame)
             return
         if frame is not self.part:
-            return  # it was forgotten on its way
+            return  # it was dropped while being sent
         self.history_sent = 0 if self.history_sent < 0 else self.history_sent + PART_BYTES
         if self.history_sent >= len(self.history):
             self.drop_history()
@@ -153,19 +153,19 @@ class Outgoing:
 
 
 class Question:
-    """A history that a peer was asked for."""
+    """An open request for a history."""
 
     def __init__(self, now: float) -> None:
-        self.until = now + QUESTION_SECONDS  # unless something moves
+        self.until = now + QUESTION_SECONDS  # put off by each part that arrives
         self.end = now + ANSWER_SECONDS
-        self.size = 0  # of the answer, once it has begun
+        self.size = 0  # of the answer in bytes, once it has begun
         self.parts = bytearray()
-        self.stream: Stream | None = None  # over which it comes
-        self.moved = asyncio.Event()  # or: it is over
+        self.stream: Stream | None = None  # the stream that brings the answer
+        self.moved = asyncio.Event()  # a part has come, or the request is over
 
 
 class Lines:
-    """All lines of one node in one run. Used with `async with`, by the task that opened it."""
+    """A node's mailboxes for the peers of one run. Used with `async with`, by the task that opened it."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Lines:
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
     ) -> None:
-        """Both are charged for histories: they come and go in time, and pieces wait instead."""
+        """Histories are charged to both limits without waiting: they stay in time, and pieces wait instead."""
         self.protocol = f"/p2ptrain/1/{run_id.hex()}/line"
         self._transport = transport
         self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
@@ -187,9 +187,9 @@ class Lines:
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, list[Stream]] = {}
         self._questions: dict[bytes, Question] = {}
-        self._unasked: dict[Stream, int] = {}  # bytes still to come of an answer that came too late
+        self._unasked: dict[Stream, int] = {}  # bytes still to come of an answer that is too late
         self._counters: Counter[str] = Counter()
-        self.history_bytes: Counter[str] = Counter()  # of all that goes here, "sent" and "received"
+        self.history_bytes: Counter[str] = Counter()  # bytes of histories, "sent" and "received"
         self._tasks: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._is_open = False
@@ -211,7 +211,7 @@ class Lines:
         await self._group.__aexit__(kind, error, trace)
 
     def post(self, peer: bytes, message: LineMessage | TellHistory) -> bool:
-        """Say something to a connected peer as soon as that goes; False: dropped, there is too much already."""
+        """Queues a message for a connected peer. False if it was dropped because the queue is full."""
         outgoing = self._to(peer)
         if outgoing is None:
             return self._drop()
@@ -220,23 +220,23 @@ class Lines:
         return self._queue(outgoing, list(frames_of(message)))
 
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
-        """Ask, and call back in any case: with the history, or with the reason why there is none."""
+        """Asks for a history. Always calls back: with the history, or with the reason why there is none."""
         if peer in self._questions:
-            return  # whose answer is as good
+            return  # the answer to the open request is as good
         if len(self._questions) >= QUESTIONS_MAX:
-            asyncio.get_running_loop().call_soon(self._no_history, peer, "too many others are asked already")
+            asyncio.get_running_loop().call_soon(self._no_history, peer, "too many requests are open already")
             return
         question = self._questions[peer] = Question(asyncio.get_running_loop().time())
         self.post(peer, AskHistory(branch, number))
         self._start(self._await_answer(peer, question))
 
     def forget(self, peer: bytes) -> None:
-        """The peer has gone: what waits for it is dropped."""
+        """Drops the queue of a peer that has gone."""
         if (outgoing := self._outgoing.get(peer)) is not None:
             self._clear(outgoing)
 
     async def is_spoken_by(self, peer: bytes) -> bool:
-        """Whether a connected peer takes part in this run."""
+        """Returns whether a connected peer takes part in this run."""
         try:
             stream = await self._transport.open(peer, self.protocol)
         except TransportError:
@@ -249,7 +249,7 @@ class Lines:
 
     @property
     def queued_frames(self) -> int:
-        """That wait to be sent, now."""
+        """Frames now waiting to be sent."""
         return sum(len(each.frames) for each in self._outgoing.values())
 
     # ---------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Lines:
         return True
 
     def _queue_history(self, outgoing: Outgoing, history: bytes) -> bool:
-        assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits of its parts keep a history below that"
+        assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
         total = sum(len(each.history) for each in self._outgoing.values())
         if outgoing.history or total + len(history) > QUEUED_TOTAL_BYTES_MAX:
             return self._drop()
@@ -299,7 +299,7 @@ class Lines:
         outgoing.drop_history()
 
     async def _talk(self, peer: bytes, outgoing: Outgoing) -> None:
-        """Send what waits for a peer, over one stream after another, until there has been nothing for a while."""
+        """Sends a peer's queue, reopening broken streams, until the queue has been empty for a while."""
         tries = 0
         while outgoing.next() is not None:
             try:
@@ -316,16 +316,16 @@ class Lines:
                         stream.abort()
             except (TransportError, TimeoutError):
                 self._counters["broken"] += 1
-                outgoing.drop_history()  # half of it is of no use, and the question will be over
+                outgoing.drop_history()  # half of it is useless, and the request will have expired
                 tries += 1
                 if tries >= TRIES_MAX:
                     self._clear(outgoing)
                 else:
                     await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
-        del self._outgoing[peer]  # without having waited since there was nothing left
+        del self._outgoing[peer]  # no await since the queue was found empty, so nothing is lost
 
     async def _send_next(self, stream: Stream, outgoing: Outgoing) -> bool:
-        """Send a frame, or wait for one; False: there was none for a long time."""
+        """Sends the next frame, or waits for one. False if none came for a long time."""
         if (frame := outgoing.next()) is None:
             outgoing.wake.clear()
             with suppress(TimeoutError):
@@ -354,7 +354,7 @@ class Lines:
             return
         streams.append(stream)
         for old in streams[:-INCOMING_MAX]:
-            old.abort()  # the newest win; its own task takes it from the list
+            old.abort()  # the newest win; the task of the old one removes it from the list
         try:
             while True:
                 async with asyncio.timeout(2 * IDLE_SECONDS):
@@ -363,7 +363,7 @@ class Lines:
                 if isinstance(frame, HistoryBegins | HistoryPart):
                     self.history_bytes["received"] += len(data)
                 self._take(peer, stream, frame)
-                await asyncio.sleep(0)  # one peer's flood lets others have their turn
+                await asyncio.sleep(0)  # so that one peer's flood does not starve the others
         except RemoteProtocolError as error:
             if self._is_open:
                 self._malformed(peer, error.why)
@@ -394,9 +394,9 @@ class Lines:
     def _begin_history(self, peer: bytes, stream: Stream, size: int) -> None:
         question = self._questions.get(peer)
         if stream in self._unasked or (question is not None and question.stream is stream):
-            raise RemoteProtocolError("a history within a history")
+            raise RemoteProtocolError("a history that begins inside another one")
         if question is None or question.stream is not None:
-            self._counters["unasked"] += 1  # late, most likely: it is read and thrown away
+            self._counters["unasked"] += 1  # late, most likely: it is read and discarded
             self._unasked[stream] = size
             return
         question.stream, question.size = stream, size
@@ -409,16 +409,16 @@ class Lines:
         elif stream in self._unasked:
             question, missing = None, self._unasked[stream]
         else:
-            raise RemoteProtocolError("a part of no history")
+            raise RemoteProtocolError("a history part without a history")
         if len(data) != min(PART_BYTES, missing):
-            raise RemoteProtocolError(f"a part of {len(data)} bytes of a history that lacks {missing}")
+            raise RemoteProtocolError(f"a history part of {len(data)} bytes where {missing} are missing")
         if question is None:
             self._unasked[stream] = missing - len(data)
             if not self._unasked[stream]:
                 del self._unasked[stream]
             return
         question.parts += data
-        self._download.charge(len(data))  # not what nobody asked for: any stranger can send that
+        self._download.charge(len(data))  # not for unrequested answers: any stranger can send those
         self._progress(question)
         if len(data) == missing:
             del self._questions[peer]
@@ -429,7 +429,7 @@ class Lines:
         question.moved.set()
 
     async def _await_answer(self, peer: bytes, question: Question) -> None:
-        """Until the answer is there, or too late."""
+        """Waits until the answer is complete or too late."""
         loop = asyncio.get_running_loop()
         while self._questions.get(peer) is question:
             question.moved.clear()

@@ -1,8 +1,8 @@
-"""A network in one process, for tests of what stands on the seam: nothing but asyncio, and chance from a seed.
+"""A `Transport` within one process, for tests: nothing but asyncio and seeded randomness.
 
-`Network` holds the nodes, the connections between them and the faults: cuts, crashes, lost gossip and latency. Gossip
-floods over the subscribers of a topic; streams are pairs of bounded queues whose senders wait for their readers; a
-record of the DHT lies with every node that could be reached when it was announced.
+`Network` holds the nodes, their connections and the faults: cuts, crashes, lost gossip and latency. Gossip floods over
+the subscribers of a topic; streams are pairs of bounded queues whose senders wait for their readers; a DHT record is
+stored with every node that could be reached when it was announced.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, Handler, Hear, Stream, TransportError
 
-WINDOW_BYTES = 2**22  # that a sender may be ahead of its reader: about what sockets and the daemon between them hold
+WINDOW_BYTES = 2**22  # in flight in a stream: about what the buffers of sockets and p2pd hold together
 WINDOW_FRAMES = 256
 
 
 class Network:
-    """All nodes of a test, and what goes wrong between them."""
+    """All nodes of a test, their connections and the faults between them."""
 
     def __init__(self, seed: int = 0, *, loss: float = 0.0, latency_seconds: float = 0.0) -> None:
-        self.rng = Random(seed)  # noqa: S311 chance that can be repeated
-        self.loss = loss  # of a gossiped message on its way to one node
-        self.latency_seconds = latency_seconds  # at most, of a message or frame; a few milliseconds in a test
-        self.sent: Counter[tuple[bytes, bytes]] = Counter()  # bytes in streams, from whom to whom
+        self.rng = Random(seed)  # noqa: S311 repeatable
+        self.loss = loss  # probability that one node misses a gossiped message
+        self.latency_seconds = latency_seconds  # at most, per message or frame; a few milliseconds in a test
+        self.sent: Counter[tuple[bytes, bytes]] = Counter()  # bytes in streams, by sender and receiver
         self.nodes: dict[bytes, MemoryTransport] = {}
         self.links: set[frozenset[bytes]] = set()
         self._cuts: set[frozenset[bytes]] = set()
-        self.hosts: dict[bytes, str] = {}  # where nodes are; as a rule on loopback
+        self.hosts: dict[bytes, str] = {}  # hosts of nodes that are not on loopback
         self._ports: dict[bytes, int] = {}
 
     def transport(self, key: bytes) -> MemoryTransport:
-        """A node's access, under the same address each time; a node that is there already must be killed first."""
-        assert key not in self.nodes, "one node a key"
+        """Makes a node's transport, at the same address each time. A node that is still alive must be killed first."""
+        assert key not in self.nodes, "a key has one node"
         self._ports.setdefault(key, len(self._ports) + 1)
         node = self.nodes[key] = MemoryTransport(self, key)
         return node
 
     def address(self, key: bytes) -> str:
-        host, port = self.hosts.get(key, "127.0.0.1"), self._ports.get(key, 0)  # port 0: it was never here
+        host, port = self.hosts.get(key, "127.0.0.1"), self._ports.get(key, 0)  # port 0: it never existed
         return f"/ip4/{host}/tcp/{port}/p2p/{peer_id_of(key)}"
 
     def cut(self, one: bytes, other: bytes) -> None:
-        """Nothing passes between the two, and their connection is lost; only `heal` lets them connect again."""
+        """Separates two nodes: their connection is lost, and they cannot reconnect before `heal`."""
         self._cuts.add(frozenset((one, other)))
         self.unlink(one, other, "the network is cut")
 
     def heal(self) -> None:
-        """Whoever was cut off may connect again; nobody does so by itself."""
+        """Ends all cuts: nodes may connect again, but are not connected for them."""
         self._cuts.clear()
 
     def kill(self, key: bytes) -> None:
-        """The node crashes: its connections and streams break, and nothing that it still does has any effect."""
+        """Crashes a node: its connections and streams break, and whatever it still does has no effect."""
         node = self.nodes.pop(key)
         for peer in self.linked(key):
             self.unlink(key, peer, "the peer is gone")
@@ -77,11 +77,11 @@ class Network:
                 self.nodes[node].break_streams(peer, why)
 
     def linked(self, key: bytes) -> list[bytes]:
-        """In a fixed order, so that chance repeats."""
+        """Returns the connected nodes, in a fixed order so that runs repeat."""
         return sorted(other for pair in self.links if key in pair for other in pair - {key})
 
     def reached(self, key: bytes, topic: str | None = None) -> list[bytes]:
-        """All to whom there is a path from a node, over the subscribers of a topic, or over anybody."""
+        """Returns all nodes with a path from this one, over the subscribers of a topic or over any nodes."""
         found, edge = {key}, deque([key])
         while edge:
             for peer in self.linked(edge.popleft()):
@@ -95,12 +95,12 @@ class Network:
 
 
 class MemoryTransport:
-    """One node of a `Network`."""
+    """The transport of one node of a `Network`."""
 
     def __init__(self, network: Network, key: bytes) -> None:
         self.me = key
         self.heard: dict[str, Hear] = {}
-        self.kept: frozenset[bytes] = frozenset()  # connections that would be given up last, were there too many
+        self.kept: frozenset[bytes] = frozenset()  # peers that `keep` was last called with
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}  # by key and author: value and expiry
         self._network = network
         self._handlers: dict[str, Handler] = {}
@@ -139,7 +139,7 @@ class MemoryTransport:
         self.heard[topic] = hear
 
     async def publish(self, topic: str, data: bytes) -> None:
-        assert len(data) <= MESSAGE_BYTES_MAX, "the network would lose it without a word"
+        assert len(data) <= MESSAGE_BYTES_MAX, "libp2p would drop it silently"
         self._alive()
         self._counters.update({"bytes sent": len(data), "sent gossip": len(data), "gossip sent": 1})
         for peer in self._network.reached(self.me, topic):
@@ -189,7 +189,7 @@ class MemoryTransport:
         return dict(self._counters)
 
     async def close(self) -> None:
-        """Leave, and wait for the handlers; what went wrong in one that was not the network's fault is raised here."""
+        """Leaves the network and waits for the handlers. Raises their errors that are not network failures."""
         tasks = list(self._tasks)
         if self._network.nodes.get(self.me) is self:
             self._network.kill(self.me)
@@ -198,7 +198,7 @@ class MemoryTransport:
                 raise error
 
     # ---------------------------------------------------------------------------------------------------
-    # What the network does with a node
+    # Called by the network
 
     def hear(self, topic: str, author: bytes, data: bytes) -> None:
         if not self._is_dead:
@@ -248,7 +248,7 @@ class MemoryTransport:
             stream.leave()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or task.exception() is None:  # the others wait for `close`, which raises what they ran into
+        if task.cancelled() or task.exception() is None:  # failed tasks stay for `close`, which raises their errors
             self._tasks.discard(task)
 
 
@@ -256,10 +256,10 @@ class Pipe:
     """One direction of a stream."""
 
     def __init__(self, latency: Callable[[], float]) -> None:
-        self.frames: deque[tuple[bytes, float]] = deque()  # and when they arrive
+        self.frames: deque[tuple[bytes, float]] = deque()  # with their time of arrival
         self.size = 0
-        self.is_ended = False  # by the writer, after the last frame
-        self.broken = ""  # why
+        self.is_ended = False  # the writer has closed it
+        self.broken = ""  # the reason
         self._latency = latency
         self._due = 0.0
         self._waiting: list[asyncio.Future[None]] = []
@@ -308,11 +308,11 @@ class MemoryStream:
         self._count = count
 
     def is_over(self) -> bool:
-        """Both directions: nothing can break any more."""
+        """True if both directions have ended, so that nothing can break any more."""
         return all(pipe.broken or (pipe.is_ended and not pipe.frames) for pipe in (self._incoming, self._outgoing))
 
     async def send(self, frame: bytes | memoryview) -> None:
-        assert len(frame) <= FRAME_BYTES_MAX, "what is longer goes in several frames"
+        assert len(frame) <= FRAME_BYTES_MAX, "anything longer has to be split into frames"
         pipe = self._outgoing
         while not pipe.broken and pipe.is_full(len(frame)):
             await pipe.change()
@@ -351,7 +351,7 @@ class MemoryStream:
         self._outgoing.destroy(why)
 
     def leave(self) -> None:
-        """The handler has returned: nobody reads here any more, and what it wrote still arrives."""
+        """Closes this end after the handler has returned; whatever it wrote still arrives."""
         self._finish()
         self._incoming.destroy("closed by the peer")
 

@@ -1,13 +1,12 @@
-"""The `Transport` by go-libp2p: p2pd in a process of its own, with hivemind's DHT node on top of it (dht.py).
+"""The `Transport` over go-libp2p: p2pd in a process of its own, with hivemind's DHT node on top (dht.py).
 
-A request to p2pd takes a short connection to its control socket: a protobuf there and one back, each behind its
-length. Some connections stay. The guardian is a persistent one with nothing on it: p2pd ends when the last of these
-closes, so it ends with us, and hivemind's DHT may close its own. A subscription is a connection on which p2pd sends
-messages. A stream is one that, past its first message, belongs to the two peers.
+A request to p2pd takes a short connection to its control socket: a protobuf each way, preceded by its length. Some
+connections stay open. The guardian is a persistent one that carries nothing: p2pd ends when the last persistent one
+closes, so p2pd ends with us, and hivemind's DHT may close its own. A subscription is a connection on which p2pd sends
+messages. A stream is one that belongs to the two peers after its first message.
 
-When p2pd dies, hangs, or loses its sockets or its relay, it is started again with the same identity on the same ports,
-and is told again what it has to know: whose streams to pass on, which topics to hear, whom to connect to. Whoever asks
-meanwhile waits, but not for long.
+When p2pd dies, hangs, or loses its sockets or its relay, it is restarted with the same identity on the same ports, and
+its protocols, topics and connections are set up again. Requests wait meanwhile, but not for long.
 
 gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754).
 """
@@ -48,25 +47,25 @@ with parts_of_hivemind():
     from hivemind.utils.multiaddr import Multiaddr
     from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
-use_hivemind_log_handler("nowhere")  # its lines go where ours go, if they matter
+use_hivemind_log_handler("nowhere")  # hivemind then logs through our handlers
 logging.getLogger("hivemind").setLevel(logging.WARNING)
-logging.addLevelName(logging.WARNING, "WARNING")  # which it has renamed for the whole process
+logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole process
 
 logger = logging.getLogger("p2ptrain.net")
 
-CONTROL_SECONDS = 15  # for p2pd to answer, and to reach a peer
-RESPONSE_BYTES_MAX = 2**22  # of p2pd's, which we trust: a list of 512 connections takes 50 KB
-FOUND_MAX = 256  # announcements that one search returns
+CONTROL_SECONDS = 15  # for p2pd to answer or to reach a peer
+RESPONSE_BYTES_MAX = 2**22  # from p2pd, which we trust: a list of 512 connections takes 50 KB
+FOUND_MAX = 256  # announcements returned by one search
 SEARCH_SECONDS = 20.0
-TAG, TAG_WEIGHT = "p2ptrain", 1_000  # beside gossipsub's and the DHT's own, which are below 100
+TAG, TAG_WEIGHT = "p2ptrain", 1_000  # the tags of gossipsub and the DHT weigh less than 100
 
 
 class _RefusedError(TransportError):
-    """p2pd has answered that it could not do it."""
+    """p2pd answered with an error."""
 
 
 class _Control:
-    """What p2pd is asked for, each on a connection of its own."""
+    """Requests to p2pd, each on a connection of its own."""
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
@@ -79,7 +78,7 @@ class _Control:
 
     async def _ask_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Any) -> Any:
         try:
-            async with asyncio.timeout(CONTROL_SECONDS + 1):  # it is told to give up before
+            async with asyncio.timeout(CONTROL_SECONDS + 1):  # p2pd itself is told to give up a second earlier
                 await write_message(writer, request.SerializeToString())
                 response = pb.Response.FromString(await read_message(reader, RESPONSE_BYTES_MAX))
         except TimeoutError as error:
@@ -97,7 +96,7 @@ class _Control:
 
     @asynccontextmanager
     async def guardian(self) -> AsyncIterator[None]:
-        """p2pd lives as long as this connection, or another of the kind."""
+        """Keeps p2pd alive: it ends when its last connection of this kind closes."""
         reader, writer = await self._open()
         try:
             await self._ask_on(reader, writer, pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE))
@@ -117,13 +116,13 @@ class _Control:
         await self._ask(pb.Request.DISCONNECT, disconnect=pb.DisconnectRequest(peer=id_bytes_of(peer)))
 
     async def tag(self, peer: bytes, weight: int) -> None:
-        """How much its connection is worth when there are too many; 0: as much as any."""
+        """Sets a peer's weight, which decides whose connections are pruned first; 0 removes ours."""
         kind = pb.ConnManagerRequest.TAG_PEER if weight else pb.ConnManagerRequest.UNTAG_PEER
         content = pb.ConnManagerRequest(type=kind, peer=id_bytes_of(peer), tag=TAG, weight=weight)
         await self._ask(pb.Request.CONNMANAGER, connManager=content)
 
     async def peers(self) -> list[tuple[bytes, list[str]]]:
-        """One entry for each connection."""
+        """Returns one entry per connection."""
         return [(each.id, _texts(each.addrs)) for each in (await self._ask(pb.Request.LIST_PEERS)).peers]
 
     async def publish(self, topic: str, data: bytes) -> None:
@@ -131,7 +130,7 @@ class _Control:
         await self._ask(pb.Request.PUBSUB, pubsub=content)
 
     async def listen(self, mailbox: Mailbox) -> None:
-        """Read and do nothing else, until p2pd hangs up."""
+        """Fills the mailbox of a topic until p2pd hangs up, and nothing else: p2pd drops what is not read in time."""
         content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=mailbox.topic)
         reader, writer = await self._open()
         try:
@@ -157,14 +156,14 @@ class _Control:
         return reader, writer
 
     async def bring_streams(self, protocol: str) -> None:
-        """Have p2pd connect to our socket for each stream that a peer opens under this name."""
+        """Makes p2pd connect to our socket for each stream that a peer opens for this protocol."""
         ours = _raw(f"/unix{self._sockets.streams}")
         content = pb.StreamHandlerRequest(addr=ours, proto=[protocol], balanced=False)
         await self._ask(pb.Request.STREAM_HANDLER, streamHandler=content)
 
 
 async def _read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:
-    """What p2pd says first when it brings a stream: whose it is and of which protocol."""
+    """Reads what p2pd sends first on an incoming stream: the peer's id and the protocol."""
     info = pb.StreamInfo.FromString(await read_message(reader, RESPONSE_BYTES_MAX))
     return info.peer, info.proto
 
@@ -177,7 +176,7 @@ def _raw(route: str) -> bytes:
 
 
 def _texts(raw: Iterable[bytes]) -> list[str]:
-    """Addresses as text, without those of kinds that hivemind does not know."""
+    """Returns addresses as text, without the kinds that hivemind does not know."""
     found = []
     for each in raw:
         try:
@@ -197,14 +196,14 @@ class P2pd:
         self._identity_file, self._network, self._listen = identity_file, network, with_ports(network.listen)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = Validator(identity, self._counters), Storage(STORED_KEYS_MAX)
-        self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter are of this p2pd
+        self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter end with this p2pd
         self._streams = Streams(self._counters, self._tasks, _read_opening)
         self._sockets = Sockets(directory, self._streams.accept)
         self._control = _Control(self._sockets)
-        self._registered: set[str] = set()  # protocols whose streams this p2pd brings
+        self._registered: set[str] = set()  # protocols that this p2pd knows to pass on
         self._registering = asyncio.Lock()
         self._gossip = Gossip(self.me, self._control, self._counters)
-        self._routes: list[str] = []  # to us
+        self._routes: list[str] = []  # routes to us
         relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
         self._relay_loss = RelayLoss(relays)
         self._kept: set[bytes] = set()
@@ -222,9 +221,9 @@ class P2pd:
         *,
         on_crash: OnCrash = report_crash,
     ) -> Self:
-        """Returns when others can connect. ConfigError if an address cannot be listened on.
+        """Starts p2pd and returns when others can connect. ConfigError if it cannot listen on an address.
 
-        Sockets lie in `directory`, which must be ours alone: whoever can open them speaks as this node.
+        The sockets are in `directory`, which must be ours alone: anyone who can open them can act as this node.
         """
         self = cls(Identity.load(identity_file), identity_file, network, directory, on_crash)
         self._closing.callback(self._sockets.close)
@@ -241,33 +240,33 @@ class P2pd:
         return self
 
     # -------------------------------------------------------------------------------------------------
-    # p2pd's life
+    # Life cycle of p2pd
 
     async def _launch(self, stack: AsyncExitStack) -> Process:
-        """Start p2pd and tell it all that it has to know."""
+        """Starts p2pd and sets up its protocols, its topics and the DHT."""
         usable = await relays_to_use(self._relay_loss.first())
         self._relay_loss.p2pd_started()
         await self._sockets.open()
         control = self._sockets.control
-        with_ports(self._listen)  # at the last moment: p2pd would share them with another
+        with_ports(self._listen)  # checked last: p2pd would share a port that is taken
         process = await Process.start(make_arguments(control, self._identity_file, self._listen, self._network, usable))
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self._control.guardian())
         if (found := await self._identify()) != id_bytes_of(self.me):
-            raise TransportError(f"p2pd calls itself {found.hex()} with the key of {peer_id_of(self.me)}")
+            raise TransportError(f"p2pd reports the id {found.hex()}, not {peer_id_of(self.me)}")
         self._dht = await Dht.start(control, self._validator, self._storage)
-        while missing := self._streams.handlers.keys() - self._registered:  # more may come meanwhile
+        while missing := self._streams.handlers.keys() - self._registered:  # more may be added meanwhile
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
         self._session_tasks.spawn(self._keep_dht(self._dht))
-        # First of all, with all subscriptions open: it says goodbye to the mesh of each that ends before it does, and
-        # who said that is not let in again for a minute; meanwhile messages come a second late, with the heartbeats.
+        # Pushed last so that p2pd stops first, with its subscriptions open: for each that ends earlier it leaves the
+        # topic's mesh, and peers keep it out for a minute, in which messages arrive late, with the 1 s heartbeats.
         stack.push_async_callback(process.stop)
         return process
 
     async def _leave(self) -> None:
-        """Let go of everything that needs this p2pd."""
+        """Closes everything that depends on this p2pd."""
         self._registered.clear()
         self._streams.abort()
         await self._session_tasks.cancel()
@@ -276,11 +275,14 @@ class P2pd:
             await dht.stop()
 
     async def _keep_dht(self, dht: Dht) -> None:
-        """Its connection may break while p2pd lives: an answer that comes just as its question is given up does it."""
+        """Restarts the DHT when it loses its connection to a living p2pd.
+
+        That happens when an answer arrives just as its request is cancelled.
+        """
         while True:
             await asyncio.wait({dht.reading})
-            await asyncio.sleep(BACKOFF_SECONDS)  # if it was p2pd that ended, this task ends here
-            logger.warning("the DHT has lost p2pd, and is started again")
+            await asyncio.sleep(BACKOFF_SECONDS)  # if p2pd itself has ended, this task is cancelled here
+            logger.warning("the DHT lost its connection to p2pd and is being restarted")
             try:
                 await dht.stop()
                 self._dht = dht = await Dht.start(self._sockets.control, self._validator, self._storage)
@@ -289,17 +291,17 @@ class P2pd:
                 logger.warning("%s", error)
 
     async def _refresh(self) -> None:
-        """Our own addresses, and the way back to those who are connected."""
+        """Updates our own addresses and the routes to connected peers."""
         await self._identify()
         await self._peers.connected()
         await self._relay_loss.look(self._routes)
 
     def _why_end(self) -> str:
-        """Why another p2pd is better than this one; empty: it is not."""
+        """Returns why p2pd should be restarted, or nothing."""
         if not self._sockets.are_there:
             return "its sockets are gone"
         if self._relay_loss.is_mendable:
-            return "no relay for a minute, and one answers: a new p2pd has a place there sooner"
+            return "no relay for a minute, and one answers: a new p2pd gets a slot sooner"
         return ""
 
     async def _meet(self, peer: bytes) -> None:
@@ -339,7 +341,7 @@ class P2pd:
         for peer in self._kept - set(peers):
             await self._control.tag(peer, 0)
             self._kept.discard(peer)
-        for peer in peers:  # also those named before: what p2pd knows of a peer goes with its connection
+        for peer in peers:  # also those tagged before: p2pd forgets a tag with the connection
             self._kept.add(peer)
             await self._control.tag(peer, TAG_WEIGHT)
 
@@ -350,14 +352,14 @@ class P2pd:
         await self._gossip.subscribe(topic, hear, self._tasks, self._session_tasks if self._supervisor.is_up else None)
 
     async def publish(self, topic: str, data: bytes) -> None:
-        assert len(data) <= MESSAGE_BYTES_MAX, f"{len(data)} bytes, which libp2p would lose"
+        assert len(data) <= MESSAGE_BYTES_MAX, f"{len(data)} bytes: libp2p would drop them silently"
         await self._supervisor.up()
         await self._gossip.publish(topic, data)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
-        assert protocol not in self._streams.handlers, f"{protocol} has its handler"
+        assert protocol not in self._streams.handlers, f"{protocol} already has a handler"
         self._streams.handlers[protocol] = handler
-        if self._supervisor.is_up:  # or else p2pd is told when it comes up
+        if self._supervisor.is_up:  # otherwise registered when p2pd is up
             await self._register(protocol)
 
     async def _register(self, protocol: str) -> None:
@@ -371,11 +373,11 @@ class P2pd:
         try:
             reader, writer = await self._control.open_stream(peer, protocol)
         except TransportError as error:
-            raise TransportError(f"no stream {protocol} to {peer_id_of(peer)}: {error}") from error
+            raise TransportError(f"cannot open a {protocol} stream to {peer_id_of(peer)}: {error}") from error
         return self._streams.add(peer, protocol, reader, writer)
 
     # -------------------------------------------------------------------------------------------------
-    # Hints
+    # DHT hints
 
     async def announce(self, key: str, value: bytes, seconds: float) -> None:
         assert len(value) <= VALUE_BYTES_MAX and 0 < seconds <= ANNOUNCE_SECONDS_MAX
@@ -386,7 +388,7 @@ class P2pd:
         except TimeoutError as error:
             raise TransportError(f"{key} was not announced in {SEARCH_SECONDS:.0f} s") from error
         if not is_stored:
-            raise TransportError(f"nobody took the announcement of {key}: perhaps an earlier one holds for longer")
+            raise TransportError(f"nobody accepted the announcement of {key}: perhaps an earlier one expires later")
 
     async def look_up(self, key: str) -> dict[bytes, bytes]:
         node = await self._node_for(key)

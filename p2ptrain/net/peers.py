@@ -1,4 +1,4 @@
-"""Who is connected, how each was reached, and the way back to them when p2pd had to be started again."""
+"""Connections through one p2pd: remembers the routes to peers, and reconnects after a restart of p2pd."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from p2ptrain.net import addresses as multiaddrs
 from p2ptrain.net.tasks import Tasks, pauses
 from p2ptrain.net.transport import TransportError
 
-KNOWN_MAX, ROUTES_MAX = 256, 4  # peers that are remembered, as many as may be connected; and routes to each
-MEETING_MAX = 8  # peers that are connected to again, or asked for their place in the DHT, at a time
-MEET_SECONDS = 5.0  # to wait for those who are being asked before the DHT is used; an answer takes 3 s at most
-RECONNECTS_MAX = 4  # tries for each peer after a restart; those who know us will also try
+KNOWN_MAX, ROUTES_MAX = 256, 4  # peers remembered, as many as can be connected; routes per peer
+MEETING_MAX = 8  # peers that are redialled, or pinged in the DHT, at a time
+MEET_SECONDS = 5.0  # for pings in flight before the DHT is used; an answer takes 3 s at most
+RECONNECTS_MAX = 4  # tries per peer after a restart; peers that know us try too
 
 logger = logging.getLogger("p2ptrain.net")
 
 
 class Connector(Protocol):
-    """What p2pd does about connections."""
+    """The requests to p2pd about connections."""
 
     async def connect(self, peer: bytes, route: str) -> None: ...
     async def disconnect(self, peer: bytes) -> None: ...
@@ -31,7 +31,7 @@ class Connector(Protocol):
 
 
 class Peers:
-    """The connections of one node."""
+    """The routes to peers: connects, reconnects, and introduces peers to the DHT."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Peers:
         self._unmet = 0
         self._all_met = asyncio.Event()
         self._all_met.set()
-        self._routes: dict[bytes, list[str]] = {}  # to each peer; the one heard of longest ago is forgotten first
+        self._routes: dict[bytes, list[str]] = {}  # to each peer, the least recently seen first
 
     async def connect(self, address: str) -> bytes:
         peer, route = multiaddrs.split(address)
@@ -67,20 +67,21 @@ class Peers:
         await self._control.disconnect(peer)
 
     async def connected(self) -> dict[bytes, list[str]]:
-        """Those connected now, with the addresses at which they are known."""
+        """Returns the connected peers with their known addresses."""
         await self._up()
         found = {}
         for peer_id, routes in await self._control.peers():
             try:
                 peer = key_of_bytes(peer_id)
             except PeerIdError:
-                continue  # of some other libp2p network
-            self._remember(peer, [*self._routes.get(peer, []), *routes])  # the latter may lead only from there to us
+                continue  # it belongs to another libp2p network
+            # p2pd's routes come last: they may lead only from there to us.
+            self._remember(peer, [*self._routes.get(peer, []), *routes])
             found[peer] = [multiaddrs.join(route, peer) for route in self._routes[peer]]
         return found
 
     def come_back(self) -> None:
-        """Connect again to everyone known."""
+        """Reconnects to all known peers."""
         for peer, routes in self._routes.items():
             self._tasks.spawn(self._reach([multiaddrs.join(route, peer) for route in routes]))
 
@@ -96,7 +97,7 @@ class Peers:
             await asyncio.sleep(pause)
 
     async def met(self) -> None:
-        """Wait until those who have been connected to have their place in our DHT, if they want one."""
+        """Waits, though not for long, until newly connected peers have been added to our DHT routing table."""
         with suppress(TimeoutError):
             async with asyncio.timeout(MEET_SECONDS):
                 await self._all_met.wait()

@@ -1,12 +1,12 @@
-"""The p2pd process: how it is started, what it says, how it ends. It never outlives us.
+"""Starts and stops the p2pd process and keeps its last output. p2pd never outlives us.
 
-p2pd ends with its last persistent control connection. Before there is one, two more things see to it: it gives up
-when nobody opens one in time (-idleTimeout), and the kernel sends it SIGTERM when our thread ends. The latter has to
-be asked for in the child, and forking a process with threads to run Python in it may hang; so a small interpreter
-starts first, asks, and becomes p2pd.
+p2pd ends with its last persistent control connection. Until there is one, two other things end it: it gives up when
+nobody opens one in time (-idleTimeout), and the kernel sends it SIGTERM when our thread ends. The child has to request
+that signal itself, and running Python in a fork of a process with threads may hang; so a small interpreter starts
+first, requests the signal, and then executes p2pd.
 
-Ports are tried before p2pd gets them. It asks the kernel to share them (SO_REUSEPORT), so a second p2pd of the same
-user gets a port that is taken, without an error, and each receives half of the connections.
+Ports are tested before p2pd gets them. p2pd sets SO_REUSEPORT, so a second p2pd of the same user would bind a port that
+is taken, without an error, and each would receive half of the connections.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.net.transport import TransportError
 
-START_SECONDS = 15.0  # it takes 0.1 s, and more where a machine is busy
-IDLE_SECONDS = 20  # longer than it may take to start
+START_SECONDS = 15.0  # it takes 0.1 s, more on a busy machine
+IDLE_SECONDS = 20  # longer than START_SECONDS
 STOP_SECONDS = 3.0  # from SIGTERM to SIGKILL
-LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output, for error messages
-TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # lines before a stack or a list of options
+LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output are kept for error messages
+TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # worth showing; a stack or options follow
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
-CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # p2pd closes the least useful when there are more
-CONNECTIONS_GRACE_SECONDS = 20  # for which a new one is not closed
+CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # above the high mark p2pd prunes down to the low one
+CONNECTIONS_GRACE_SECONDS = 20  # a new connection is not pruned this long
 LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 BECOME = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # already gone, and the signal would never come
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent is gone already: the signal would never come
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
 
 class Process:
-    """One p2pd."""
+    """A running p2pd."""
 
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         self._child = child
@@ -58,7 +58,7 @@ class Process:
 
     @classmethod
     async def start(cls, arguments: list[str]) -> Self:
-        """Returns when it accepts control connections. TransportError with its own words if it does not."""
+        """Starts p2pd; returns when it accepts connections. If it fails, TransportError quotes its output."""
         binary = find_binary()
         command = (sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), str(binary), *arguments)
         try:
@@ -67,7 +67,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # so that a Ctrl-C in the terminal is ours alone
+                start_new_session=True,  # so that Ctrl-C in the terminal reaches only us
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
             )
         except OSError as error:
@@ -76,7 +76,7 @@ class Process:
         try:
             async with asyncio.timeout(START_SECONDS):
                 await process._is_ready.wait()
-            if process._reading.done():  # it has closed its output, as it does when it ends
+            if process._reading.done():  # its output is closed: it has ended
                 raise TransportError(f"p2pd did not start: {process.last_words()}")
             is_up = True
             return process
@@ -87,7 +87,7 @@ class Process:
                 await process.stop()
 
     async def _read(self) -> None:
-        """Keep its last lines, however long they are."""
+        """Keeps the last lines of its output, truncated."""
         assert self._child.stdout is not None
         rest = ""
         while chunk := await self._child.stdout.read(4_096):
@@ -97,7 +97,7 @@ class Process:
             if any(line.startswith("Peer ID:") for line in lines):
                 self._is_ready.set()
         self._keep([rest])
-        asyncio.get_running_loop().call_soon(self._is_ready.set)  # once this task is done: there is no more to wait for
+        asyncio.get_running_loop().call_soon(self._is_ready.set)  # after this task is done, which `start` checks
 
     def _keep(self, lines: list[str]) -> None:
         for line in lines:
@@ -106,14 +106,14 @@ class Process:
                 kept.append(line.strip()[:LINE_CHARACTERS_MAX])
 
     def last_words(self) -> str:
-        """What it said that is not a matter of course."""
+        """Its last lines of output, without the routine ones."""
         return " | ".join(self._telling or self._lines) or "it said nothing"
 
     async def wait(self) -> int:
         return await self._child.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL; when this returns, or is cancelled, it is gone or has been sent the latter."""
+        """Sends SIGTERM, then SIGKILL. After this, even if cancelled, p2pd is gone or has been sent SIGKILL."""
         if self._child.returncode is None:
             self._signal(signal.SIGTERM)
         try:
@@ -128,7 +128,7 @@ class Process:
         await self._reading
 
     def kill(self) -> None:
-        """Whoever waits for it then sees that it has ended."""
+        """Sends SIGKILL; `wait` then returns."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -137,11 +137,11 @@ class Process:
 
 
 def find_binary() -> Path:
-    """p2pd as hivemind's wheel carries it, without importing hivemind, which takes seconds."""
+    """Finds the p2pd in hivemind's wheel without importing hivemind, which takes seconds."""
     found = importlib.util.find_spec("hivemind")
     binary = Path(found.origin or "").parent / "hivemind_cli" / "p2pd" if found else Path("p2pd")
     if not binary.is_file():
-        raise TransportError("p2pd is missing: hivemind's wheel for Linux on x86-64 carries it; install that one")
+        raise TransportError("p2pd is missing: install hivemind's wheel for Linux on x86-64, which contains it")
     return binary
 
 
@@ -152,7 +152,7 @@ def make_arguments(
     network: NetworkConfig,
     relays: Sequence[str],
 ) -> list[str]:
-    """p2pd's options. Never -b: with a bootstrap node that is down it would not start."""
+    """Returns p2pd's command-line options. Never -b: with it, p2pd does not start while a bootstrap node is down."""
     options: dict[str, object] = {
         "listen": f"/unix{control}",
         "id": identity_file.absolute(),
@@ -166,45 +166,45 @@ def make_arguments(
     }
     switches = {
         "pubsub": True,
-        "dhtServer": True,  # libp2p's own: p2pd finds there the addresses of peers that hivemind's knows by id
+        "dhtServer": True,  # libp2p's DHT resolves ids in hivemind's DHT to addresses
         "connManager": True,
         "noListenAddrs": not listen,
         "relay": network.relay,
         "relayService": network.relay and network.relay_for_others,
         "autonat": network.nat,  # and hole punching
         "natPortMap": network.nat,
-        "autoRelay": bool(relays),  # without relays to trust it would take IPFS's
-        "relayDiscovery": False,  # or else those that are trusted have to wait three minutes for others to be found
+        "autoRelay": bool(relays),  # without trusted relays it would use those of IPFS
+        "relayDiscovery": False,  # with it, trusted relays wait three minutes for discovery
     }
     values = [f"-{name}={value}" for name, value in options.items() if value]
     return values + [f"-{name}={str(value).lower()}" for name, value in switches.items()]
 
 
 def with_ports(listen: tuple[str, ...]) -> tuple[str, ...]:
-    """Where port 0 stands, a free one, to be kept over restarts. ConfigError if an address cannot be listened on."""
+    """Replaces port 0 by a free port, to be kept over restarts. ConfigError if we cannot listen on an address."""
     return tuple(_try_to_listen(address) for address in listen)
 
 
 def _try_to_listen(address: str) -> str:
     match = LISTEN.fullmatch(address)
-    assert match, "NetworkConfig takes no other"
+    assert match, "NetworkConfig accepts no other"
     family, kind = (socket.AF_INET, socket.AF_INET6)[match[1] == "6"], match[3]
     try:
         with socket.socket(family, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as probe:
             if match[1] == "6":
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
             if kind == "tcp":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections do not matter
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore old connections in TIME_WAIT
             probe.bind((match[2], int(match[4])))
             port = probe.getsockname()[1]
     except (OSError, OverflowError) as error:
         what, fix = {
             errno.EADDRINUSE: (
                 "is in use by another program",
-                "Stop it, perhaps a node of yours, or take another port",
+                "Stop it (perhaps another node of yours), or choose another port",
             ),
-            errno.EADDRNOTAVAIL: ("is no address of this machine", "Use one of its own, or /ip4/0.0.0.0 for all"),
-            errno.EACCES: ("is a port that this user may not open", "Take one from 1024 on"),
+            errno.EADDRNOTAVAIL: ("is not an address of this machine", "Use one of its own, or /ip4/0.0.0.0 for all"),
+            errno.EACCES: ("needs a port that this user may not open", "Choose a port from 1024 up"),
         }.get(getattr(error, "errno", 0) or 0, (f"cannot be listened on: {error}", "Choose another address"))
         raise ConfigError(f"{address} {what}", key="network.listen", fix=fix) from error
     return f"/ip{match[1]}/{match[2]}/{kind}/{port}{match[5] or ''}"

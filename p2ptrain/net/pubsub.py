@@ -1,7 +1,7 @@
-"""Between the network and those who listen: a queue for each topic, with a bound and a count of what did not fit.
+"""Gossip topics: a bounded queue for each, between p2pd and the listener, with a count of dropped messages.
 
-p2pd keeps 32 messages for a subscriber and drops the others without a word. So one task reads from it and does nothing
-else, and another hands out what was read, one message at a time.
+p2pd buffers 32 messages for a subscriber and silently drops the rest. So one task does nothing but read from p2pd, and
+another delivers the messages one at a time.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from p2ptrain.identity import PeerIdError, key_of_bytes
 from p2ptrain.net.tasks import BACKOFF_SECONDS, Tasks
 from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, TransportError
 
-MESSAGES_MAX = 1_024  # waiting in a topic: four for each of 256 seats, which is a round's
-QUEUED_BYTES_MAX = 2**26  # of a topic: 64 messages of the largest size
-PUBLISHING_MAX = 8  # connections that publish at a time
-SUBSCRIBE_SECONDS = 10.0  # to wait for p2pd, which will be told sooner or later
+MESSAGES_MAX = 1_024  # queued in a topic: one round's, four for each of 256 seats
+QUEUED_BYTES_MAX = 2**26  # in a topic: 64 messages of the largest size
+PUBLISHING_MAX = 8  # messages being published at a time, each on its own connection
+SUBSCRIBE_SECONDS = 10.0  # to wait for p2pd; the subscription is made sooner or later in any case
 
 logger = logging.getLogger("p2ptrain.net")
 
 
 class Mailbox:
-    """What has come for one topic, and who hears it."""
+    """The queue of received messages of one topic, and its listener."""
 
     def __init__(self, topic: str, me: bytes, hear: Hear, counters: Counter[str]) -> None:
         self.topic, self._me, self._hear, self._counters = topic, me, hear, counters
@@ -34,7 +34,7 @@ class Mailbox:
         self._is_filled = asyncio.Event()
 
     def put(self, publisher_id: bytes, data: bytes) -> None:
-        """What others have published. If it does not fit, it is the newest that gets lost: it builds on the older."""
+        """Queues a message from a peer. If the queue is full, the new one is dropped: it builds on the older ones."""
         try:
             publisher = key_of_bytes(publisher_id)
         except PeerIdError:
@@ -53,7 +53,7 @@ class Mailbox:
             self._is_filled.set()
 
     async def deliver(self) -> None:
-        """Forever; others get their turn after each message."""
+        """Delivers messages for ever, and yields to other tasks after each."""
         while True:
             await self._is_filled.wait()
             while self._queue:
@@ -65,14 +65,14 @@ class Mailbox:
 
 
 class Publisher(Protocol):
-    """What p2pd does about topics."""
+    """The requests to p2pd about topics."""
 
     async def publish(self, topic: str, data: bytes) -> None: ...
     async def listen(self, mailbox: Mailbox) -> None: ...
 
 
 class Gossip:
-    """All topics of one node."""
+    """All topics that a node is subscribed to."""
 
     def __init__(self, me: bytes, control: Publisher, counters: Counter[str]) -> None:
         self._me, self._control, self._counters = me, control, counters
@@ -80,8 +80,8 @@ class Gossip:
         self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
 
     async def subscribe(self, topic: str, hear: Hear, tasks: Tasks, session: Tasks | None) -> None:
-        """Without a session, for p2pd is down, it is subscribed to in the next."""
-        assert topic not in self._mailboxes, f"{topic} has its listener"
+        """Subscribes. Without a session, when p2pd is down, the topic is subscribed to in the next session."""
+        assert topic not in self._mailboxes, f"{topic} already has a listener"
         mailbox = self._mailboxes[topic] = Mailbox(topic, self._me, hear, self._counters)
         tasks.spawn(mailbox.deliver())
         if session:
@@ -90,7 +90,7 @@ class Gossip:
             async with asyncio.timeout(SUBSCRIBE_SECONDS):
                 await mailbox.is_subscribed.wait()
         except TimeoutError:
-            logger.warning("%s is not heard yet: p2pd is not running", topic)
+            logger.warning("not subscribed to %s yet: p2pd is not running", topic)
 
     def listen(self, session: Tasks) -> None:
         for mailbox in self._mailboxes.values():

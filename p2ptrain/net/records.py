@@ -1,12 +1,12 @@
-"""Signed records for the DHT: one value for each announcing peer under a key, which nobody else can put there.
+"""Signed DHT records: under a key, each peer has one value of its own, which nobody else can forge.
 
-The DHT stores what anyone sends it. So a record carries its author's signature over the key, the author, the time at
-which it expires and the value; whoever stores or reads it checks. A record that expires too late is refused as well,
-for a newer one replaces it only if it expires later still, and one dated into the next century would stay for good.
+The DHT stores anything that anyone sends. So a record carries its author's signature over the key, the author, the time
+of expiry and the value, and every node that stores or reads it checks. A record that expires too late is refused too:
+a newer one replaces it only by expiring even later, so one dated into the next century would stay for good.
 
-On the wire, as the DHT hands them to a validator: the subkey is the author's public key, the value is msgpack of the
-announced bytes with the signature behind it. Both have one encoding, and all else is refused, since the DHT decodes
-what has passed here without further care.
+On the wire, as the DHT hands them to a validator, the subkey is the author's public key, and the value is the announced
+bytes in msgpack followed by the signature. Each has exactly one valid encoding; anything else is refused, since the DHT
+decodes accepted records without further checks.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import msgspec
 
 from p2ptrain.identity import KEY_BYTES, SIGNATURE_BYTES, verify
 
-VALUE_BYTES_MAX = 4_096  # of an announcement: a few addresses and a ticket take 500
+VALUE_BYTES_MAX = 4_096  # per announcement: a few addresses and a ticket take 500
 AHEAD_SECONDS_MAX = 7_200  # how far ahead a record may expire
-ANNOUNCE_SECONDS_MAX = 3_600  # what we announce for at most: a clock that is an hour slow still takes it
-PAST_SECONDS_MAX = 60  # for clocks that are not quite right: one stale entry would spoil all that come with it
+ANNOUNCE_SECONDS_MAX = 3_600  # the longest that we announce for: a clock one hour slow still accepts it
+PAST_SECONDS_MAX = 60  # for inaccurate clocks: one stale entry spoils all that come with it
 DOMAIN = b"p2ptrain DHT record 1\0"
-KEY_BYTES_MAX = 256  # of a key's digest; the DHT's have 20
+KEY_BYTES_MAX = 256  # digests of keys in the DHT have 20
 CHECKS_PER_SECOND_MAX = 1_024  # 70 ms of each second
 
 
 def sign_record(sign: Callable[[bytes], bytes], author: bytes, key: bytes, packed: bytes, expires_at: float) -> bytes:
-    """A value as it is stored: msgpack of the announced bytes, and the signature."""
+    """Returns a value in stored form: the announced bytes in msgpack, and the signature."""
     return packed + sign(_signed(author, key, packed, expires_at))
 
 
 def strip_record(stored: bytes) -> bytes:
-    """Without the signature, for a record that is valid."""
+    """Returns the value of a valid record without its signature."""
     return stored[:-SIGNATURE_BYTES]
 
 
 def why_invalid(key: object, subkey: object, stored: object, expires_at: object, now: float) -> str:
-    """What is wrong with a record that anyone may have sent, of whatever types; nothing if it is valid."""
+    """Says why a record is invalid; empty if it is valid. The arguments come from any peer and may have any type."""
     if not (isinstance(key, bytes) and isinstance(subkey, bytes) and isinstance(stored, bytes)):
         return "not bytes"
     if len(key) > KEY_BYTES_MAX or len(subkey) > 2 + KEY_BYTES or len(stored) > VALUE_BYTES_MAX + 3 + SIGNATURE_BYTES:
         return "too long"
     if not (isinstance(expires_at, float) and now - PAST_SECONDS_MAX <= expires_at <= now + AHEAD_SECONDS_MAX):
-        return "expires at a time that is not taken"  # NaN compares with nothing
+        return "expires at a time that is not taken"  # NaN fails this too
     author, packed = _unpacked(subkey), strip_record(stored)
     if author is None or _unpacked(packed) is None:
         return "not bytes in msgpack's one encoding"
@@ -58,7 +58,7 @@ def _signed(author: bytes, key: bytes, packed: bytes, expires_at: float) -> byte
 
 
 def _unpacked(packed: bytes) -> bytes | None:
-    """Bytes from msgpack, if that is what they are, in the shortest form and with nothing behind."""
+    """Decodes msgpack bytes. None unless they are in the shortest form with nothing after them."""
     try:
         content = msgspec.msgpack.decode(packed, type=bytes)
     except msgspec.MsgspecError:
@@ -67,7 +67,7 @@ def _unpacked(packed: bytes) -> bytes | None:
 
 
 class Checker:
-    """Why records are invalid, for no more of them in a second than we can afford: anyone may send megabytes."""
+    """A check of records that is limited per second to what we can afford: anyone can send megabytes of them."""
 
     def __init__(self) -> None:
         self._second, self._checks = 0, 0

@@ -1,11 +1,11 @@
-"""One tree from several sources at once, while others fetch it from us.
+"""Fetches one tree from several sources at once, while other peers fetch it from us.
 
-From each source come the pieces that it gave out least, in random order, so that many who fetch the same blob from its
-author take different pieces and then exchange them; whom a source names as holders are asked too. When nothing has
-moved for a while, we insist on what we were put off with, and ask others for what we wait for elsewhere.
+From each source we request the pieces that it gave out least, in random order, so that many peers that fetch the same
+blob from its author take different pieces and then exchange them; the holders that a source names are asked too. When
+nothing has arrived for a while, we insist on pieces we were put off with, and request pieces that are late elsewhere.
 
-Nobody keeps the others out by giving little or nothing: while others wait, only the fastest source has its place for
-longer than its turn. Turns double, so that those who are all slow get time for a piece.
+A source cannot block the others by sending little or nothing: while others wait, only the fastest one keeps its slot
+for longer than its lease. Leases double, so that even sources that are all slow get time for a piece.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, Transport
 OPEN_SECONDS = 10.0
 PIECE_SECONDS = 20.0  # without an answer, and the source is dropped: 52 KB/s
 SOURCES_AT_ONCE = 4
-NAMED_AT_ONCE = 3  # of them, that were only named by others: so one who was told of by the core has a place
-TURN_SECONDS = 5.0  # the first of a source; then twice as long each time
+NAMED_AT_ONCE = 3  # of these, sources named only by peers: so one slot is left for those that the core knows
+TURN_SECONDS = 5.0  # a source's first lease; doubles each time
 TURN_DOUBLINGS_MAX = 8
-SOURCES_MAX = 64  # of a fetch, with those that were learnt from others
-PIPELINE = 4  # pieces asked for ahead: hides the way there and back up to 4 MiB, 30 ms at a gigabit
-REFRESH_PIECES = 8  # until a source is asked again what it has, and has given to others; at first after one
-STALL_SECONDS = 5.0  # without a piece from anywhere, and we insist
-ALONE_SECONDS = 1.0  # the same, when nobody else answers who might give us what we were put off with
-INSIST_SECONDS = 0.5  # between insisting and insisting on more, as long as nothing comes by itself
-POLL_SECONDS = 0.05  # until a source that had nothing new is asked again; doubles
+SOURCES_MAX = 64  # per fetch, including those named by peers
+PIPELINE = 4  # requests in flight per source: 4 MiB hide a round trip of 30 ms at 1 Gbit/s
+REFRESH_PIECES = 8  # between requests for a source's list of pieces; at first one
+STALL_SECONDS = 5.0  # without a piece from any source before we insist
+ALONE_SECONDS = 1.0  # the same when no other source answers that might send us the piece
+INSIST_SECONDS = 0.5  # before insisting on more, as long as nothing arrives by itself
+POLL_SECONDS = 0.05  # before a source that had nothing new is asked again; doubles
 POLL_SECONDS_MAX = 0.8
-POLLS_MAX = 5  # in vain, over 1.5 s; then another source gets its turn, if there is one
+POLLS_MAX = 5  # in vain, over 1.5 s, before another waiting source gets the slot
 
 Failed: TypeAlias = Callable[[bytes, str], None]
 
@@ -63,7 +63,7 @@ Failed: TypeAlias = Callable[[bytes, str], None]
 
 
 class SourceError(P2ptrainError):
-    """A source that did not give what we want, without having broken a rule."""
+    """A source that did not deliver, without having broken a rule."""
 
 
 _ZERO = bytes(b"01"[value == 0] for value in range(256))
@@ -71,7 +71,7 @@ _ONE = bytes(b"01"[value == 1] for value in range(256))
 
 
 def pick(pieces: int, rng: Random) -> int:
-    """One of these pieces, at random."""
+    """Picks one of these pieces at random."""
     assert pieces
     start = rng.randrange(pieces.bit_length())
     later = pieces >> start
@@ -80,19 +80,19 @@ def pick(pieces: int, rng: Random) -> int:
 
 
 class Source:
-    """A stream to a peer, with an account of what it has of a blob."""
+    """A stream to a peer, and the pieces of a blob that it has."""
 
     def __init__(self, stream: Stream, name: BlobName, traffic: Counter[str]) -> None:
         self.stream, self.name, self._traffic = stream, name, traffic
         self.size = -1
         self.leaves = b""
         self.held = 0
-        self.rarity: tuple[int, ...] = ()  # pieces given out never, once, more often
+        self.rarity: tuple[int, ...] = ()  # pieces it gave out never, once, more often
         self.holders: tuple[bytes, ...] = ()
-        self.asked: deque[int | None] = deque()  # pieces, in order; None: what there is
+        self.asked: deque[int | None] = deque()  # pieces in order; None: its list of pieces
         self.at = asyncio.get_running_loop().time()  # when it last answered
-        self.put_off = 0  # pieces
-        self.insisted = 0  # pieces
+        self.put_off = 0  # pieces it put us off with
+        self.insisted = 0  # pieces we insisted on
 
     async def ask(self, request: Request) -> None:
         self.asked.append(request.index if isinstance(request, Piece) else None)
@@ -102,7 +102,7 @@ class Source:
         self._traffic[f"sent {self.name.kind}"] += len(data)
 
     async def reply(self) -> Reply:
-        """The answer to the oldest question; RemoteProtocolError if it is none."""
+        """Reads the answer to the oldest request. RemoteProtocolError if it is not one."""
         async with asyncio.timeout(PIECE_SECONDS):
             data = await self.stream.receive(FRAME_BYTES_MAX)
         self._traffic[f"received {self.name.kind}"] += len(data)
@@ -117,16 +117,16 @@ class Source:
             case Nothing(why):
                 raise SourceError(f"has nothing: {why}")
             case _:
-                raise RemoteProtocolError("an answer to another question")
+                raise RemoteProtocolError("an answer to another request")
         return reply
 
     def _note(self, have: Have) -> None:
         pieces = piece_count(have.size)
         held = int.from_bytes(have.held, "little")
         if len(have.given) != pieces or len(have.held) != -(-pieces // 8) or held >> pieces:
-            raise RemoteProtocolError(f"an account of other pieces than {have.size} bytes have")
+            raise RemoteProtocolError(f"a list of pieces that does not match {have.size} bytes")
         if self.size not in (-1, have.size):
-            raise RemoteProtocolError(f"a blob of {self.size} bytes that now has {have.size}")
+            raise RemoteProtocolError(f"a blob of {self.size} bytes that now claims {have.size}")
         self.size, self.held, self.holders = have.size, held, have.holders
         self.leaves = have.leaves or self.leaves
         counts = have.given[::-1]
@@ -135,15 +135,15 @@ class Source:
 
 
 class StreamSlots:
-    """Streams to one peer, of which there are so many at once."""
+    """The slots for our streams to one peer."""
 
     def __init__(self) -> None:
         self.free = asyncio.Semaphore(STREAMS_PER_PEER_MAX)
-        self.users = 0  # who have one, or wait for it
+        self.users = 0  # tasks that have a slot or wait for one
 
 
 class Sources:
-    """The peers that a node fetches from in one run, and the limits that all its fetches share."""
+    """The streams to the peers from which a run's blobs are fetched, and their limits."""
 
     def __init__(
         self,
@@ -157,12 +157,12 @@ class Sources:
         self.protocol = bulk_protocol(run_id)
         self.transport, self.download, self.blame, self.rng = transport, download, blame, rng
         self.counts: Counter[str] = Counter()
-        self.traffic: Counter[str] = Counter()  # bytes by way and kind
+        self.traffic: Counter[str] = Counter()  # bytes by direction and kind
         self._places: dict[bytes, StreamSlots] = {}
 
     @asynccontextmanager
     async def opened(self, peer: bytes, name: BlobName) -> AsyncIterator[Source]:
-        """A stream to a source, of as many as it serves us at once, for as long as it is used."""
+        """Opens a stream to a source, when one of its slots is free, and closes it at the end."""
         places = self._places.setdefault(peer, StreamSlots())
         places.users += 1
         try:
@@ -179,7 +179,7 @@ class Sources:
                 del self._places[peer]
 
     async def may_ask(self, source: Source, size: int) -> bool:
-        """Whether the download limit lets us ask for so much now; with nothing on its way we wait until it does."""
+        """Returns whether the download limit allows a request of this size; waits for it if none is in flight."""
         if self.download.take_now(size):
             return True
         if source.asked:
@@ -194,22 +194,22 @@ class Sources:
 
 @dataclass(slots=True)
 class Turn:
-    """Of a source that has a place."""
+    """A source's use of a slot."""
 
     began: float
     ends: float  # if others wait
     task: asyncio.Task[None] | None = None
     source: Source | None = None
-    pieces: int = 0  # that we got in it
-    is_over: bool = False  # another one gets the place, and this source waits for its next turn
+    pieces: int = 0  # received under it
+    is_over: bool = False  # the slot goes to another source, and this one queues again
 
     def speed(self, now: float) -> float:
-        """Pieces a second; one that just came is not taken for fast."""
+        """Pieces per second, counted over at least TURN_SECONDS so that a newcomer does not seem fast."""
         return self.pieces / max(now - self.began, TURN_SECONDS)
 
 
 class Relay:
-    """One fetch of a tree, from several sources at once."""
+    """A fetch of one tree from several sources at once."""
 
     def __init__(
         self,
@@ -226,19 +226,19 @@ class Relay:
         self.failed, self.begun = failed, begun
         self.size, self.leaves = -1, b""
         self.missing = 0  # pieces, once the size is known
-        self.flying: dict[int, list[Source]] = {}  # by piece: from whom it is expected
+        self.flying: dict[int, list[Source]] = {}  # by piece: the sources it was requested from
         self.flying_since: dict[int, float] = {}
         self.first = frozenset(first)
         self.known = set(first[:SOURCES_MAX]) | {sources.transport.me}
         self.waiting = deque(first[:SOURCES_MAX])
         self.working: dict[bytes, Turn] = {}
-        self.turns: Counter[bytes] = Counter()  # that each has had
+        self.turns: Counter[bytes] = Counter()  # how many each source has had
         self.failures: dict[bytes, str] = {}
-        self.broken: DataError | None = None  # of the sink: our world, not theirs
+        self.broken: DataError | None = None  # an error of the sink: our disk, not the sources' fault
         self.changed = asyncio.Event()
         self.beginning = asyncio.Lock()
         self.moved_at = asyncio.get_running_loop().time()
-        self.insists, self.rounds = 0, 0  # pieces that we may insist on now, and how often we came to that
+        self.insists, self.rounds = 0, 0  # pieces we may insist on now; how often we got to that point
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -253,7 +253,7 @@ class Relay:
                     async with asyncio.timeout_at(self._end_turns()):
                         await self.changed.wait()
                 except TimeoutError:
-                    pass  # a turn ends
+                    pass  # time to end one
             for turn in self.working.values():
                 assert turn.task is not None
                 turn.task.cancel()
@@ -270,10 +270,10 @@ class Relay:
         return self._is_complete() or self.broken is not None or not (self.waiting or self.working)
 
     # ---------------------------------------------------------------------------------------------------
-    # Whose turn it is
+    # Slots
 
     def _next(self) -> bytes | None:
-        """Who waits and may have a place."""
+        """Takes the next waiting source that may have a slot."""
         for peer in self.waiting:
             if self._may_work(peer):
                 self.waiting.remove(peer)
@@ -285,11 +285,11 @@ class Relay:
         return peer in self.first or named < NAMED_AT_ONCE
 
     def _is_place_wanted(self, peer: bytes) -> bool:
-        """Whether another source would get the place of this one."""
+        """Whether another source is waiting for this one's slot."""
         return any(self._may_work(each, peer) for each in self.waiting)
 
     def _end_turns(self) -> float | None:
-        """End the turns that are up, if others wait; and say when the next one will be."""
+        """Ends expired leases if other sources wait, and returns when the next one expires."""
         now = asyncio.get_running_loop().time()
         fastest = max(self.working.values(), key=lambda turn: turn.speed(now), default=None)
         for peer, turn in self.working.items():
@@ -304,7 +304,7 @@ class Relay:
         return min(to_come, default=None)
 
     # ---------------------------------------------------------------------------------------------------
-    # A source
+    # One source
 
     async def _work(self, peer: bytes, turn: Turn) -> None:
         why = ""
@@ -333,7 +333,7 @@ class Relay:
                 self.failed(peer, why)
 
     async def _pull(self, source: Source, turn: Turn) -> None:
-        """Take from a source until there is nothing missing, or another one had better have its place."""
+        """Takes pieces from a source until none is missing, or until its slot is better given to another one."""
         await self._look(source, leaves=not self.leaves)
         since, refresh, polls = 0, 1, 0
         while self.missing:
@@ -347,10 +347,10 @@ class Relay:
                 continue
             polls += 1
             now = asyncio.get_running_loop().time()
-            rate = self.sources.download.rate  # under a low limit, we may be what others wait for
+            rate = self.sources.download.rate  # under a low limit, the delay may be our own
             if now - self.moved_at > PIECE_SECONDS + (SOURCES_AT_ONCE * PIECE_BYTES / rate if rate else 0.0):
                 raise SourceError("has nothing of what is missing")
-            is_empty = not self.missing & source.held & ~source.put_off  # what it has may be on its way from elsewhere
+            is_empty = not self.missing & source.held & ~source.put_off  # missing: also those in flight
             if is_empty and polls > POLLS_MAX and self._is_place_wanted(source.stream.peer):
                 turn.is_over = True
                 return
@@ -362,7 +362,7 @@ class Relay:
         await self._take(source, await source.reply())
 
     async def _ask(self, source: Source, refresh: bool) -> None:
-        """Fill the pipeline."""
+        """Fills the pipeline of a source."""
         if refresh and None not in source.asked:
             await source.ask(Want(self.name.kind, self.name.name, leaves=False))
         while len(source.asked) < PIPELINE and (choice := self._choose(source)) is not None:
@@ -370,7 +370,7 @@ class Relay:
             if not await self.sources.may_ask(source, piece_bytes(self.size, index)):
                 return
             if not self.missing >> index & 1:
-                continue  # it came from elsewhere meanwhile
+                continue  # another source has sent it meanwhile
             self.flying.setdefault(index, []).append(source)
             self.flying_since.setdefault(index, asyncio.get_running_loop().time())
             if insist:
@@ -408,7 +408,7 @@ class Relay:
                 raise AssertionError("that was an error before")
 
     async def _learn(self, source: Source) -> None:
-        """What a source has; from the first one whose digests lead to the name, how large it is."""
+        """Takes note of a source's list of pieces; the first source whose digests prove the name sets the size."""
         if source.size > self.limit or (self.name.kind == "payload" and source.size != self.limit):
             raise RemoteProtocolError(f"{self.name} of {source.size} bytes, where {self.limit} are right")
         async with self.beginning:
@@ -428,7 +428,7 @@ class Relay:
             self.changed.set()
 
     async def _begin(self, size: int, leaves: bytes) -> None:
-        """Make room, and check what is there from the last time."""
+        """Makes room, and checks the pieces left from an earlier fetch."""
         await aside(self.sink, self.sink.begin, size, leaves)
         for index in range(piece_count(size)):
             if self.sink.held >> index & 1:
@@ -445,10 +445,10 @@ class Relay:
             self.changed.set()
 
     # ---------------------------------------------------------------------------------------------------
-    # What to ask for
+    # Choosing pieces
 
     def _choose(self, source: Source) -> tuple[int, bool] | None:
-        """A piece to ask a source for, and whether to insist: first what it gave to nobody else."""
+        """Chooses a piece to request from a source, first those it gave to nobody, and whether to insist."""
         rng, now = self.sources.rng, asyncio.get_running_loop().time()
         asked = sum(1 << index for index in source.asked if index is not None)
         can = self.missing & source.held & ~asked
@@ -464,17 +464,17 @@ class Relay:
         return None
 
     def _is_late(self, index: int, source: Source, now: float) -> bool:
-        """Whether a piece had better come from this source too: from where we wait for it comes nothing, or little."""
+        """Whether to request a piece from this source too, since those it is expected from are slow or silent."""
         them, mine = self.flying[index], self.working[source.stream.peer].speed(now)
         if now - self.moved_at > STALL_SECONDS:
-            return True  # else those who give a right account and then nothing would keep it to themselves by turns
+            return True  # otherwise sources that only list pieces could hold it up in turn
         if any(now - each.at > STALL_SECONDS for each in them):
             return True
         is_quick = all(mine > 2 * self.working[each.stream.peer].speed(now) for each in them)
         return is_quick and now - self.flying_since[index] > STALL_SECONDS
 
     def _may_insist(self, source: Source, now: float) -> bool:
-        """A few pieces at first, and more as long as nothing comes by itself."""
+        """Whether to insist: on a few pieces at first, and on more while nothing arrives by itself."""
         others = [turn.source for turn in self.working.values() if turn.source not in (None, source)]
         if any(each and each.size >= 0 and now - each.at < STALL_SECONDS for each in others):
             stall = STALL_SECONDS
@@ -492,6 +492,6 @@ class Relay:
             del self.flying[index], self.flying_since[index]
 
     def _land(self, source: Source) -> None:
-        """What a source still owed is free for others."""
+        """Frees the pieces that a source still owed for other sources."""
         for index in [index for index, expected in self.flying.items() if source in expected]:
             self._arrive(source, index)

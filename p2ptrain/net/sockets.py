@@ -1,8 +1,8 @@
-"""Where p2pd and we find each other: sockets in a directory that only we can enter, and that may go while we live.
+"""The Unix sockets between p2pd and us, in a private directory that may be removed while we run.
 
-Logging out removes the user's runtime directory, a cleaner what is old in /tmp. The sockets then have no name any more,
-and nobody can connect. So each p2pd is started with sockets that are there: the directory is made again under its name
-or, where nothing can be made any more or another user was quicker, under another.
+Logging out removes the user's runtime directory, and cleaners remove old files in /tmp. The sockets then have no name
+left, and nobody can connect. So the sockets are checked before each start of p2pd: a missing directory is made again
+under the same name or, where that is impossible or another user was quicker, under another.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from p2ptrain.net.frames import BUFFER_BYTES
 from p2ptrain.net.streams import STREAMS_MAX
 from p2ptrain.net.transport import TransportError
 
-CONTROL_SOCKET, STREAMS_SOCKET = "p2pd.sock", "streams.sock"  # p2pd's, and ours for the streams that it brings
+CONTROL_SOCKET, STREAMS_SOCKET = "p2pd.sock", "streams.sock"  # p2pd's, and ours for incoming streams
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 
 
 class Sockets:
-    """Of one node."""
+    """The directory with p2pd's control socket and our socket for incoming streams."""
 
     def __init__(self, directory: Path, accept: Accept) -> None:
         self.directory, self._accept = directory, accept
         self._server: asyncio.Server | None = None
-        self._own: list[Path] = []  # directories that were made here, and go with us
+        self._own: list[Path] = []  # directories that we made and have to remove
 
     @property
     def control(self) -> Path:
@@ -45,7 +45,7 @@ class Sockets:
         return self.control.is_socket() and self.streams.is_socket()
 
     async def open(self) -> None:
-        """See to it that p2pd has a directory for its socket, and finds ours."""
+        """Makes sure that the directory exists and that our socket is in it."""
         try:
             if not _is_or_becomes_ours(self.directory):
                 self.directory = Path(tempfile.mkdtemp(prefix="p2ptrain-"))
@@ -54,7 +54,7 @@ class Sockets:
                 await self._serve()
             self.control.unlink(missing_ok=True)
         except OSError as error:
-            raise TransportError(f"no sockets in {self.directory}: {error.strerror or error}") from error
+            raise TransportError(f"cannot open sockets in {self.directory}: {error.strerror or error}") from error
 
     async def _serve(self) -> None:
         if self._server is not None:
@@ -64,7 +64,7 @@ class Sockets:
             self.streams,
             limit=BUFFER_BYTES,
             backlog=STREAMS_MAX,
-            start_serving=False,  # which can be cancelled, and nobody would know of the socket
+            start_serving=False,  # serving can be cancelled, and would then leak the socket
         )
         await self._server.start_serving()
 
@@ -76,7 +76,7 @@ class Sockets:
 
 
 def _is_or_becomes_ours(directory: Path) -> bool:
-    """Whoever can enter it speaks as this node: a name that was free for a moment may be another's by now."""
+    """Makes the directory, or checks that an existing one is ours alone: whoever can enter it can act as this node."""
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:

@@ -1,9 +1,8 @@
-"""hivemind without what we do not use of it.
+"""Imports submodules of hivemind without running the package's own __init__.
 
-Whoever imports a part of hivemind imports its package first, and that imports all that it has: averaging, optimizers
-and experts, and with them scipy. It takes half a second of each start and 47 MB of each node (of 2.7 s and 328 MB). A
-package that is there already is not imported again; so there is one for as long as we import, by which parts are found
-as ever, and none of whose code has run.
+That __init__ imports everything: averaging, optimizers and experts, and with them scipy. It costs half a second of each
+start and 47 MB of each node (of 2.7 s and 328 MB). Python does not import a package again that is in sys.modules; so an
+empty module stands there while we import, and submodules are found through it as usual.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ NAME = "hivemind"
 
 @contextmanager
 def parts_of_hivemind() -> Iterator[None]:
-    """To import them in."""
+    """The context in which submodules of hivemind are imported."""
     found = None if NAME in sys.modules else importlib.util.find_spec(NAME)
-    if found is None:  # it is whole already, or importing it says what is missing
+    if found is None:  # already imported, or missing: then the import error says so
         yield
         return
     sys.modules[NAME] = importlib.util.module_from_spec(found)

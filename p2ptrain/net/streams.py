@@ -1,7 +1,7 @@
-"""Incoming streams: who may have how many, who answers them, and what becomes of them when the answer fails.
+"""Accepts incoming streams, limits them per peer, and runs their handlers.
 
-When all places are taken, whoever has most gives one up to a peer that has fewer. So a handful of keys cannot keep
-others out, whatever they do with theirs.
+When all slots are taken, the peer with the most streams loses one to a peer that has fewer. So a handful of keys cannot
+keep others out, whatever they do.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.tasks import Tasks
 from p2ptrain.net.transport import Handler, TransportError
 
-STREAMS_MAX, STREAMS_OF_PEER_MAX = 256, 32  # at a time; a peer with more has lost count of them. 130 MB of buffers
-OPENINGS_MAX = 64  # beyond them: those whose peer is not known yet, or which were given up and end
-HANDSHAKE_SECONDS = 10.0  # for p2pd to say whose stream it brings
+STREAMS_MAX, STREAMS_OF_PEER_MAX = 256, 32  # open at a time; no honest peer needs more. 130 MB of buffers
+OPENINGS_MAX = 64  # on top: streams whose peer is not known yet, or that are being closed
+HANDSHAKE_SECONDS = 10.0  # for p2pd to name the peer of a stream
 
 ReadOpening: TypeAlias = Callable[[asyncio.StreamReader], Awaitable[tuple[bytes, str]]]  # the peer's id, the protocol
 logger = logging.getLogger("p2ptrain.net")
 
 
 class Streams:
-    """All open streams of a node, and the handlers of those that peers open."""
+    """All open streams, and the handlers of incoming ones."""
 
     def __init__(self, counters: Counter[str], tasks: Tasks, read_opening: ReadOpening) -> None:
         self.handlers: dict[str, Handler] = {}
@@ -48,7 +48,7 @@ class Streams:
             stream.abort()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection from p2pd."""
+        """Takes a connection from p2pd, which is an incoming stream."""
         if self._incoming < STREAMS_MAX + OPENINGS_MAX:
             self._incoming += 1
             self._tasks.spawn(self._answer(reader, writer))
@@ -67,22 +67,22 @@ class Streams:
         except PeerIdError as error:
             self._refuse(writer, str(error))
         except (TransportError, TimeoutError) as error:
-            logger.debug("p2pd did not say whose stream it brings: %s", error)
+            logger.debug("p2pd did not name the peer of a stream: %s", error)
         finally:
             self._incoming -= 1
             writer.transport.abort()
 
     def _make_room(self, peer: bytes) -> str:
-        """Why a peer can have no further stream, if that is so.
+        """Makes room for a stream of this peer, or returns why it may have no more.
 
-        Whoever gives one up loses its newest: the first that a peer opens is the line on which it talks.
+        A peer that has to give one up loses its newest: the first one it opens is that of its mailbox.
         """
         mine = len(self._incoming_of.get(peer, ()))
         if mine >= STREAMS_OF_PEER_MAX:
             return f"{peer_id_of(peer)} has {mine}"
         if sum(map(len, self._incoming_of.values())) >= STREAMS_MAX:
             most = max(self._incoming_of.values(), key=len)
-            if len(most) < mine + 2:  # otherwise the two would only change places, for ever
+            if len(most) < mine + 2:  # otherwise the two would take turns for ever
                 return f"{STREAMS_MAX} are open"
             self._counters["streams given up"] += 1
             most.pop().abort()
@@ -98,7 +98,7 @@ class Streams:
         finally:
             stream.abort()
             streams = self._incoming_of.get(stream.peer, [])
-            if stream in streams:  # it may have been given up, and the others have ended since
+            if stream in streams:  # it may have been given up meanwhile
                 streams.remove(stream)
                 if not streams:
                     del self._incoming_of[stream.peer]

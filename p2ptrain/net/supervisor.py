@@ -1,5 +1,5 @@
-"""Keeps one p2pd running: starts it again whenever it ends, for as long as that takes, and ends it when it hangs or
-another one is better.
+"""Keeps p2pd running: restarts it whenever it ends, however long that takes, and kills it when it hangs or when a
+fresh one would do better.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from p2ptrain.net.tasks import pauses
 from p2ptrain.net.transport import TransportError
 
 WAIT_SECONDS = 10.0  # for p2pd to come back before a request fails
-STEADY_SECONDS = 60.0  # after which a p2pd that ends has not just been started in vain
-LAUNCH_SECONDS = 60.0  # it takes half a second; each question to p2pd has its own limit, those of the DHT's start none
-LOOK_SECONDS = 10.0  # between looks at a p2pd
-LOOKS_MAX = 3  # in a row without an answer, of 16 s each: a machine may be busy, but not so busy for a minute
+STEADY_SECONDS = 60.0  # a p2pd that ran this long is restarted without growing pauses
+LAUNCH_SECONDS = 60.0  # it takes half a second; requests to p2pd have their own limits, but the DHT's start has none
+LOOK_SECONDS = 10.0  # between checks of a p2pd
+LOOKS_MAX = 3  # failed checks in a row, of 16 s each: even a busy machine answers within a minute
 
 logger = logging.getLogger("p2ptrain.net")
 
 
 class Supervisor:
-    """`launch` starts a p2pd, tells it what it has to know, and leaves on the stack how all of that is undone."""
+    """Restarts p2pd for ever. `launch` starts and sets up a p2pd, and pushes on the stack how to undo it."""
 
     def __init__(self, launch: Callable[[AsyncExitStack], Awaitable[Process]], counters: Counter[str]) -> None:
         self._launch, self._counters = launch, counters
         self._session = AsyncExitStack()
         self._is_up = asyncio.Event()
         self._is_closed = False
-        self._is_ended = False  # on purpose, which has been said
+        self._is_ended = False  # killed by us, which has been logged
 
     @property
     def is_up(self) -> bool:
@@ -55,7 +55,7 @@ class Supervisor:
         while True:
             status = await self.process.wait()
             if not self._is_ended:
-                logger.warning("p2pd ended (status %d) and is started again: %s", status, self.process.last_words())
+                logger.warning("p2pd ended (status %d) and is being restarted: %s", status, self.process.last_words())
             self._is_ended = False
             await self._session.aclose()
             if time.monotonic() - started_at > STEADY_SECONDS:
@@ -66,15 +66,15 @@ class Supervisor:
                     await self.start()
                     break
                 except (TransportError, ConfigError) as error:
-                    logger.warning("p2pd cannot be started, and will be tried again: %s", error)
+                    logger.warning("p2pd cannot be started, will retry: %s", error)
             started_at = time.monotonic()
             self._counters["p2pd restarts"] += 1
             came_back()
 
     async def watch(self, look: Callable[[], Awaitable[None]], why_end: Callable[[], str]) -> None:
-        """End a p2pd that hangs, or for the reason that `why_end` gives: `run` starts it again.
+        """Kills a p2pd that hangs, or one for whose end `why_end` gives a reason; `run` then restarts it.
 
-        `look` asks it something, which only one that hangs fails to answer for several looks in a row.
+        `look` sends it a request; only a p2pd that hangs leaves several in a row unanswered.
         """
         failed = 0
         while True:
@@ -85,9 +85,9 @@ class Supervisor:
                 failed = 0
             except TransportError as error:
                 logger.debug("cannot ask p2pd for addresses: %s", error)
-                failed, why = failed + 1, f"no answer to {LOOKS_MAX} questions in a row; the last: {error}"
+                failed, why = failed + 1, f"no answer to {LOOKS_MAX} requests in a row; the last: {error}"
             if not (was_up and self.is_up and process is self.process):
-                failed = 0  # it has ended by itself
+                failed = 0  # it has ended on its own
             elif reason := why_end():
                 failed = 0
                 self._end(reason)
@@ -96,20 +96,20 @@ class Supervisor:
                 self._end(why)
 
     def _end(self, why: str) -> None:
-        logger.warning("p2pd is ended, to be started again: %s", why)
+        logger.warning("killing p2pd to restart it: %s", why)
         self._is_ended = True
         self.process.kill()
 
     async def up(self) -> None:
-        """Wait for p2pd, though not for long."""
+        """Waits for p2pd, though not for long."""
         try:
             async with asyncio.timeout(0 if self._is_closed else WAIT_SECONDS):
                 await self._is_up.wait()
         except TimeoutError as error:
-            what = "the network was closed" if self._is_closed else "p2pd is not running; it is being started again"
+            what = "the network was closed" if self._is_closed else "p2pd is not running; it is being restarted"
             raise TransportError(what) from error
 
     async def close(self) -> None:
-        """Once `run` has been cancelled."""
+        """Ends p2pd. To be called after `run` has been cancelled."""
         self._is_closed = True
         await self._session.aclose()

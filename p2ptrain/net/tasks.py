@@ -1,4 +1,4 @@
-"""Tasks that are owned: each ends with its group, and one that crashes is reported and not forgotten."""
+"""Background tasks with an owner: they end with it, and a crash is reported instead of being lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 0.2, 5.0
 
-IS_CRASH = "is_crash"  # for whoever handles what asyncio is told: nobody else does, and the network is half dead
+IS_CRASH = "is_crash"  # tells asyncio's exception handler that part of the network is dead
 OnCrash: TypeAlias = Callable[[BaseException], None]
 
 
 class Tasks:
-    """Background work of one owner."""
+    """The background tasks of one owner."""
 
     def __init__(self, on_crash: OnCrash) -> None:
         self._on_crash = on_crash
@@ -30,7 +30,7 @@ class Tasks:
             self._on_crash(error)
 
     async def cancel(self) -> None:
-        """All but the one that asks for it."""
+        """Cancels all tasks but the calling one, and waits for them."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -38,7 +38,7 @@ class Tasks:
 
 
 def pauses() -> Iterator[float]:
-    """Seconds between attempts, without end."""
+    """Yields the seconds to wait between attempts, doubling up to a limit, without end."""
     pause = BACKOFF_SECONDS
     while True:
         yield pause
@@ -46,7 +46,7 @@ def pauses() -> Iterator[float]:
 
 
 def report_crash(error: BaseException) -> None:
-    """What happens with a crash if nobody has said: asyncio logs it, and a daemon ends by it (`IS_CRASH`)."""
+    """The default for crashes: asyncio logs them, and a daemon ends because of `IS_CRASH`."""
     asyncio.get_running_loop().call_exception_handler(
         {"message": "the network crashed", "exception": error, IS_CRASH: True}
     )

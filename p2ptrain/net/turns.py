@@ -1,12 +1,12 @@
-"""To whom the next piece goes.
+"""Decides which peer gets the next piece.
 
-Turns are fair between peers and not between streams: it helps nobody to hold many of them, and one that asks for no
-piece takes nothing from anyone.
+Turns are fair between peers, not between streams: nobody gains by holding many streams, and a stream that requests
+nothing takes nothing from others.
 
-A round waits for payloads; a newcomer can wait for its state. So states and training data go out when no payload waits
-or is on its way and the upload limit lets them go at once, a few at a time, and all together no faster than
-BACKGROUND_BYTES_PER_SECOND, whatever the line could carry. Payloads do not hold them up for ever: what has waited for
-OVERDUE_SECONDS goes between them, and is paid for with half of what the upload limit lets go afterwards.
+A round waits for payloads, while a newcomer can wait for its state. So states and training data are sent only when no
+payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster
+than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not block them for ever: a piece that has waited
+for OVERDUE_SECONDS goes in between, and is paid for with half of what the upload limit allows afterwards.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.net.limits import DEBT_SECONDS, TokenBucket
 
-PEERS_AT_ONCE = 64  # that a piece is on its way to: 64 MiB, if all of them read slowly
-TURN_SECONDS = 10.0  # that a request waits for its turn, of the 20 that a client waits
+PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
+TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
 TURNS_MAX = 1_024  # peers whose last turn is remembered
-OVERDUE_SECONDS = 8.0  # a piece of a megabyte in as many seconds from each source, however busy they are
-BACKGROUND_AT_ONCE = 4  # peers that such a piece is on its way to: they queue in the line before a payload
-BACKGROUND_BYTES_PER_SECOND = 2**22  # 34 Mbit/s from each source; eight of them fill a newcomer's line, and a core
+OVERDUE_SECONDS = 8.0  # so even a busy source sends one piece in this time
+BACKGROUND_AT_ONCE = 4  # peers being sent such a piece: these bytes go out before a payload's
+BACKGROUND_BYTES_PER_SECOND = 2**22  # 34 Mbit/s from each source; eight saturate a newcomer's link and one core
 
 
 class BusyError(P2ptrainError):
-    """It would take too long until a peer's turn comes."""
+    """A peer's turn did not come in time."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """Of one piece, or long word, for a peer."""
+    """A peer's place in the queue, for one piece or long reply."""
 
     peer: bytes
     size: int
@@ -44,20 +44,20 @@ class Turn:
 
 
 class Turns:
-    """One at a time to a peer, and first to those whose last one is longest ago."""
+    """The queue for uploads: one turn at a time per peer, the longest unserved peer first."""
 
     def __init__(self, upload: TokenBucket) -> None:
         self._upload, self._background = upload, TokenBucket(BACKGROUND_BYTES_PER_SECOND)
-        self._waiting: list[Turn] = []  # the first first
+        self._waiting: list[Turn] = []  # in order of arrival
         self._going: dict[bytes, Turn] = {}  # by peer
-        self._payer: Turn | None = None  # whose bytes the limit does not let go yet
-        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer its last turn's number, the latest last
+        self._payer: Turn | None = None  # the turn that waits for the upload limit
+        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer: the number of its last turn; the latest last
         self._number = 0
-        self._paid_at = 0.0  # when the last piece that went without waiting for the limit is paid for
+        self._paid_at = 0.0  # when the last piece that did not wait for the limit will be paid for
 
     @asynccontextmanager
     async def turn(self, peer: bytes, size: int, is_urgent: bool = True) -> AsyncIterator[None]:
-        """For so many bytes. Who goes away before they may go has used up nothing."""
+        """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing."""
         loop = asyncio.get_running_loop()
         mine = Turn(peer, size, is_urgent, loop.time() + OVERDUE_SECONDS, loop.create_future())
         timer = loop.call_at(mine.overdue_at, self._advance)
@@ -71,7 +71,7 @@ class Turns:
                 raise BusyError("busy") from error
             if is_urgent:
                 await self._upload.take(size)
-            elif not self._upload.take_now(size):  # overdue: to wait for the limit here would hold up payloads
+            elif not self._upload.take_now(size):  # overdue: waiting for the limit here would hold up payloads
                 self._upload.charge(size)
                 self._paid_at = loop.time() + 2 * size / self._upload.rate
             self._number += 1
@@ -93,7 +93,7 @@ class Turns:
             self._advance()
 
     def _advance(self) -> None:
-        """Let one go; the next when the limit has let that one's bytes go."""
+        """Starts the next turn, unless one still waits for the upload limit."""
         if self._payer is not None or len(self._going) >= PEERS_AT_ONCE:
             return
         turn = self._next()
@@ -121,5 +121,5 @@ class Turns:
             loop.call_later(wait, self._advance)
             return urgent[0] if urgent else None
         was_taken = self._background.take_now(turn.size)
-        assert was_taken, "there was enough just now"
+        assert was_taken, "its wait was zero just now"
         return turn
