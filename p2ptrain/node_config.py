@@ -74,7 +74,8 @@ class NetworkConfig(Section):
     listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
         ("/ip4/0.0.0.0/tcp/4001",),
         max_length=ADDRESSES_MAX,
-        description="where connections are accepted; /ip4/0.0.0.0 and /ip6/:: are all of the machine; empty: nowhere",
+        description="where connections are accepted; /ip4/0.0.0.0 and /ip6/:: are all of the machine; empty: nowhere; "
+        "any free port where this one is taken and nobody has chosen it or announces another",
     )
     announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="what others are told to call; empty: what others see"
@@ -97,6 +98,11 @@ class NetworkConfig(Section):
         description="carry connections of nodes that have no other way; limits of bytes do not count these; "
         "false: at most 128 KiB and two minutes each, and none with relay = false",
     )
+
+    @property
+    def has_chosen_port(self) -> bool:
+        """Whether the owner counts on the port: also who announces it, such as that of a router."""
+        return bool(self.model_fields_set & {"listen", "announce"})
 
 
 class DeviceConfig(Section):

@@ -44,8 +44,8 @@ SLOW_BYTES_PER_SECOND = 125_000  # 1 Mbit/s
 # Ports
 
 
-def check_listen(listen: tuple[str, ...], is_running: bool) -> list[Finding]:
-    """`is_running`: the node itself runs here, and has them."""
+def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool = False) -> list[Finding]:
+    """`is_running`: the node itself runs here, and has them. `gives_way`: where one is taken, a start takes another."""
     if not listen:
         fix = "Name an address in network.listen, if others should be able to call first"
         return [Finding("ports", "warning", "nothing is listened on: others cannot call first", fix)]
@@ -56,6 +56,9 @@ def check_listen(listen: tuple[str, ...], is_running: bool) -> list[Finding]:
         except ConfigError as error:
             if is_running and "is in use" in error.problem:
                 found.append(Finding("ports", "good", f"{address} is in use, as it should be: the node runs"))
+            elif gives_way and "is in use" in error.problem:
+                text = f"{address} is in use, perhaps by another node: this one takes a free port"
+                found.append(Finding("ports", "good", text))
             else:
                 found.append(Finding("ports", "failed", error.problem, error.fix))
         else:

@@ -194,7 +194,8 @@ class P2pd:
         self, identity: Identity, identity_file: Path, network: NetworkConfig, directory: Path, on_crash: OnCrash
     ) -> None:
         self.me = identity.key
-        self._identity_file, self._network, self._listen = identity_file, network, with_ports(network.listen)
+        self._identity_file, self._network = identity_file, network
+        self._listen = with_ports(network.listen, gives_way=not network.has_chosen_port)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = Validator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter are of this p2pd
