@@ -19,7 +19,7 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.daemon.find import choose_run, find_dataset
 from p2ptrain.daemon.places import run_directory
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.files import read_regular
+from p2ptrain.files import read_regular, trouble
 from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
@@ -59,6 +59,12 @@ class SavedModel:
         stamp, path = self.checkpoint.stamp, self.checkpoint.path / STATE_NAME
         branch, head, root = self.checkpoint.branch, self.checkpoint.head, self.checkpoint.root
         return Weights(path, stamp.state.bytes, stamp.state.blake3, self.run, stamp.round, branch, head, root)
+
+    @property
+    def saved_at(self) -> float:
+        """In seconds since 1970."""
+        with trouble(self.checkpoint.path, "cannot be read"):
+            return (self.checkpoint.path / STAMP_NAME).stat().st_mtime
 
     @property
     def members(self) -> tuple[int, int] | None:
