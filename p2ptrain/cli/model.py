@@ -16,6 +16,7 @@ from p2ptrain.visible import visible
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig
     from p2ptrain.daemon.saved import SavedModel
+    from p2ptrain.learn.model import Transformer
     from p2ptrain.learn.sample import Wish
 
 STDIN = "-"
@@ -39,13 +40,19 @@ def export(
     data_dir: DataDir = None,
 ) -> None:
     """Write the model for Hugging Face's transformers: config, weights, tokenizer and model card."""
-    from p2ptrain.daemon.saved import find_model  # torch takes two seconds
+    from p2ptrain.daemon.saved import find_model, reading, though_pruned  # torch takes two seconds
     from p2ptrain.learn.export import check_target
     from p2ptrain.learn.export import export as write
 
     check_target(out)
-    found = find_model(node_config(config, data_dir), run, number, checkpoint)
-    write(out, found.weights, found.tokenizer, found.members)
+
+    def look() -> SavedModel:
+        found = find_model(node_config(config, data_dir), run, number, checkpoint)
+        with reading(found.checkpoint):
+            write(out, found.weights, found.tokenizer, found.members)
+        return found
+
+    found = though_pruned(look)
     typer.echo(f"{_which(found)}: {out}")
 
 
@@ -104,19 +111,24 @@ def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | N
 def _from_checkpoint(
     node: NodeConfig, run: str | None, number: int | None, directory: Path | None, wish: Wish, why_no_daemon: str
 ) -> str:
-    from p2ptrain.daemon.saved import find_model
+    from p2ptrain.daemon.saved import find_model, reading, though_pruned
     from p2ptrain.daemon.top_words import duration
     from p2ptrain.learn.export import load_model
     from p2ptrain.learn.sample import sample
     from p2ptrain.learn.trainer import open_device
 
-    found = find_model(node, run, number, directory)
+    device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out
+
+    def look() -> tuple[SavedModel, Transformer, float]:
+        found = find_model(node, run, number, directory)
+        with reading(found.checkpoint):
+            return found, load_model(found.weights, device), found.saved_at
+
+    found, model, saved_at = though_pruned(look)
     if why_no_daemon:
-        age = duration(max(0.0, time() - found.saved_at))
+        age = duration(max(0.0, time() - saved_at))
         typer.echo(f"{why_no_daemon}. So this is from a checkpoint, saved {age} ago:", err=True)
     typer.echo(_which(found), err=True)  # stdout is the text's
-    device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out
-    model = load_model(found.weights, device)
     return sample(model, found.tokenizer, wish)
 
 
