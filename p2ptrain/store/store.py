@@ -82,8 +82,8 @@ class Store:
             self.diary = Diary(directory / "diary.jsonl")
             self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id))
             self.checkpoints.tidy()
-            self.records = Records(directory / RECORDS_NAME)
             self.mismatches = Mismatches(directory / "mismatches")
+            self.records = Records(directory / RECORDS_NAME)
             failed.pop_all()
 
     def _claim(self, name: str, content: bytes, what: str) -> None:
