@@ -18,12 +18,11 @@ import asyncio
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from p2ptrain.net.addresses import relay_of, split
+from p2ptrain.net.tasks import in_daemon_thread
 from p2ptrain.net.transport import TransportError
 
 RELAYS_MAX = 4  # p2pd asks each for a place
@@ -132,27 +131,14 @@ async def _answers(address: str) -> bool:
 
 
 async def _numbers_of(name: str, family: int) -> list[str]:
-    """What a name stands for. In a thread that nobody waits for: asyncio's own are waited for at the end of the loop,
-    and a resolver without a network takes half a minute to give up.
-    """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[list[str]] = loop.create_future()
-
-    def tell(numbers: list[str]) -> None:
-        if not found.done():
-            found.set_result(numbers)
-
-    def look() -> None:
-        try:
-            infos = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # the latter for a name that is none
-            infos = []
-        numbers = list(dict.fromkeys(str(info[4][0]) for info in infos))[:NUMBERS_MAX]
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, numbers)
-
-    threading.Thread(target=look, name="resolver", daemon=True).start()
-    return await found
+    """What a name stands for. A resolver without a network takes half a minute to give up."""
+    try:
+        infos = await in_daemon_thread(
+            lambda: socket.getaddrinfo(name, None, family, socket.SOCK_STREAM), (OSError, UnicodeError)
+        )
+    except (OSError, UnicodeError):  # the latter for a name that is none
+        return []
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))[:NUMBERS_MAX]
 
 
 async def _tcp_answers(host: str, port: int) -> bool:
