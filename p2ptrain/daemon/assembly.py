@@ -87,7 +87,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     view, limits, states = node.view(), config.limits, SavedStates()
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
-    stack.callback(keeping.close)
+    stack.push_async_callback(asyncio.to_thread, keeping.close)  # a signal is heard meanwhile
     intake = Intake(signer, device, view.is_in, keeping.put)
     edges = await _connect(stack, launch, store, states, keeping, intake, view)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
