@@ -28,7 +28,7 @@ from p2ptrain.config import (
     load_run_config,
     with_options,
 )
-from p2ptrain.config_fields import Words
+from p2ptrain.config_fields import Accepts
 from p2ptrain.config_text import allowed, fields, sections, to_toml
 from p2ptrain.errors import ConfigError
 
@@ -364,7 +364,7 @@ def test_a_path_may_begin_with_the_home_directory_wherever_it_is_said(
     paths = {
         (section, key)
         for section, key, field in fields(NodeConfig)
-        if any(isinstance(each, Words) and each.text == "a path" for each in field.metadata)
+        if any(isinstance(each, Accepts) and each.text == "a path" for each in field.metadata)
     }
     assert paths >= {("storage", "directory"), ("identity", "file"), ("http", "token_file"), ("tracking", "wandb")}
     for section, key in paths:

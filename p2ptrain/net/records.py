@@ -66,7 +66,7 @@ def _unpacked(packed: bytes) -> bytes | None:
     return content if len(content) <= VALUE_BYTES_MAX and msgspec.msgpack.encode(content) == packed else None
 
 
-class Checker:
+class Validator:
     """Why records are invalid, for no more of them in a second than we can afford: anyone may send megabytes."""
 
     def __init__(self) -> None:
