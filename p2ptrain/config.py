@@ -110,7 +110,7 @@ def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> 
     for (section, key), value in options.items():
         model = getattr(config, section)
         try:
-            changed = type(model).model_validate({**model.model_dump(), key: value})
+            changed = type(model).model_validate({**model.model_dump(exclude_unset=True), key: value})
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 place = (section, *details["loc"]) if details["loc"] else (section, key)

@@ -17,7 +17,7 @@ RATIONAL_WORDS = 'a number, or a fraction in quotes such as "1/3"'
 
 
 @dataclass(frozen=True)
-class Words:
+class Accepts:
     """Beside a field's type: what a person is told about its values instead of a pattern."""
 
     text: str
@@ -55,11 +55,11 @@ Rational = Annotated[
     BeforeValidator(parse_rational),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": f"^{RATIONAL_PATTERN}$"}]}),
-    Words(RATIONAL_WORDS),
+    Accepts(RATIONAL_WORDS),
 ]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Words("64 hexadecimal digits in lower case")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Accepts("64 hexadecimal digits in lower case")]
 DigestOrEmpty = Annotated[
-    str, Field(pattern=r"^([0-9a-f]{64})?$"), Words("64 hexadecimal digits in lower case, or nothing")
+    str, Field(pattern=r"^([0-9a-f]{64})?$"), Accepts("64 hexadecimal digits in lower case, or nothing")
 ]
 # TOML and JSON have arrays, pydantic's strict mode wants a tuple: an array will do.
 FromArray = Field(strict=False)

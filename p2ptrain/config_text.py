@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from p2ptrain.config_fields import Section, Words
+from p2ptrain.config_fields import Accepts, Section
 
 SHOWN_LENGTH_MAX = 160  # characters of a value or key that an error repeats: a whole address, whose end is its id
 TYPE_WORDS: dict[object, str] = {
@@ -61,7 +61,7 @@ def allowed(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         *others, last = map(_toml, get_args(field.annotation))
         return f"{', '.join(others)} or {last}" if others else last
-    words = [item.text for item in _metadata(field) if isinstance(item, Words)]
+    words = [item.text for item in _metadata(field) if isinstance(item, Accepts)]
     if get_origin(field.annotation) is tuple:
         return f"a list of at most {_limits(field)['max_length']:,}, each {words[0]}"
     return _bounds(field) or (words[0] if words else TYPE_WORDS[field.annotation])

@@ -3,7 +3,8 @@
 A peer broke the rules: `RemoteProtocolError`; it becomes evidence and the node goes on. The user made a mistake:
 `ConfigError`, which names the key and the fix (exit status 2). Something outside failed: `DataError`, `DeviceError`,
 `MemoryShortError` and `TrainingError`, which say what was found and where; or this machine itself is broken:
-`HardwareError` (exit status 4). Our own bug: `assert`, and the process ends.
+`HardwareError` (exit status 4). `UnusableError` and `TooLargeError` end every start alike until the owner has done what
+they say (exit status 5). Our own bug: `assert`, and the process ends.
 """
 
 from __future__ import annotations
@@ -35,11 +36,19 @@ class DataError(P2ptrainError):
     """Data or saved state that is missing, damaged or does not match its digest."""
 
 
+class UnusableError(DataError):
+    """What is kept here no start can go on with: it is damaged, of something else or of a later release."""
+
+
 class DeviceError(P2ptrainError):
     """A device that cannot do its job, with a fix."""
 
     def __init__(self, problem: str, *, fix: str) -> None:
         super().__init__(f"{problem}. {fix}")
+
+
+class TooLargeError(DeviceError):
+    """This machine has never enough memory for the run."""
 
 
 class HardwareError(P2ptrainError):

@@ -146,9 +146,16 @@ def cut(path: Path, size: int) -> None:
 
 
 def forget(path: Path) -> None:
-    """Removes a file or directory that only takes space. Ignores errors; after a crash it may be there again."""
+    """Removes a file or directory that only takes space. Ignores errors; after a crash it may be there again.
+
+    A directory is whole under its name until it is gone: somebody else may be reading it.
+    """
     try:
         if path.is_dir() and not path.is_symlink():
+            if not path.name.endswith(PARTIAL_SUFFIX):
+                partial = path.with_name(path.name + PARTIAL_SUFFIX)
+                forget(partial)
+                path = path.rename(partial)
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.config_fields import FromArray, Section, Words
+from p2ptrain.config_fields import Accepts, FromArray, Section
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
@@ -25,22 +25,22 @@ ADDRESSES_MAX = 64  # a node with more has put a list where a bootstrap node bel
 ListenAddress = Annotated[
     str,
     Field(pattern=r"^/ip[46]/[0-9A-Fa-f.:]{1,45}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
-    Words('an address of this machine such as "/ip4/0.0.0.0/tcp/4001"'),
+    Accepts('an address of this machine such as "/ip4/0.0.0.0/tcp/4001"'),
 ]
 PublicAddress = Annotated[
     str,
     Field(pattern=r"^/(ip[46]|dns[46]?)/[0-9A-Za-z.:_-]{1,253}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
-    Words('an address that others reach such as "/ip4/203.0.113.7/tcp/4001"'),
+    Accepts('an address that others reach such as "/ip4/203.0.113.7/tcp/4001"'),
 ]
 PeerAddress = Annotated[
     str,
     Field(pattern=r"^(/[0-9A-Za-z.:_-]{1,253}){2,12}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$"),
-    Words('a node\'s address with its id at the end, such as "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."'),
+    Accepts('a node\'s address with its id at the end, such as "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."'),
 ]
 HostName = Annotated[
     str,
     Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(:[0-9]{1,5})?$"),
-    Words('a host name such as "node.example.org" or "localhost:9000"'),
+    Accepts('a host name such as "node.example.org" or "localhost:9000"'),
 ]
 
 
@@ -58,7 +58,7 @@ FilePath = Annotated[
     str,
     Field(max_length=4_096),  # the longest that Linux opens
     AfterValidator(_written_out),
-    Words("a path"),
+    Accepts("a path"),
 ]
 
 
@@ -99,12 +99,17 @@ class NetworkConfig(Section):
         "false: at most 128 KiB and two minutes each; with relay = false: none",
     )
 
+    @property
+    def has_chosen_port(self) -> bool:
+        """Whether the owner counts on the port: also who announces it, such as that of a router."""
+        return bool(self.model_fields_set & {"listen", "announce"})
+
 
 class DeviceConfig(Section):
     """The device that trains."""
 
-    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Words("auto, cpu, cuda or cuda:N")] = Field(
-        "auto", description="auto: the first CUDA device, or else the CPU"
+    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Accepts("auto, cpu, cuda or cuda:N")] = (
+        Field("auto", description="auto: the first CUDA device, or else the CPU")
     )
     threads: int = Field(
         0,
@@ -144,7 +149,7 @@ class LimitsConfig(Section):
     hours: Annotated[
         str,
         Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),
-        Words('hours such as "22:00-07:00", or nothing'),
+        Accepts('hours such as "22:00-07:00", or nothing'),
     ] = Field("", description="hours in which the node may train, local time; empty: always")
     device_percent: int = Field(
         100,
@@ -194,7 +199,7 @@ class HttpConfig(Section):
 
     enabled: bool = Field(True, description="whether to serve it at all")
     host: Annotated[
-        str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Words("an address or a host name of this machine")
+        str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Accepts("an address or a host name of this machine")
     ] = Field("127.0.0.1", description="address to listen on; any but loopback requires a token_file")
     port: int = Field(
         8_420, ge=0, le=65_535, description="0: any free port; the default port falls back to a free one if it is taken"

@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from p2ptrain.config_fields import Digest, DigestOrEmpty, FromArray, Rational, Section, Words
+from p2ptrain.config_fields import Accepts, Digest, DigestOrEmpty, FromArray, Rational, Section
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
@@ -102,7 +102,7 @@ class DataConfig(Section):
     """The training data."""
 
     manifest: Annotated[
-        str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Words("embedded, or 64 hexadecimal digits in lower case")
+        str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Accepts("embedded, or 64 hexadecimal digits in lower case")
     ] = Field(
         "embedded", description="digest that `p2ptrain data prepare` printed; embedded: the text every Python carries"
     )
@@ -348,7 +348,7 @@ class RunConfig(Section):
     name: Annotated[
         str,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
-        Words("1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"),
+        Accepts("1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"),
     ] = Field(description="what people call the run")
     seed: int = Field(0, ge=0, lt=2**63, description="of the first weights and of the data assignment")
     model: ModelConfig = ModelConfig()

@@ -29,11 +29,15 @@ class Make:
         self.nodes: list[P2pd] = []
         self._count = itertools.count()
 
-    async def __call__(self, listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",), **options: Any) -> P2pd:
+    async def __call__(
+        self, listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",), *, is_chosen: bool = True, **options: Any
+    ) -> P2pd:
         identity_file = self.keys / f"{next(self._count)}.key"
         Identity.make(identity_file)
         named = {name: options.pop(name) for name in ("announce", "nat", "trusted_relays") if name in options}
         network = NetworkConfig(**{"listen": listen, "nat": False, **named})
+        if not is_chosen:  # as if this were the default
+            network = NetworkConfig.model_construct({*named, "nat"}, **network.model_dump())
         directory = self.runtime / identity_file.stem
         directory.mkdir(mode=0o700)
         self.nodes.append(await P2pd.start(identity_file, network, directory, **options))

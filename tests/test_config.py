@@ -28,7 +28,7 @@ from p2ptrain.config import (
     load_run_config,
     with_options,
 )
-from p2ptrain.config_fields import Words
+from p2ptrain.config_fields import Accepts
 from p2ptrain.config_text import allowed, fields, sections, to_toml
 from p2ptrain.errors import ConfigError
 
@@ -364,7 +364,7 @@ def test_a_path_may_begin_with_the_home_directory_wherever_it_is_said(
     paths = {
         (section, key)
         for section, key, field in fields(NodeConfig)
-        if any(isinstance(each, Words) and each.text == "a path" for each in field.metadata)
+        if any(isinstance(each, Accepts) and each.text == "a path" for each in field.metadata)
     }
     assert paths >= {("storage", "directory"), ("identity", "file"), ("http", "token_file"), ("tracking", "wandb")}
     for section, key in paths:
@@ -376,6 +376,24 @@ def test_a_path_may_begin_with_the_home_directory_wherever_it_is_said(
         assert getattr(getattr(node, section), key) == "/at/mine"
         monkeypatch.setenv(f"P2PTRAIN_{section}__{key}".upper(), "~/from/outside")
         assert getattr(getattr(load_node_config(None), section), key) == "/at/mine/from/outside"
+
+
+def test_a_port_is_chosen_by_whoever_names_or_announces_it_in_the_file_the_environment_or_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_chosen(text: str = "", **options: object) -> bool:
+        node = load_node_config(said(tmp_path / "node.toml", text))
+        return with_options(node, {("network", key): value for key, value in options.items()}).network.has_chosen_port
+
+    listen, usual = ["/ip4/127.0.0.1/tcp/4002"], NodeConfig().network.listen
+    assert not is_chosen()
+    assert not is_chosen("[network]\nnat = false", bootstrap=[])
+    assert is_chosen(f"[network]\nlisten = {listen}")
+    assert is_chosen(f"[network]\nlisten = {list(usual)}"), "the usual one, but named"
+    assert is_chosen(f"[network]\nannounce = {listen}"), "others are told to call it, perhaps at a router"
+    assert is_chosen(listen=listen)
+    monkeypatch.setenv("P2PTRAIN_NETWORK__LISTEN", listen[0])
+    assert is_chosen()
 
 
 def test_an_empty_variable_counts_as_unset_and_names_without_two_underscores_are_not_ours(

@@ -64,9 +64,9 @@ def test_it_is_of_the_kind_that_the_node_speaks_to(unit: dict[str, list[str]]) -
     patience = int(unit["WatchdogSec"][0])
     assert patience / BEATS >= TELL_SECONDS, "or it beats more often than people read"
     assert unit["TimeoutStartSec"] == ["infinity"], "the run may be away for days"
-    assert unit["RestartPreventExitStatus"] == [f"{ExitStatus.USER_ERRED} {ExitStatus.HARDWARE}"], (
-        "a new start mends neither"
-    )
+    assert unit["RestartPreventExitStatus"] == [
+        f"{ExitStatus.USER_ERRED} {ExitStatus.HARDWARE} {ExitStatus.OWNER_NEEDED}"
+    ], "a new start mends none"
 
 
 def test_its_directories_are_those_of_its_command(unit: dict[str, list[str]]) -> None:

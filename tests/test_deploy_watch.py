@@ -26,7 +26,7 @@ SHOWN = re.compile(r"\$labels\.(\w+)|\{\{\s*(?!\$)(\w+)\s*\}\}")
 # What an operator has to hear of, whatever else there is.
 WANTED = {
     "P2ptrainNoRound", "P2ptrainRootMismatch", "P2ptrainLossNotFinite", "P2ptrainDiskDegraded", "P2ptrainEventLoopLag",
-    "P2ptrainNodeDown", "P2ptrainHalted", "P2ptrainSplit", "P2ptrainDiskFillsUp",
+    "P2ptrainNodeDown", "P2ptrainHalted", "P2ptrainSplit", "P2ptrainDiskFillsUp", "P2ptrainDamagedFiles",
 }  # fmt: skip
 
 Series = dict[str, dict[str, set[str]]]  # values of each label, by metric

@@ -53,6 +53,8 @@ def test_a_port_is_free_or_in_use_by_another_or_by_the_node_itself() -> None:
         assert (found.level, "in use" in found.result, bool(found.fix)) == ("failed", True, True)
         (found,) = network.check_listen((address,), is_running=True)
         assert found.level == "good"
+        (found,) = network.check_listen((address,), is_running=False, gives_way=True)
+        assert (found.level, found.result.startswith(f"{address} is in use, perhaps by another")) == ("good", True)
         config = HttpConfig(port=port)
         assert network.check_http(config, None).level == "failed"
         assert network.check_http(config, f"http://127.0.0.1:{port}/").level == "good"

@@ -15,7 +15,7 @@ from p2ptrain.daemon.driver import DISK_SECONDS
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs import BlobName, MemoryBlob
-from p2ptrain.store.payloads import Payloads
+from p2ptrain.store.payloads import PayloadStore
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
 BODY = some_bytes(PAYLOAD_BYTES, 7)
@@ -113,14 +113,14 @@ async def test_a_disk_that_cannot_be_read_or_is_full_does_not_end_the_driver(
 ) -> None:
     """What is held may be spilled to the disk, and what is sought may lie there."""
 
-    def broken(self: Payloads, *arguments: object) -> None:
+    def broken(self: PayloadStore, *arguments: object) -> None:
         raise DataError("the disk does not answer")
 
     async with bench(tmp_path) as each, each.running() as task:
         (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
         for method in ("get", "put"):
             with monkeypatch.context() as patch:
-                patch.setattr(Payloads, method, broken)
+                patch.setattr(PayloadStore, method, broken)
                 before = len(each.node.events)
                 doing(each, FETCH)
                 await until(lambda: len(each.node.events) > before or task.done())  # noqa: B023

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,25 @@ from p2ptrain.daemon.energy import LOOK_SECONDS, WATTS_MAX, Energy, Meter, Nvml,
 from p2ptrain.daemon.rounds import Rounds
 from p2ptrain.store.records import Mine
 
+ROOT = Path(__file__).parents[1]
 RANGE = 262_143_328_850  # microjoules, an Intel processor's
+HANGS = """
+import asyncio, threading
+from p2ptrain.daemon.energy import Energy
+
+class Meter:
+    def read(self):
+        print("reading", flush=True)
+        threading.Event().wait()
+
+async def main():
+    watching = asyncio.create_task(Energy(Meter, print, lambda: True).watch())
+    await asyncio.sleep(0.2)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+asyncio.run(main())
+"""
 
 
 def zone(directory: Path, name: str, what: str, microjoules: int) -> Path:
@@ -173,3 +193,10 @@ async def test_a_device_that_does_not_tell_has_used_nothing_that_is_known() -> N
     rounds.mine = Mine()
     await counted(rounds, none, []).watch()
     assert rounds.mine.energy_joules is None
+
+
+def test_a_meter_that_never_answers_does_not_hold_up_the_end_of_a_process() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "reading\n", "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from fractions import Fraction
@@ -26,7 +28,7 @@ from p2ptrain.daemon import daemon as life
 from p2ptrain.daemon.control import Control, ask
 from p2ptrain.daemon.daemon import Daemon
 from p2ptrain.daemon.device import Device
-from p2ptrain.errors import NoDaemonError, P2ptrainError
+from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish
@@ -292,6 +294,33 @@ async def test_an_answer_that_takes_too_long_is_told_so(lived: Lived, monkeypatc
         with pytest.raises(P2ptrainError, match=r"^busy: no answer within 0 s$") as raised:
             await lived.ask(prompt="a", tokens=1, seed=1)
         assert not isinstance(raised.value, NoDaemonError)
+
+
+@pytest.mark.parametrize("hangs_at", ["status", "sample"])
+async def test_a_daemon_that_hangs_is_told_of_with_the_checkpoint_that_writes_instead(
+    hangs_at: str, lived: Lived, p2ptrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [checkpoint] = lived.node.checkpoints.directory.iterdir()
+    saved_at = time.time() - 7_260
+    os.utime(checkpoint / "checkpoint.json", (saved_at, saved_at))
+    asked: list[str] = []
+
+    def hangs(data_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request["do"])
+        if request["do"] == hangs_at:
+            raise SilentDaemonError(f"the daemon in {data_dir} (pid 77) does not answer; it may be stopped")
+        return {"run_id": lived.node.run.run_id}
+
+    drawn = ("generate", "some ", *MORE, *lived.node.place)
+    alone = p2ptrain(*drawn)
+    monkeypatch.setattr(control, "ask", hangs)
+    status, out, err = p2ptrain(*drawn)
+    assert (status, out, asked[-1]) == (0, alone[1], hangs_at)
+    assert err == (
+        f"the daemon in {lived.node.directory} (pid 77) does not answer; it may be stopped. "
+        f"So this is from a checkpoint, saved 2 h 1 min ago:\n{alone[2]}"
+    )
+    assert "saved" not in alone[2], "where there is no daemon, it is what was asked for"
 
 
 def test_drawing_stops_where_the_document_ends(monkeypatch: pytest.MonkeyPatch, lived: Lived) -> None:

@@ -33,7 +33,7 @@ from p2ptrain.daemon.guest import (
     rest_seconds,
 )
 from p2ptrain.daemon.status import unreadiness_of
-from p2ptrain.errors import ConfigError, DeviceError
+from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.learn import memory as memory_module
 from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
 from p2ptrain.learn.shortage import mega
@@ -115,7 +115,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
     refuse_too_large(run, config_of(0))
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
-    with pytest.raises(DeviceError, match=r"even with one sequence a pass, and there are .*device\.checkpointing"):
+    with pytest.raises(TooLargeError, match=r"even with one sequence a pass, and there are .*device\.checkpointing"):
         refuse_too_large(run, config_of(0))
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     refuse_too_large(run, NodeConfig())
     assert "of cuda:0 are free now" in caplog.text
     there[1] -= 1
-    with pytest.raises(DeviceError, match=r"of cuda:0 \(weights .* even with one sequence a pass"):
+    with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence a pass"):
         refuse_too_large(run, NodeConfig())
 
     def full(device: object) -> None:

@@ -10,6 +10,7 @@ import ast
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -72,7 +73,7 @@ IMPURE = {
 PURE = (sys.stdlib_module_names - IMPURE) | {"p2ptrain", "msgspec", "blake3"}
 IMPURE_CALLS = {"open", "print", "input", "id", "hash"}  # hash and id differ from process to process
 ORDERED = {"list", "tuple", "iter", "enumerate", "zip", "map", "join", "extend"}  # what keeps the order it is given
-NETWORKING = {"asyncio", "socket", "selectors", "ssl", "aiohttp", "hivemind", "multiaddr", "http", "urllib"}
+NETWORKING = {"asyncio", "socket", "selectors", "ssl", "aiohttp", "hivemind", "http", "urllib"}
 TENSORS = {"torch", "numpy", "safetensors"}
 UNSAFE_FORMATS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "_pickle"}
 
@@ -288,6 +289,13 @@ def test_the_text_keeps(rule: Callable[[PurePosixPath, str], Iterator[Finding]])
         text = (ROOT / path).read_text(encoding="utf-8")
         found += [f"{path}:{line}: {what}" for line, what in rule(path, text)]
     assert found == []
+
+
+def test_every_dependency_that_is_declared_is_used() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = [re.split(r"[<>=]", each)[0].replace("-", "_") for each in declared]
+    imported = {name.split(".")[0] for path in MODULES if layer(path) for _, name in imports(path, parsed(path))}
+    assert set(names) - imported == {"plotly"}, "its JavaScript is served, and its Python is not imported"
 
 
 def test_the_tree_is_all_there() -> None:

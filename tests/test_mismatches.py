@@ -17,7 +17,7 @@ from p2ptrain import files
 from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.core import events as ev
 from p2ptrain.daemon import launch
-from p2ptrain.errors import HardwareError
+from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import DiskError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
@@ -101,6 +101,16 @@ def test_a_note_that_is_damaged_counts_for_nothing_and_counting_begins_anew(path
         assert (made.rounds, [each["event"] for each in said]) == ((), ["wrong states of before are not known"])
     made.note(3)
     assert Mismatches(path).rounds == (3,)
+
+
+def test_a_note_of_a_later_format_is_refused_and_kept(path: Path) -> None:
+    Mismatches(path).note(1)
+    assert b"format" not in path.read_bytes(), "as the releases before wrote it"
+    later = b'{"format":2,"rounds":[[1,2,3]]}\n'
+    path.write_bytes(later)
+    with pytest.raises(DataError, match=r"mismatches: has format 2, and this p2ptrain reads up to 1\. Update p2ptrain"):
+        Mismatches(path)
+    assert path.read_bytes() == later
 
 
 def test_a_disk_that_takes_nothing_does_not_hide_them_from_this_life(

@@ -313,6 +313,20 @@ async def test_a_port_in_use_is_named_with_what_to_do(make: Make) -> None:
         await make(("/ip4/203.0.113.7/tcp/4001",))
 
 
+async def test_a_port_in_use_that_nobody_chose_gives_way_and_the_other_is_told(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "p2ptrain.net")
+    first = await make()
+    second = await make((first._listen[0], "/ip4/127.0.0.1/tcp/0"), is_chosen=False)
+    assert (first._listen[0] not in second._listen, len(second._listen)) == (True, 2)
+    port, other = first._listen[0].rpartition("/")[2], second._listen[0]
+    assert f"port {port} is taken, perhaps by another node: this one listens on {other}" in caplog.text
+    assert await first.connect(f"{other}/p2p/{peer_id_of(second.me)}") == second.me
+    with pytest.raises(ConfigError, match="is no address of this machine"):
+        await make(("/ip4/203.0.113.7/tcp/4001",), is_chosen=False)
+
+
 async def test_others_are_told_what_the_config_announces(make: Make) -> None:
     node = await make(announce=("/dns4/node.example/tcp/4001",))
     assert node.addresses() == [f"/dns4/node.example/tcp/4001/p2p/{peer_id_of(node.me)}"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.identity import Identity
 from p2ptrain.net import records
-from p2ptrain.net.records import Checker, sign_record, strip_record, why_invalid
+from p2ptrain.net.records import Validator, sign_record, strip_record, why_invalid
 
 NOW = 1_800_000_000.0
 KEY = bytes(range(20))
@@ -83,6 +83,6 @@ def test_no_bytes_make_the_check_raise(key: bytes, subkey: bytes, record: bytes,
 
 def test_no_more_records_are_checked_in_a_second_than_we_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "CHECKS_PER_SECOND_MAX", 2)
-    checker, parts = Checker(), (KEY, SUBKEY, stored(), NOW + 60)
-    found = [checker.why_invalid(*parts, NOW + seconds) for seconds in (0.0, 0.1, 0.9, 1.0, 1.1, 1.2)]
+    validator, parts = Validator(), (KEY, SUBKEY, stored(), NOW + 60)
+    found = [validator.why_invalid(*parts, NOW + seconds) for seconds in (0.0, 0.1, 0.9, 1.0, 1.1, 1.2)]
     assert found == ["", "", "too many in a second"] * 2

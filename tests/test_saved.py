@@ -10,7 +10,10 @@ import pytest
 from core_known import KEYS
 
 from p2ptrain.core.state import AgreedState, genesis
-from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint
+from p2ptrain.daemon import saved
+from p2ptrain.errors import DataError
+from p2ptrain.store import checkpoints
+from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.log import Log
 from tests.export_known import HEAD, Command, Node, run_of, state_of
 
@@ -202,3 +205,63 @@ def test_a_first_state_is_certified_by_the_run_itself(p2ptrain: Command, tmp_pat
     Log(node.run_directory / "wal", first, kept=64).close()
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, ", certified by this node's log: " in said) == (0, True)
+
+
+@pytest.mark.parametrize("when", ["listed", "stamped", "verified", "chosen"])
+@pytest.mark.parametrize("command", ["export", "generate", "checkpoint export"])
+def test_what_a_node_prunes_while_it_is_read_is_not_missed(
+    when: str,
+    command: str,
+    p2ptrain: Command,
+    node: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A running node saves a newer one and removes those before, at any moment of the reading."""
+    seen: list[str] = []
+
+    def goes_on() -> None:
+        if not seen:
+            seen.append(when)
+            node.save(32, state_of(node.run, 32))
+            for each in node.checkpoints.present()[:-1]:
+                node.checkpoints.remove(each)
+
+    of, name, goes_first = {
+        "listed": (checkpoints, "read_stamp", True),
+        "stamped": (Checkpoints, "verify", True),
+        "verified": (Checkpoints, "verify", False),
+        "chosen": (saved, "_tokenizer", False),
+    }[when]
+    if (when, command) == ("chosen", "checkpoint export"):
+        of, name, goes_first = Checkpoints, "export", True
+    real = getattr(of, name)
+
+    def moved(*arguments: Any) -> Any:
+        if goes_first:
+            goes_on()
+        found = real(*arguments)
+        goes_on()
+        return found
+
+    monkeypatch.setattr(of, name, moved)
+    words = {"export": [tmp_path / "out"], "generate": ["ab"], "checkpoint export": [tmp_path / "out"]}[command]
+    status, out, err = p2ptrain(*command.split(), *words, *node.place)
+    assert (status, seen, "passed over" in caplog.text) == (0, [when], False), err
+    assert "round 32" in " ".join((out + err).split())
+
+
+def test_what_is_pruned_again_and_again_is_told(
+    p2ptrain: Command, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(found: Checkpoints, checkpoint: Checkpoint, *_: Any) -> None:
+        node.save(checkpoint.round + 8, state_of(node.run))
+        found.remove(checkpoint)
+        raise DataError("gone")
+
+    monkeypatch.setattr(Checkpoints, "export", export)
+    status, out, err = p2ptrain("checkpoint", "export", tmp_path / "out", *node.place)
+    assert (status, out, err.endswith("the node removes checkpoints faster than they are read. Stop it first\n")) == (
+        1, "", True,
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import DiskError
 from p2ptrain.store.lock import Lock
-from p2ptrain.store.payloads import Payloads
+from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import Store
 
 ME = b"m" * 32
@@ -122,14 +122,14 @@ def test_a_store_that_could_not_be_opened_is_not_locked(tmp_path: Path, monkeypa
 
 
 def test_a_payload_that_is_kept_is_there_after_a_restart_and_others_are_not(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = PayloadStore(tmp_path)
     for number in range(4):
         payloads.put(named(number), content_of(number))
     assert payloads.fleeting([named(1), named(9)]) == [named(1)]
     assert payloads.keep([named(1), named(2), named(9)]) == [named(9)]
     assert payloads.fleeting([named(1), named(3)]) == [named(3)]
     assert [payloads.get(named(number)) for number in range(4)] == [content_of(number) for number in range(4)]
-    again = Payloads(tmp_path)
+    again = PayloadStore(tmp_path)
     assert [again.get(named(number)) for number in range(4)] == [None, content_of(1), content_of(2), None]
     assert [named(number) in again for number in range(4)] == [False, True, True, False]
     assert [again.size(named(number)) for number in (1, 3)] == [100, None]
@@ -140,44 +140,44 @@ def test_a_payload_that_is_kept_is_there_after_a_restart_and_others_are_not(tmp_
 def test_pieces_are_read_from_memory_and_from_the_disk(tmp_path: Path) -> None:
     content = Random(1).randbytes(2 * PIECE_BYTES + 5)
     name = payload_digest(content)
-    payloads = Payloads(tmp_path)
+    payloads = PayloadStore(tmp_path)
     payloads.put(name, content)
     payloads.keep([name])
     pieces = [content[:PIECE_BYTES], content[PIECE_BYTES : 2 * PIECE_BYTES], content[-5:], None]
-    for place in (payloads, Payloads(tmp_path)):
+    for place in (payloads, PayloadStore(tmp_path)):
         assert [place.read_piece(name, index) for index in range(4)] == pieces
         assert place.read_piece(name, -1) is None
         assert place.read_piece(bytes(32), 0) is None
 
 
 def test_a_damaged_payload_is_named_and_removed(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = PayloadStore(tmp_path)
     payloads.put(named(1), content_of(1))
     payloads.keep([named(1)])
     name = named(1).hex()
     path = tmp_path / name
     path.write_bytes(b"damaged")
-    again = Payloads(tmp_path)
+    again = PayloadStore(tmp_path)
     with structlog.testing.capture_logs() as said:
         assert again.get(named(1)) is None
     assert [(each["event"], each["path"]) for each in said] == [("payload damaged and removed", str(path))]
     assert not path.exists()
     again.put(named(1), content_of(1))
     assert again.keep([named(1)]) == []
-    assert Payloads(tmp_path).get(named(1)) == content_of(1)
+    assert PayloadStore(tmp_path).get(named(1)) == content_of(1)
 
 
 def test_a_good_payload_takes_the_place_of_a_damaged_file_that_nobody_has_read(tmp_path: Path) -> None:
     name = named(1).hex()
     (tmp_path / name).write_bytes(b"")  # of a power cut
-    payloads = Payloads(tmp_path)
+    payloads = PayloadStore(tmp_path)
     payloads.put(named(1), content_of(1))
     assert payloads.keep([named(1)]) == []
-    assert Payloads(tmp_path).get(named(1)) == content_of(1)
+    assert PayloadStore(tmp_path).get(named(1)) == content_of(1)
 
 
 def test_what_memory_has_no_room_for_is_on_the_disk_the_longest_unused_first(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path, memory_bytes=300)
+    payloads = PayloadStore(tmp_path, memory_bytes=300)
     for number in range(3):
         payloads.put(named(number), content_of(number))
     assert list(tmp_path.iterdir()) == []
@@ -191,7 +191,7 @@ def test_what_memory_has_no_room_for_is_on_the_disk_the_longest_unused_first(tmp
 
 
 def test_pruning_leaves_what_is_to_be_kept(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path, memory_bytes=250)
+    payloads = PayloadStore(tmp_path, memory_bytes=250)
     for number in range(4):
         payloads.put(named(number), content_of(number))
     payloads.keep([named(1)])
@@ -202,11 +202,11 @@ def test_pruning_leaves_what_is_to_be_kept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {named(0).hex(), named(2).hex()}
     payloads.put(named(1), content_of(1))
     assert payloads.keep([named(1)]) == []
-    assert Payloads(tmp_path).get(named(1)) == content_of(1)
+    assert PayloadStore(tmp_path).get(named(1)) == content_of(1)
 
 
 def test_pruning_leaves_what_came_since_it_was_decided_what_to_keep(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path, memory_bytes=250)
+    payloads = PayloadStore(tmp_path, memory_bytes=250)
     payloads.put(named(0), content_of(0))
     known = payloads.names()
     for number in range(1, 5):  # the first of them is made to last, the others are spilled in their turn
@@ -218,7 +218,7 @@ def test_pruning_leaves_what_came_since_it_was_decided_what_to_keep(tmp_path: Pa
 
 
 def test_a_payload_that_could_not_be_kept_is_still_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = PayloadStore(tmp_path)
     payloads.put(named(1), content_of(1))
     for name in ("write", "fsync"):
         with monkeypatch.context() as patch:

@@ -98,6 +98,22 @@ def test_every_flipped_bit_and_every_cut_is_noticed(path: Path) -> None:
         assert numbers(path) == [4, 5, 6][: sum(end <= size for end in ends)]
 
 
+def test_lines_of_a_later_format_are_refused_and_kept(path: Path) -> None:
+    """Also behind a damaged line: to cut that off would cut off what the later release has written."""
+    for number in (4, 5):
+        Diary(path).note(trained(number))
+    good = path.read_bytes()
+    assert b"format" not in good, "as the releases before wrote it"
+    later = b'{"format":2,"more":"than is known here"}\n'
+    for content in (good + later, later, later + good, good + good[:20] + b"\n" + later):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"diary\.jsonl: has format 2, and this p2ptrain reads up to 1\. Update"):
+            Diary(path)
+        assert path.read_bytes() == content
+    path.write_bytes(good)
+    assert numbers(path) == [4, 5]
+
+
 def test_lines_of_another_order_or_of_another_file_are_left_out(path: Path) -> None:
     for number in (4, 5, 6):
         Diary(path).note(trained(number))

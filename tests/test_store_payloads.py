@@ -10,13 +10,13 @@ from net_known import some_bytes
 
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.store import payloads as payloads_module
-from p2ptrain.store.payloads import Payloads
+from p2ptrain.store.payloads import PayloadStore
 
 
 def test_a_payload_is_held_while_others_are_on_their_way_to_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    payloads, bodies = Payloads(tmp_path), [some_bytes(100, seed) for seed in (1, 2)]
+    payloads, bodies = PayloadStore(tmp_path), [some_bytes(100, seed) for seed in (1, 2)]
     names = [payload_digest(body) for body in bodies]
     is_writing, may_end, real = threading.Event(), threading.Event(), payloads_module.replace_file
 

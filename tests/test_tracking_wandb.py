@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -173,6 +175,37 @@ def test_a_process_that_ends_is_a_warning_in_its_own_words(
         made.close()
     assert made.lost == 4
     assert caplog.text.count("not tracked: wandb ended: no such thing; this is said once") == 1
+
+
+def test_what_a_process_says_is_bounded_and_ends_with_its_last_words(
+    tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says 64 MB, while no round ends, and then more."""
+    monkeypatch.setattr(wandb_run, "LOOK_SECONDS", 0.01)
+    program.write_text(
+        "import os, sys\n"
+        "sys.stdin.readline()\n"
+        "for _ in range(1_024):\n"
+        "    os.write(2, b'x' * 65_535 + b'\\n')\n"
+        "open('all said', 'w').close()\n"
+        "sys.stdin.readline()\n"
+        "sys.exit('\\nthe end')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    writer = WandbRun(tmp_path, RUN)
+    made = Tracking(writer)
+    size = lambda: os.fstat(writer._said.fileno()).st_size  # noqa: E731
+    with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+        made.note(a_round(1))
+        deadline = time.monotonic() + SECONDS
+        while not (tmp_path / "all said").exists() or size() > wandb_run.SAID_BYTES_MAX:
+            assert time.monotonic() < deadline, size()
+            threading.Event().wait(0.01)
+        made.note(a_round(2))
+        made._thread.submit(lambda: writer._child and writer._child.wait(SECONDS)).result()
+        made.close()
+    assert "wandb ended: the end" in caplog.text
+    assert "wandb output" not in [each.name for each in threading.enumerate()]
 
 
 def test_a_process_that_does_not_end_is_killed(

@@ -163,7 +163,11 @@ def _check_hints(directory: Path, report: Report) -> None:
     if content is None and why != MISSING:
         report.wrong(path, why)
     lines = content or b""
-    trainings, whole = read_entries(lines)
+    try:
+        trainings, whole = read_entries(path, lines)
+    except DataError as error:  # of a later release
+        report.wrong(path, str(error))
+        return
     if whole != lines and b"\n" not in lines[len(whole) :]:
         what = "its last line is not whole: that is usual after a crash, or while it is written"
         report.note(Grade.NOTE, path, what)

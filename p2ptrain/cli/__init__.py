@@ -21,7 +21,14 @@ from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.cli.invite import invite
 from p2ptrain.cli.report import report
 from p2ptrain.cli.top import top as watch
-from p2ptrain.errors import ConfigError, HardwareError, NoDaemonError, P2ptrainError
+from p2ptrain.errors import (
+    ConfigError,
+    HardwareError,
+    NoDaemonError,
+    P2ptrainError,
+    TooLargeError,
+    UnusableError,
+)
 from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
@@ -64,18 +71,22 @@ for command in (
     app.command()(command)
 
 
+STATUSES: dict[type[P2ptrainError], ExitStatus] = {
+    ConfigError: ExitStatus.USER_ERRED,
+    NoDaemonError: ExitStatus.NO_DAEMON,
+    HardwareError: ExitStatus.HARDWARE,
+    UnusableError: ExitStatus.OWNER_NEEDED,
+    TooLargeError: ExitStatus.OWNER_NEEDED,
+}
+
+
 def main() -> int:
     """Run the command line; the exit status."""
     try:
         return app(prog_name="p2ptrain", standalone_mode=False) or 0
-    except ConfigError as error:
-        return _complain(str(error), ExitStatus.USER_ERRED)
-    except NoDaemonError as error:
-        return _complain(str(error), ExitStatus.NO_DAEMON)
-    except HardwareError as error:
-        return _complain(str(error), ExitStatus.HARDWARE)
     except P2ptrainError as error:
-        return _complain(str(error), ExitStatus.FAILED)
+        status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), ExitStatus.FAILED)
+        return _complain(str(error), status)
     except typer.TyperException as error:  # an option or a command that is not there, an argument missing
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "p2ptrain"

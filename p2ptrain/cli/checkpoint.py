@@ -70,13 +70,19 @@ def export(
 ) -> None:
     """Copy a checkpoint that is whole, with what it is read with, and check the copy."""
     from p2ptrain.daemon.find import choose_run
-    from p2ptrain.daemon.saved import beside, newest_whole
+    from p2ptrain.daemon.saved import Chosen, beside, newest_whole, reading, though_pruned
 
     node = node_config(config, data_dir)
     meant = choose_run(node, run)
     checkpoints = _checkpoints(node, meant)
-    found = newest_whole(checkpoints, number)
-    checkpoints.export(found.checkpoint, out, beside(node, meant))
+
+    def copy() -> Chosen:
+        found = newest_whole(checkpoints, number)
+        with reading(found.checkpoint):
+            checkpoints.export(found.checkpoint, out, beside(node, meant))
+        return found
+
+    found = though_pruned(copy)
     typer.echo(f"{_line(found.checkpoint)}  {found.judgement}")
 
 

@@ -13,6 +13,7 @@ class ExitStatus(IntEnum):
     USER_ERRED = 2
     NO_DAEMON = 3
     HARDWARE = 4
+    OWNER_NEEDED = 5
     INTERRUPTED = 130  # as a shell says it
 
 
@@ -35,6 +36,11 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
     ExitStatus.HARDWARE: (
         "of `start` and `join`: this machine has computed otherwise than all others, again and again",
         "test its memory, do not overclock it, then remove the file that the message names; no start goes on before",
+    ),
+    ExitStatus.OWNER_NEEDED: (
+        "of `start` and `join`: what the node keeps is damaged or of a later release, or this machine has too little "
+        "memory for the run",
+        "do what the message says; the same again would end the same way, so a supervisor should not try",
     ),
     ExitStatus.INTERRUPTED: (
         "Ctrl-C, or a second SIGTERM before the node had left",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
-from p2ptrain.errors import ConfigError, NoDaemonError
+from p2ptrain.errors import ConfigError, NoDaemonError, SilentDaemonError
 from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig
     from p2ptrain.daemon.saved import SavedModel
+    from p2ptrain.learn.model import Transformer
     from p2ptrain.learn.sample import Wish
 
 STDIN = "-"
@@ -38,13 +40,19 @@ def export(
     data_dir: DataDir = None,
 ) -> None:
     """Write the model for Hugging Face's transformers: config, weights, tokenizer and model card."""
-    from p2ptrain.daemon.saved import find_model  # torch takes two seconds
+    from p2ptrain.daemon.saved import find_model, reading, though_pruned  # torch takes two seconds
     from p2ptrain.learn.export import check_target
     from p2ptrain.learn.export import export as write
 
     check_target(out)
-    found = find_model(node_config(config, data_dir), run, number, checkpoint)
-    write(out, found.weights, found.tokenizer, found.members)
+
+    def look() -> SavedModel:
+        found = find_model(node_config(config, data_dir), run, number, checkpoint)
+        with reading(found.checkpoint):
+            write(out, found.weights, found.tokenizer, found.members)
+        return found
+
+    found = though_pruned(look)
     typer.echo(f"{_which(found)}: {out}")
 
 
@@ -67,8 +75,8 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has its options
     wish = Wish(prompt, tokens, seed, temperature)
     check(wish)
     node = node_config(config, data_dir)
-    text = _from_daemon(node, run, wish) if checkpoint is None and number is None else None
-    _show(_from_checkpoint(node, run, number, checkpoint, wish) if text is None else text)
+    text, why_not = _from_daemon(node, run, wish) if checkpoint is None and number is None else (None, "")
+    _show(_from_checkpoint(node, run, number, checkpoint, wish, why_not) if text is None else text)
 
 
 def _text(content: bytes) -> str:
@@ -81,8 +89,8 @@ def _text(content: bytes) -> str:
         raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
 
 
-def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> str | None:
-    """None: there is none, or it takes part in another run."""
+def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | None, str]:
+    """The text; None if there is no daemon, or it takes part in another run, or hangs, which is told beside it."""
     import msgspec
 
     from p2ptrain.daemon.control import ask
@@ -91,23 +99,36 @@ def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> str | None:
     place = data_directory(node)
     try:
         status = ask(place, {"do": "status"})
+        if not str(status["run_id"]).startswith(run or ""):
+            return None, ""
+        return str(ask(place, {"do": "sample", **msgspec.structs.asdict(wish)})["text"]), ""
+    except SilentDaemonError as error:
+        return None, str(error)
     except NoDaemonError:
-        return None
-    if not str(status["run_id"]).startswith(run or ""):
-        return None
-    return str(ask(place, {"do": "sample", **msgspec.structs.asdict(wish)})["text"])
+        return None, ""
 
 
-def _from_checkpoint(node: NodeConfig, run: str | None, number: int | None, directory: Path | None, wish: Wish) -> str:
-    from p2ptrain.daemon.saved import find_model
+def _from_checkpoint(
+    node: NodeConfig, run: str | None, number: int | None, directory: Path | None, wish: Wish, why_no_daemon: str
+) -> str:
+    from p2ptrain.daemon.saved import find_model, reading, though_pruned
+    from p2ptrain.daemon.top_words import duration
     from p2ptrain.learn.export import load_model
     from p2ptrain.learn.sample import sample
     from p2ptrain.learn.trainer import open_device
 
-    found = find_model(node, run, number, directory)
-    typer.echo(_which(found), err=True)  # stdout is the text's
     device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out
-    model = load_model(found.weights, device)
+
+    def look() -> tuple[SavedModel, Transformer, float]:
+        found = find_model(node, run, number, directory)
+        with reading(found.checkpoint):
+            return found, load_model(found.weights, device), found.saved_at
+
+    found, model, saved_at = though_pruned(look)
+    if why_no_daemon:
+        age = duration(max(0.0, time() - saved_at))
+        typer.echo(f"{why_no_daemon}. So this is from a checkpoint, saved {age} ago:", err=True)
+    typer.echo(_which(found), err=True)  # stdout is the text's
     return sample(model, found.tokenizer, wish)
 
 

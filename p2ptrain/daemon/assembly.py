@@ -6,8 +6,8 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from random import Random, SystemRandom
 
@@ -28,8 +28,8 @@ from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.daemon.places import identity_file, run_directory
 from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
-from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.files import read, write_atomically
+from p2ptrain.errors import ConfigError, DataError, UnusableError
+from p2ptrain.files import DiskError, read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net import inquiry
@@ -87,7 +87,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     view, limits, states = node.view(), config.limits, SavedStates()
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
-    stack.callback(keeping.close)
+    stack.push_async_callback(asyncio.to_thread, keeping.close)  # a signal is heard meanwhile
     intake = Intake(signer, device, view.is_in, keeping.put)
     edges = await _connect(stack, launch, store, states, keeping, intake, view)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
@@ -167,6 +167,18 @@ async def _connect(
     return Edges(run_id, transport, connections, lines, fetching, keeping, library, server, upload, download)
 
 
+@contextmanager
+def _for_the_owner() -> Iterator[None]:
+    """Turns what is wrong with the node's own files into an UnusableError: no restart mends them, as it may a disk."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except DataError as error:
+        raise UnusableError(str(error)) from error
+
+
+@_for_the_owner()
 def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     """What the node has on its disk."""
     run, run_id = launch.run, launch.run_id
@@ -180,6 +192,7 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     return store
 
 
+@_for_the_owner()
 def trusted_head(store: Store, given: bytes) -> bytes:
     """The head that the core has to wait for: the one that was given, now or before the first history was adopted.
 
@@ -225,7 +238,8 @@ def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
 
 async def _restore(store: Store, device: Device, keeping: Keeping, state: bytes) -> ev.Saved:
     """Bring the trainer to where the disk says it was; the core brings it to the present."""
-    checkpoint = await asyncio.to_thread(store.newest_checkpoint)
+    with _for_the_owner():
+        checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     if checkpoint is not None:
         await device.run(device.trainer.load, checkpoint.trainer_path)
         _repeat_since(checkpoint, store, device)

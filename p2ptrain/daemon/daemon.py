@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from time import monotonic
@@ -42,6 +44,8 @@ TELL_SECONDS = 1.0
 REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: a kill may come soon
 ROUNDS_SECONDS = 5.0  # between saves of the rounds lived
 REACHED_SECONDS = 60.0  # between saves of when each address was reached last
+END_SECONDS = 3.0  # for a second signal to end everything properly, p2pd too
+INTERRUPTED = 130  # the exit status, as a shell says it
 SAMPLE_SECONDS_MAX = 60.0  # in which this node trains nothing; a swarm waits for it about as long
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -192,6 +196,16 @@ class Daemon:
                 return inquiry.Peers(edges.connections.reachable(but=peer)[: inquiry.PEERS_MAX])
 
 
+def end_soon() -> None:
+    """Have this process end in any case: nobody waits for a thread that writes a checkpoint, or for a disk that hangs.
+
+    What is on the disk is whole at any moment, as it is after a kill.
+    """
+    timer = threading.Timer(END_SECONDS, os._exit, [INTERRUPTED])
+    timer.daemon = True
+    timer.start()
+
+
 async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
     """Everything that runs for as long as the node takes part; why it ended."""
     loop, edges = asyncio.get_running_loop(), daemon.edges
@@ -200,6 +214,7 @@ async def live(daemon: Daemon, started: ev.Started, progress: Progress) -> str:
 
     def signalled() -> None:
         if daemon.is_leaving:
+            end_soon()
             me.cancel()
         daemon.stop()
 

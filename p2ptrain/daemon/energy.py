@@ -19,9 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
+from p2ptrain.net.tasks import in_daemon_thread
+
 LOOK_SECONDS = 10.0  # a counter of RAPL goes round in 20 minutes at 200 W
 WATTS_MAX = 5_000.0  # of a device: what seems to be more is a counter that began anew, as after a sleep
 POWERCAP = Path("/sys/class/powercap")
+UNTOLD = (OSError, ValueError, AttributeError, RuntimeError)  # no file, number or function; or CUDA has none
 NVML = "libnvidia-ml.so.1"
 
 
@@ -121,8 +124,8 @@ class Energy:
         """Until the meter tells nothing; most tell nothing from the start."""
         while True:
             try:
-                used = await asyncio.to_thread(self.look)
-            except (OSError, ValueError, AttributeError, RuntimeError):  # no file, number or function; or CUDA has none
+                used = await in_daemon_thread(self.look, UNTOLD)
+            except UNTOLD:
                 return
             if used is not None and self._is_counted():
                 self._note(used)

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.config_text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
-from p2ptrain.errors import ConfigError, DeviceError
+from p2ptrain.errors import ConfigError, TooLargeError
 
 if TYPE_CHECKING:
     from p2ptrain.daemon.device import Device
@@ -93,7 +93,7 @@ def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
 
 
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
-    """Tell what the run takes. ConfigError if the config allows less, DeviceError if this machine cannot have as much.
+    """Tell what the run takes. ConfigError if the config allows less, TooLargeError if this machine never has as much.
 
     What others take now may be free later, and a pass may be made smaller: both are only warned of.
     """
@@ -110,7 +110,7 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
         if each.level == "failed":
             least = f"{mega(each.least)} even with one sequence a pass"
             what = f"run {run.name} takes about {each.takes}, {least}, and there are {mega(each.total)}"
-            raise DeviceError(what, fix=LESS_MEMORY)
+            raise TooLargeError(what, fix=LESS_MEMORY)
         if each.level == "warning":
             log.warning("only %s of %s are free now. %s", mega(each.free), each.what, LESS_MEMORY)
 

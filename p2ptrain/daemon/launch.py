@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon.assembly import Launch, assemble
 from p2ptrain.daemon.control import Control
-from p2ptrain.daemon.daemon import Daemon, live, save_last
+from p2ptrain.daemon.daemon import Daemon, end_soon, live, save_last
 from p2ptrain.daemon.find import (
     ask_around,
     check_addresses,
@@ -107,9 +107,14 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
                 crashes.append(context["exception"])
                 me.cancel()
 
+        def signalled() -> None:
+            if me.cancelling():
+                end_soon()
+            me.cancel()
+
         loop.set_exception_handler(handle)
         for number in (signal.SIGINT, signal.SIGTERM):  # the former is ignored in what a shell runs in the background
-            loop.add_signal_handler(number, me.cancel)
+            loop.add_signal_handler(number, signalled)
         try:
             return await work
         except asyncio.CancelledError:

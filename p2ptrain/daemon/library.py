@@ -14,7 +14,7 @@ from p2ptrain.net import inquiry
 from p2ptrain.net.blobs import Blob, BlobName, MemoryBlob, all_pieces
 from p2ptrain.net.fetch import Fetcher
 from p2ptrain.store.checkpoints import Checkpoint
-from p2ptrain.store.payloads import Payloads
+from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import Store
 
 STATES_SERVED = 8  # leaves of so many states are kept for serving
@@ -84,7 +84,7 @@ class Library:
 class PayloadBlob:
     """A contribution, in memory or on the disk. What has been damaged there is not served, or fails at whoever asks."""
 
-    def __init__(self, payloads: Payloads, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
+    def __init__(self, payloads: PayloadStore, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
         self._payloads, self._name, self.size, self._known = payloads, name, size, leaves
         self.held = all_pieces(size)
         self.is_quick = size <= QUICK_BYTES and payloads.is_in_memory(name)

@@ -10,8 +10,11 @@ rounds name the roots of those before them: what the log certifies comes first, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core.saving import Journal, Judgement
@@ -19,12 +22,12 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.daemon.find import choose_run, find_dataset
 from p2ptrain.daemon.places import run_directory
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.files import read_regular
+from p2ptrain.files import read_regular, trouble
 from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
 from p2ptrain.run_config import CONFIG_BYTES_MAX
-from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
+from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.log import read_journal
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
@@ -33,6 +36,32 @@ LOG_NAME = "wal"
 OTHER_HISTORY = "not of the history that this node has"
 
 log = logging.getLogger("p2ptrain.daemon")
+T = TypeVar("T")
+
+
+class _GoneError(DataError):
+    """A checkpoint that its node has removed since it was found."""
+
+
+def though_pruned(look: Callable[[], T]) -> T:
+    """What `look` finds: a running node makes checkpoints and removes others meanwhile, and then it looks anew."""
+    for _ in range(LOOKS_MAX):
+        try:
+            return look()
+        except _GoneError as error:
+            log.debug("%s", error)
+    raise DataError("the node removes checkpoints faster than they are read. Stop it first")
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Errors inside are for `though_pruned` if the checkpoint has gone: that is the reason, whatever they say."""
+    try:
+        yield
+    except DataError as error:
+        if checkpoint.path.exists():
+            raise
+        raise _GoneError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +88,12 @@ class SavedModel:
         stamp, path = self.checkpoint.stamp, self.checkpoint.path / STATE_NAME
         branch, head, root = self.checkpoint.branch, self.checkpoint.head, self.checkpoint.root
         return Weights(path, stamp.state.bytes, stamp.state.blake3, self.run, stamp.round, branch, head, root)
+
+    @property
+    def saved_at(self) -> float:
+        """In seconds since 1970."""
+        with trouble(self.checkpoint.path, "cannot be read"):
+            return (self.checkpoint.path / STAMP_NAME).stat().st_mtime
 
     @property
     def members(self) -> tuple[int, int] | None:
@@ -136,6 +171,8 @@ def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[Chosen]
 def _is_whole(checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
     why = checkpoints.verify(checkpoint)
     if why is not None:
+        if not checkpoint.path.exists():
+            raise _GoneError(why)
         log.warning("passed over: %s", why)
     return why is None
 

@@ -6,6 +6,7 @@ environment has their key, WANDB_API_KEY. Each start of the node makes a run, in
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import math
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from p2ptrain.store.records import RoundRecord
 PROGRAM = Path(__file__).with_name("wandb_child.py")
 OWN = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # their reports about themselves go nowhere
 WORDS_BYTES_MAX = 2_000  # of the end of what it said, to find its last line in
+SAID_BYTES_MAX = 2**20  # of what it said, on the disk; beyond it only the end is kept
+LOOK_SECONDS = 1.0  # between looks at how much that is
 
 
 def require_wandb() -> None:
@@ -42,6 +46,9 @@ class WandbRun:
         self._config = {"name": run.name, "run_id": run.run_id}
         self._child: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # for as long as the child
+        fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)  # for the child too: it goes on where the file ends
+        self._is_closed, self._cutting = threading.Event(), threading.Lock()
+        self._bounding = threading.Thread(target=self._bound, name="wandb output", daemon=True)
 
     def write(self, record: RoundRecord) -> None:
         """OSError if the child is no more. It is not started again: that takes seconds, each round."""
@@ -58,6 +65,7 @@ class WandbRun:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._bounding.start()
         told = {"directory": str(self.directory), "project": self._project, "config": self._config}
         return subprocess.Popen(  # noqa: S603
             [sys.executable, "-P", str(PROGRAM), json.dumps(told)],
@@ -79,15 +87,30 @@ class WandbRun:
             if self._child.wait():
                 raise OSError(self._last_words())
         finally:
+            self._is_closed.set()
+            if self._bounding.is_alive():
+                self._bounding.join()
             self._said.close()
 
     def kill(self) -> None:
         if self._child is not None:
             self._child.kill()
 
-    def _last_words(self) -> str:
-        """Read without moving where the child writes."""
+    def _bound(self) -> None:
+        """Keep what it says from filling the disk, however fast it says it."""
+        while not self._is_closed.wait(LOOK_SECONDS):
+            if os.fstat(self._said.fileno()).st_size > SAID_BYTES_MAX:
+                with self._cutting, suppress(OSError):  # a disk that is full takes the end neither
+                    end = self._end()
+                    os.ftruncate(self._said.fileno(), 0)
+                    os.write(self._said.fileno(), end)
+
+    def _end(self) -> bytes:
         size = os.fstat(self._said.fileno()).st_size
-        text = os.pread(self._said.fileno(), WORDS_BYTES_MAX, max(size - WORDS_BYTES_MAX, 0)).decode(errors="replace")
+        return os.pread(self._said.fileno(), WORDS_BYTES_MAX, max(size - WORDS_BYTES_MAX, 0))
+
+    def _last_words(self) -> str:
+        with self._cutting:
+            text = self._end().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return f"wandb ended: {lines[-1]}" if lines else "wandb ended"

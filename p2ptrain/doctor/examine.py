@@ -127,8 +127,9 @@ def look_at_ports(patient: Patient) -> list[Diagnosis]:
     url = patient.status["http"] if patient.status else None
     if patient.is_answering and patient.status is None:
         return [Diagnosis("ports", "good", "not tried: the node is about to start")]
+    named = patient.config.network
     return [
-        *network.check_listen(patient.config.network.listen, patient.is_answering),
+        *network.check_listen(named.listen, patient.is_answering, gives_way=not named.has_chosen_port),
         network.check_http(patient.config.http, url),
     ]
 

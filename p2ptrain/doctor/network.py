@@ -44,8 +44,11 @@ SLOW_BYTES_PER_SECOND = 125_000  # 1 Mbit/s
 # Ports
 
 
-def check_listen(listen: tuple[str, ...], is_running: bool) -> list[Diagnosis]:
-    """Checks that the listening ports are free, or in use by the node itself if it is running."""
+def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool = False) -> list[Diagnosis]:
+    """Checks that the listening ports are free, or in use by the node itself if it is running.
+
+    `gives_way`: a start takes another port if one is in use.
+    """
     if not listen:
         fix = "Name an address in network.listen, if others should be able to call first"
         return [Diagnosis("ports", "warning", "nothing is listened on: others cannot call first", fix)]
@@ -56,6 +59,9 @@ def check_listen(listen: tuple[str, ...], is_running: bool) -> list[Diagnosis]:
         except ConfigError as error:
             if is_running and "is in use" in error.problem:
                 found.append(Diagnosis("ports", "good", f"{address} is in use, as it should be: the node runs"))
+            elif gives_way and "is in use" in error.problem:
+                text = f"{address} is in use, perhaps by another node: this one takes a free port"
+                found.append(Diagnosis("ports", "good", text))
             else:
                 found.append(Diagnosis("ports", "failed", error.problem, error.fix))
         else:

@@ -1,6 +1,9 @@
 """Parses and classifies multiaddrs as text, with the peer's id at the end, and picks those of ours to tell others.
 
 Also shortens p2pd's error messages about them.
+
+Addresses come from strangers. The package multiaddr takes three times as long to parse one, and accepts some that p2pd
+does not start with or that we must not dial: "tcp/ 4001", sockets of this machine, protocols without a transport.
 """
 
 from __future__ import annotations

@@ -19,12 +19,11 @@ import asyncio
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from p2ptrain.net.addresses import relay_of, split
+from p2ptrain.net.tasks import in_daemon_thread
 from p2ptrain.net.transport import TransportError
 
 RELAYS_MAX = 4  # p2pd asks each of them for a reservation
@@ -134,28 +133,14 @@ async def _answers(address: str) -> bool:
 
 
 async def _numbers_of(name: str, family: int) -> list[str]:
-    """Resolves a name, in a thread that nothing waits for.
-
-    asyncio joins its own threads when the loop ends, and without a network a resolver takes half a minute to give up.
-    """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[list[str]] = loop.create_future()
-
-    def tell(numbers: list[str]) -> None:
-        if not found.done():
-            found.set_result(numbers)
-
-    def look() -> None:
-        try:
-            infos = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # UnicodeError: not a valid host name
-            infos = []
-        numbers = list(dict.fromkeys(str(info[4][0]) for info in infos))[:NUMBERS_MAX]
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, numbers)
-
-    threading.Thread(target=look, name="resolver", daemon=True).start()
-    return await found
+    """Resolves a name, in a thread that nothing waits for: without a network a resolver takes half a minute to fail."""
+    try:
+        infos = await in_daemon_thread(
+            lambda: socket.getaddrinfo(name, None, family, socket.SOCK_STREAM), (OSError, UnicodeError)
+        )
+    except (OSError, UnicodeError):  # UnicodeError: not a valid host name
+        return []
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))[:NUMBERS_MAX]
 
 
 async def _tcp_answers(host: str, port: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of
-from p2ptrain.net.records import Checker, sign_record, strip_record
+from p2ptrain.net.records import Validator, sign_record, strip_record
 from p2ptrain.net.spare import parts_of_hivemind
 from p2ptrain.net.transport import TransportError
 
@@ -34,15 +34,15 @@ SEARCHING_MAX = 32  # requests to DHT peers in flight
 STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # stored here for the DHT, 4 KB each: 70 MB under attack
 
 
-class Validator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """An adapter of records.py to hivemind's validator interface."""
 
     def __init__(self, identity: Identity, counters: Counter[str]) -> None:
-        self._identity, self._counters, self._checker = identity, counters, Checker()
+        self._identity, self._counters, self._validator = identity, counters, Validator()
 
     def validate(self, record: DHTRecord) -> bool:
         parts = record.key, record.subkey, record.value, record.expiration_time
-        if why := self._checker.why_invalid(*parts, time.time()):
+        if why := self._validator.why_invalid(*parts, time.time()):
             self._counters["DHT records refused"] += 1
             logger.debug("refused a DHT record: %s", why)
         return not why
@@ -99,7 +99,7 @@ class Dht:
         self.reading: asyncio.Task[None] = self._control._read_task  # answers come only while this runs
 
     @classmethod
-    async def start(cls, socket: Path, validator: Validator, storage: Storage) -> Self:
+    async def start(cls, socket: Path, validator: RecordValidator, storage: Storage) -> Self:
         class Client(P2P):  # type: ignore[misc]  # hivemind has no types
             _UNIX_SOCKET_PREFIX = f"/unix{socket.parent}/"  # the default is /tmp
 

@@ -26,7 +26,7 @@ from typing import Any, Self
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
 from p2ptrain.net.autorelay import RelayLoss, relays_to_use
-from p2ptrain.net.dht import STORED_KEYS_MAX, Dht, Storage, Validator
+from p2ptrain.net.dht import STORED_KEYS_MAX, Dht, RecordValidator, Storage
 from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
 from p2ptrain.net.peers import Peers
 from p2ptrain.net.process import Process, make_arguments, with_ports
@@ -193,9 +193,10 @@ class P2pd:
         self, identity: Identity, identity_file: Path, network: NetworkConfig, directory: Path, on_crash: OnCrash
     ) -> None:
         self.me = identity.key
-        self._identity_file, self._network, self._listen = identity_file, network, with_ports(network.listen)
+        self._identity_file, self._network = identity_file, network
+        self._listen = with_ports(network.listen, gives_way=not network.has_chosen_port)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
-        self._validator, self._storage = Validator(identity, self._counters), Storage(STORED_KEYS_MAX)
+        self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter end with this p2pd
         self._streams = Streams(self._counters, self._tasks, _read_opening)
         self._sockets = Sockets(directory, self._streams.accept)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import importlib.util
+import logging
 import os
 import re
 import signal
@@ -28,6 +29,8 @@ from typing import Self
 from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.net.transport import TransportError
+
+logger = logging.getLogger("p2ptrain.net")
 
 START_SECONDS = 15.0  # it takes 0.1 s, more on a busy machine
 IDLE_SECONDS = 20  # longer than START_SECONDS
@@ -180,12 +183,14 @@ def make_arguments(
     return values + [f"-{name}={str(value).lower()}" for name, value in switches.items()]
 
 
-def with_ports(listen: tuple[str, ...]) -> tuple[str, ...]:
-    """Replaces port 0 by a free port, to be kept over restarts. ConfigError if we cannot listen on an address."""
-    return tuple(_try_to_listen(address) for address in listen)
+def with_ports(listen: tuple[str, ...], *, gives_way: bool = False) -> tuple[str, ...]:
+    """Replaces port 0 by a free port, to be kept over restarts; also a port in use, if it `gives_way`: there may be
+    several nodes on a machine. ConfigError if we cannot listen on an address.
+    """
+    return tuple(_try_to_listen(address, gives_way) for address in listen)
 
 
-def _try_to_listen(address: str) -> str:
+def _try_to_listen(address: str, gives_way: bool) -> str:
     match = LISTEN.fullmatch(address)
     assert match, "NetworkConfig accepts no other"
     family, kind = (socket.AF_INET, socket.AF_INET6)[match[1] == "6"], match[3]
@@ -198,6 +203,10 @@ def _try_to_listen(address: str) -> str:
             probe.bind((match[2], int(match[4])))
             port = probe.getsockname()[1]
     except (OSError, OverflowError) as error:
+        if gives_way and getattr(error, "errno", 0) == errno.EADDRINUSE:
+            other = _try_to_listen(f"/ip{match[1]}/{match[2]}/{kind}/0{match[5] or ''}", gives_way=False)
+            logger.info("port %s is taken, perhaps by another node: this one listens on %s", match[4], other)
+            return other
         what, fix = {
             errno.EADDRINUSE: (
                 "is in use by another program",

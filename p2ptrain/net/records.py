@@ -66,7 +66,7 @@ def _unpacked(packed: bytes) -> bytes | None:
     return content if len(content) <= VALUE_BYTES_MAX and msgspec.msgpack.encode(content) == packed else None
 
 
-class Checker:
+class Validator:
     """A check of records that is limited per second to what we can afford: anyone can send megabytes of them."""
 
     def __init__(self) -> None:

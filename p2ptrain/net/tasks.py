@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeAlias
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = 0.2, 5.0
 
 IS_CRASH = "is_crash"  # tells asyncio's exception handler that part of the network is dead
 OnCrash: TypeAlias = Callable[[BaseException], None]
+T = TypeVar("T")
 
 
 class Tasks:
@@ -50,3 +54,28 @@ def report_crash(error: BaseException) -> None:
     asyncio.get_running_loop().call_exception_handler(
         {"message": "the network crashed", "exception": error, IS_CRASH: True}
     )
+
+
+async def in_daemon_thread(work: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
+    """What `work` returns, or raises of these errors, from a thread that nobody waits for who has given up.
+
+    For what may hang in the system: asyncio's own threads are waited for at the end of the loop and of the process.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(give: Callable[[], None]) -> None:
+        if not done.done():
+            give()
+
+    def run() -> None:
+        try:
+            found = work()
+            give = partial(done.set_result, found)
+        except errors as error:
+            give = partial(done.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, give)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done

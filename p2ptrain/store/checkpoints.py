@@ -45,6 +45,7 @@ from p2ptrain.files import (
 
 STAMP_NAME, TRAINER_NAME, STATE_NAME = "checkpoint.json", "trainer.safetensors", "state.bin"
 LEAVES_NAME = "leaves.bin"
+LOOKS_MAX = 8  # tries to read checkpoints while some are pruned: one goes each time that another is made
 STAMP_BYTES_MAX = 65_536  # a stamp has 600 bytes
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
@@ -225,17 +226,21 @@ class Checkpoints:
 
     def found(self) -> list[Checkpoint | DataError]:
         """All that are there, the last made at the end, and why they cannot be read."""
-        found: list[Checkpoint | DataError] = []
-        for path in self._directories():
-            try:
-                if path.is_symlink() or (path.exists() and not path.is_dir()):
-                    raise DataError(f"{path}: not a directory, and so no checkpoint")
-                found.append(Checkpoint(path, self._stamp(path)))
-            except DataError as error:
-                if not isinstance(error, NewerError):
-                    self.damaged.add(path)
-                found.append(error)
-        return found
+        for _ in range(LOOKS_MAX):
+            found = {path: self._look(path) for path in self._directories()}
+            if found.keys() <= {*self._directories()}:
+                break  # or else a running node has removed some meanwhile
+        errors = {path: each for path, each in found.items() if isinstance(each, DataError)}
+        self.damaged |= {path for path, error in errors.items() if not isinstance(error, NewerError)}
+        return [*found.values()]
+
+    def _look(self, path: Path) -> Checkpoint | DataError:
+        try:
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise DataError(f"{path}: not a directory, and so no checkpoint")
+            return Checkpoint(path, self._stamp(path))
+        except DataError as error:
+            return error
 
     def present(self) -> list[Checkpoint]:
         """Those that can be read, the last made at the end; the others are named and passed over."""

@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 from p2ptrain.files import read, sync, trouble, write_all, write_atomically
+from p2ptrain.store.formats import refuse_newer
 
 ENTRIES_MAX = 1_024  # trainings; of more, the newest
 OUTSTANDING_MAX = 128  # contributions whose values the trainer keeps
@@ -62,7 +63,7 @@ class Diary:
         except DataError as error:
             self.is_damaged = True
             _log.warning("the diary is lost", why=str(error))
-        self.entries, whole = read_entries(content)
+        self.entries, whole = read_entries(path, content)
         if whole != content:
             self.is_damaged = True
             _log.warning("the diary was cut off at a damaged line", path=str(path), entries=len(self.entries))
@@ -103,13 +104,17 @@ class Diary:
             self.entries = kept
 
 
-def read_entries(content: bytes) -> tuple[list[Trained], bytes]:
-    """The trainings in a diary up to the first damaged line, and the lines that they stand in."""
+def read_entries(path: Path, content: bytes) -> tuple[list[Trained], bytes]:
+    """The trainings in a diary up to the first damaged line, and the lines that they stand in. DataError if a later
+    release has written any of the others."""
     entries: list[Trained] = []
     whole = b""
-    for line in content.splitlines(keepends=True):
+    lines = content.splitlines(keepends=True)
+    for at, line in enumerate(lines):
         entry = _read(line)
         if entry is None or (entries and entry.number <= entries[-1].number):
+            for other in lines[at:]:
+                refuse_newer(path, other)
             break
         entries.append(entry)
         whole += line

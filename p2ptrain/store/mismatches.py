@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import read, write_atomically
+from p2ptrain.store.formats import refuse_newer
 
 MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds, and the node ends
 
@@ -62,18 +63,23 @@ class Mismatches:
             raise HardwareError(f"{what}. Suspect this machine's hardware: {fix}")
 
     def _read(self) -> tuple[int, ...]:
+        """Nothing if it cannot be read; DataError if a later release has written it."""
         try:
             content = read(self.path)
-            if content is None:
-                return ()
+        except DataError as error:
+            return self._lost(str(error))
+        if content is None:
+            return ()
+        try:
             noted = msgspec.json.decode(content, type=_Noted)
-        except (DataError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            _log.warning("wrong states of before are not known", path=str(self.path), why=str(error))
-            return ()
-        if _encoded(noted.rounds) != content:
-            _log.warning("wrong states of before are not known", path=str(self.path), why="damaged")
-            return ()
-        return noted.rounds
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            refuse_newer(self.path, content)
+            return self._lost(str(error))
+        return noted.rounds if _encoded(noted.rounds) == content else self._lost("damaged")
+
+    def _lost(self, why: str) -> tuple[int, ...]:
+        _log.warning("wrong states of before are not known", path=str(self.path), why=why)
+        return ()
 
 
 def _encoded(rounds: tuple[int, ...]) -> bytes:

@@ -26,7 +26,7 @@ _log = structlog.get_logger("p2ptrain.store")
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
-class Payloads:
+class PayloadStore:
     """Of one node. Threads may share it."""
 
     def __init__(self, directory: Path, memory_bytes: int = MEMORY_BYTES) -> None:

@@ -34,7 +34,7 @@ from p2ptrain.store.diary import Diary
 from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import Log
 from p2ptrain.store.mismatches import Mismatches
-from p2ptrain.store.payloads import Payloads
+from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.records import RECORDS_NAME, Records
 
 CHECKPOINTS_NAME = "checkpoints"
@@ -78,12 +78,12 @@ class Store:
             if not has_spoken:  # after the log: a crash in between must not make a newcomer forgetful
                 make_directory(spoken.parent)
                 write_atomically(spoken, b"")
-            self.payloads = Payloads(directory / "payloads")
+            self.payloads = PayloadStore(directory / "payloads")
             self.diary = Diary(directory / "diary.jsonl")
             self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id))
             self.checkpoints.tidy()
-            self.records = Records(directory / RECORDS_NAME)
             self.mismatches = Mismatches(directory / "mismatches")
+            self.records = Records(directory / RECORDS_NAME)
             failed.pop_all()
 
     def _claim(self, name: str, content: bytes, what: str) -> None:
