@@ -38,6 +38,21 @@ def test_margins_hold_with_other_seeds(name: str, seed: int) -> None:
     assert simulate(load_scenario(FOLDER / f"{name}.toml"), seed, standard()).failures == []
 
 
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("liar-claim-to-be-ahead", 20),  # two members held up a newcomer in turn until the scenario was over
+        ("liar-claim-to-be-ahead", 213546703),
+        (
+            "liar-false-lengths",
+            153030369,
+        ),  # one liar was always first, and had nothing to lie about
+    ],
+)
+def test_luck_no_longer_decides(name: str, seed: int) -> None:
+    assert simulate(load_scenario(FOLDER / f"{name}.toml"), seed, standard()).failures == []
+
+
 def test_there_are_scenarios_for_everything() -> None:
     assert len(NAMES) >= 20
     assert set(NAMES) >= TRAPS
