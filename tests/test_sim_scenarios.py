@@ -229,7 +229,7 @@ def test_rounds_on_branches_that_lost_are_told_apart() -> None:
     lost = len(cluster.metrics.manifests) - len(decided)
     assert lost > 100
     lines = {line[:12].strip(): line[12:] for line in summary(outcome, 2).splitlines()}
-    a_minute = 60 * cluster.rounds / cluster.now
+    a_minute = 60 * cluster.rounds / cluster.calendar.now
     assert lines["rounds"].startswith(f"{len(decided)} decided, and {lost} on branches that lost, ")
     assert rate(cluster) == pytest.approx(a_minute, rel=0.1)
     taken = sum(len(manifest.taken) for manifest in decided)

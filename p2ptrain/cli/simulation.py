@@ -80,31 +80,31 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
 
 
 def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
-    from p2ptrain.sim.swarm import Tally, swarm
+    from p2ptrain.sim.swarm import SwarmSummary, swarm
 
-    done = Tally()
+    done = SwarmSummary()
     terminal, told = sys.stderr.isatty(), 0.0
     typer.echo(f"seed {seed}")
 
-    def tell(tally: Tally) -> None:
+    def tell(summary: SwarmSummary) -> None:
         nonlocal done, told
-        done = tally
+        done = summary
         if terminal:
-            typer.echo(f"\r{tally}", err=True, nl=False)
-        elif tally.seconds >= told + TELL_SECONDS:
-            told = tally.seconds
-            typer.echo(tally, err=True)
+            typer.echo(f"\r{summary}", err=True, nl=False)
+        elif summary.seconds >= told + TELL_SECONDS:
+            told = summary.seconds
+            typer.echo(summary, err=True)
 
     try:
-        tally = swarm(rounds, seed, seconds, tell)
+        summary = swarm(rounds, seed, seconds, tell)
     except KeyboardInterrupt:
         typer.echo(f"\n{done}; to go on: --seed {seed + done.seeds}")
         raise
     if terminal:
         typer.echo(err=True)
-    typer.echo(tally)
-    if tally.failed:
-        typer.echo(f"\n{tally.failed}")
+    typer.echo(summary)
+    if summary.failed:
+        typer.echo(f"\n{summary.failed}")
         raise typer.Exit(ExitStatus.FAILED)
 
 

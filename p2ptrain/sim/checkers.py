@@ -28,8 +28,8 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Availability, Message, Proposal, Regroup, Vote
 from p2ptrain.sim.ledger import (
     Checker,
+    Guarantee,
     Ledger,
-    Trust,
     TwoHistories,
     Violation,
     are_liars,
@@ -88,7 +88,7 @@ class OneHistory(Checker):
         found = ledger.decided.get((manifest.branch, manifest.round))
         if found is None:
             raise TwoHistories(f"node {index} applies round {manifest.round}, which no honest node has decided")
-        if found[0] != manifest.digest and ledger.promises(manifest.parent) >= Trust.ONE_HISTORY:
+        if found[0] != manifest.digest and ledger.promises(manifest.parent) >= Guarantee.ONE_HISTORY:
             raise TwoHistories(
                 f"nodes {found[1]} and {index} have different manifests for round {manifest.round} of branch "
                 f"{manifest.branch.hex()[:8]}: {found[0].hex()[:8]} and {manifest.digest.hex()[:8]}"
@@ -144,7 +144,7 @@ class RealQuorums(Checker):
         known = self.expected.setdefault(fields, {})
         for key, signature in zip(signers, signatures, strict=True):
             if key not in known:
-                known[key] = signature_under(cluster.run_id, [*fields, key], key)
+                known[key] = signature_under(cluster.setup.run_id, [*fields, key], key)
             if known[key] != signature:
                 raise Violation(f"{what} has a signature that node {cluster.key_index[key]} never made")
         while len(self.expected) > ROUNDS_KEPT:
@@ -160,7 +160,7 @@ class EqualRoots(Checker):
         self.known: set[tuple[int, bytes]] = set()
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if type(event) is Applied and cluster.nodes[index].device.is_wrong:
+        if type(event) is Applied and cluster.nodes[index].state.is_wrong:
             pass  # a fault of the scenario's: its root is not one that may be certified
         elif type(event) is Applied:
             place = event.branch, event.round
@@ -175,12 +175,12 @@ class EqualRoots(Checker):
             if isinstance(step, Entry) and step.manifest.root_round > 0:
                 manifest = step.manifest
                 is_known = (manifest.root_round, manifest.root) in self.known
-                if not is_known and self.ledger.promises(manifest.parent) is Trust.EVERYTHING:
+                if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
                     raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
 
     def _is_promised(self, place: tuple[bytes, int]) -> bool:
         decided = self.ledger.decided.get(place)
-        return decided is not None and self.ledger.promises(decided[0]) is Trust.EVERYTHING
+        return decided is not None and self.ledger.promises(decided[0]) is Guarantee.EVERYTHING
 
 
 class OnlyForward(Checker):
@@ -231,7 +231,7 @@ class NobodyHonestBanned(Checker):
             banned = step.manifest.banned if isinstance(step, Entry) else ()
             for key in banned:
                 node = cluster.nodes[cluster.key_index[key]]
-                if node.honest and self.ledger.promises(step.manifest.parent) is Trust.EVERYTHING:  # type: ignore[union-attr]
+                if node.honest and self.ledger.promises(step.manifest.parent) is Guarantee.EVERYTHING:  # type: ignore[union-attr]
                     raise Violation(f"round {record.state.round} bans node {node.index}, which is honest")
 
 
@@ -296,7 +296,7 @@ class NothingCensored(Checker):
 
     def _decided(self, cluster: Cluster, manifest: Manifest) -> None:
         members = self.held.pop((manifest.branch, manifest.round), None)
-        if not members or self.ledger.promises(manifest.parent) is not Trust.EVERYTHING:
+        if not members or self.ledger.promises(manifest.parent) is not Guarantee.EVERYTHING:
             return
         taken = {each.author: each.round for each in manifest.taken}
         out = {*manifest.banned, *manifest.leaves}
@@ -313,26 +313,19 @@ class OneVoice(Checker):
     """No honest node says two different things in one place, whatever becomes of its process."""
 
     def __init__(self) -> None:
-        self.read = 0
-        self.said: dict[tuple[object, ...], bytes] = {}
+        self.places: dict[tuple[object, ...], bytes] = {}
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if not cluster.is_logging:
-            cluster.log_messages()
-        log = cluster.log
-        while self.read < len(log):
-            _, speaker, envelope = log[self.read]
-            self.read += 1
-            received = cluster.decode(envelope)
-            place = _place(received.message) if received else None
-            if received is None or place is None or place[-1] != cluster.nodes[speaker].key:
-                continue  # handed over for somebody else
-            if self.said.setdefault(place, received.digest) != received.digest:
-                what = f"{place[0]} of round {getattr(received.message, 'round', '?')}"
-                raise Violation(f"node {speaker}, which is honest, has made two of the same place: {what}")
-        if len(self.said) > PLACES_MAX:
-            for old in list(self.said)[: PLACES_MAX // 2]:
-                del self.said[old]
+    def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
+        received = cluster.decode(envelope)
+        place = _place(received.message) if received else None
+        if received is None or place is None or place[-1] != cluster.nodes[index].key:
+            return  # handed over for somebody else
+        if self.places.setdefault(place, received.digest) != received.digest:
+            what = f"{place[0]} of round {getattr(received.message, 'round', '?')}"
+            raise Violation(f"node {index}, which is honest, has made two of the same place: {what}")
+        if len(self.places) > PLACES_MAX:
+            for old in list(self.places)[: PLACES_MAX // 2]:
+                del self.places[old]
 
 
 def _place(message: Message) -> tuple[object, ...] | None:
@@ -362,7 +355,7 @@ class Recovered(Checker):
         self.view_then: int | None = None  # the highest when the faults ended
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if cluster.now < cluster.scenario.end_of_faults:
+        if cluster.calendar.now < cluster.setup.scenario.end_of_faults:
             return
         if self.view_then is None:
             cores = [node.core for node in cluster.nodes if node.honest and node.core is not None]
@@ -375,7 +368,7 @@ class Recovered(Checker):
     def _compare(self, entry: Entry, view_then: int) -> None:
         """Views of rounds that were decided since. One that had begun before has those views behind it."""
         members = self.ledger.rosters.get(entry.manifest.parent, ())
-        is_promised = self.ledger.promises(entry.manifest.parent) is Trust.EVERYTHING
+        is_promised = self.ledger.promises(entry.manifest.parent) is Guarantee.EVERYTHING
         views = entry.certificate.view - view_then
         if is_promised and views > len(members) + VIEWS_MORE:
             raise Violation(f"round {entry.manifest.round} took {views} views after the faults were over")
@@ -386,14 +379,16 @@ class Recovered(Checker):
         late = [
             node.index
             for node in cluster.nodes
-            if node.honest and not node.is_gone and (not node.alive or node.device.round < cluster.goal)
+            if node.honest and not node.is_gone and (not node.alive or node.state.round < cluster.goal.round)
         ]
-        if late and not cluster.is_done:
-            raise Violation(f"{cluster.now:.0f} s, and nodes {late} have not applied round {cluster.goal}")
+        if late and not cluster.calendar.is_over:
+            raise Violation(
+                f"{cluster.calendar.now:.0f} s, and nodes {late} have not applied round {cluster.goal.round}"
+            )
         self._one_line(cluster)
 
     def _is_promised(self, cluster: Cluster) -> bool:
-        return all(self.ledger.promises(head.head) is Trust.EVERYTHING for head in self._heads(cluster).values())
+        return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(cluster).values())
 
     def _heads(self, cluster: Cluster) -> dict[int, AgreedState]:
         """Of honest nodes, but for those that just now believe in a branch of liars alone."""

@@ -179,7 +179,7 @@ class Schedule(Liar):
         self.moods = moods  # by name, "fork" among them
 
     def _mood(self, cluster: Cluster) -> Liar:
-        return self.moods[MOODS[int(cluster.now // MOOD_SECONDS) % len(MOODS)]]
+        return self.moods[MOODS[int(cluster.calendar.now // MOOD_SECONDS) % len(MOODS)]]
 
     def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
         return self._mood(cluster).rewrite(cluster, index, effects)

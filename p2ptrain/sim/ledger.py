@@ -43,6 +43,9 @@ class Checker:
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         """An honest node has handled an event."""
 
+    def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
+        """An honest node has sent a message in its own name."""
+
     def at_end(self, cluster: Cluster) -> None:
         """The simulation is over."""
 
@@ -70,7 +73,7 @@ def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
 # What was decided
 
 
-class Trust(IntEnum):
+class Guarantee(IntEnum):
     """What a roster promises, given how many of its members and of those before it lie."""
 
     NOTHING = 0
@@ -86,13 +89,13 @@ class Ledger(Checker):
     def __init__(self) -> None:
         self.rosters: dict[bytes, Members] = {}
         self.parents: dict[bytes, bytes] = {}
-        self.trust: dict[bytes, Trust] = {}
+        self.guarantees: dict[bytes, Guarantee] = {}
         self.decided: dict[tuple[bytes, int], tuple[bytes, int]] = {}  # manifest, and who decided it first
-        self._trust_of: dict[Members, Trust] = {}
+        self._by_members: dict[Members, Guarantee] = {}
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if not self.rosters:
-            self._note(cluster, cluster.genesis.head, cluster.genesis.members, b"")
+            self._note(cluster, cluster.setup.genesis.head, cluster.setup.genesis.members, b"")
         for record in certified(effects):
             step = record.step
             if record.trunk is not None and record.trunk.base is not None:
@@ -129,14 +132,14 @@ class Ledger(Checker):
         return members
 
     def _note(self, cluster: Cluster, head: bytes, members: Members, parent: bytes) -> None:
-        if members not in self._trust_of:
-            self._trust_of[members] = _trust(cluster, members)
+        if members not in self._by_members:
+            self._by_members[members] = _guarantee(cluster, members)
         self.rosters[head], self.parents[head] = members, parent
-        self.trust[head] = min(self._trust_of[members], self.trust.get(parent, Trust.EVERYTHING))
+        self.guarantees[head] = min(self._by_members[members], self.guarantees.get(parent, Guarantee.EVERYTHING))
 
-    def promises(self, head: bytes) -> Trust:
+    def promises(self, head: bytes) -> Guarantee:
         """What holds for the round or the branch after this manifest."""
-        return self.trust.get(head, Trust.NOTHING)
+        return self.guarantees.get(head, Guarantee.NOTHING)
 
 
 def are_liars(cluster: Cluster, members: Members) -> bool:
@@ -144,11 +147,11 @@ def are_liars(cluster: Cluster, members: Members) -> bool:
     return not any(cluster.nodes[cluster.key_index[key]].honest for key in members)
 
 
-def _trust(cluster: Cluster, members: Members) -> Trust:
+def _guarantee(cluster: Cluster, members: Members) -> Guarantee:
     liars = sum(not cluster.nodes[cluster.key_index[key]].honest for key in members)
     if liars <= may_lie(len(members)):
-        return Trust.EVERYTHING
-    return Trust.ONE_HISTORY if liars < 2 * quorum(len(members)) - len(members) else Trust.NOTHING
+        return Guarantee.EVERYTHING
+    return Guarantee.ONE_HISTORY if liars < 2 * quorum(len(members)) - len(members) else Guarantee.NOTHING
 
 
 def certified(effects: Sequence[Effect]) -> list[Certified]:

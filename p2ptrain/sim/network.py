@@ -21,7 +21,7 @@ RETRANSMISSIONS_MAX = 8  # of a stream's packet, before it gets through
 Arrival = tuple[float, int]  # when, to whom
 
 
-class Network:
+class LinkModel:
     """All links."""
 
     def __init__(self, links: Links, rng: Random) -> None:
@@ -55,6 +55,12 @@ class Network:
     def unclog(self, fault: int) -> None:
         del self.clogs[fault]
         self._settle()
+
+    def lose(self, fault: int, authors: int, kinds: frozenset[str]) -> None:
+        """Lose messages of these kinds by these authors, as bits; no kinds: no longer."""
+        self.losing[fault] = authors, kinds
+        if not kinds:
+            del self.losing[fault]
 
     def is_open(self, source: int, target: int) -> bool:
         """Whether the link from one to the other is not cut."""

@@ -69,8 +69,8 @@ class Unasked(Liar):
         self.last, self.tokens = 0.0, 0.0
 
     def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        self.tokens = min(float(self.a_second), self.tokens + (cluster.now - self.last) * self.a_second)
-        self.last = cluster.now
+        self.tokens = min(float(self.a_second), self.tokens + (cluster.calendar.now - self.last) * self.a_second)
+        self.last = cluster.calendar.now
         count, self.tokens = int(self.tokens), self.tokens % 1.0
         return [said for _ in range(count) for said in self.thing(cluster, core)]
 

@@ -19,9 +19,10 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.replay import FAILURES
 from p2ptrain.sim import faults
 from p2ptrain.sim.checkers import Checker, Violation
-from p2ptrain.sim.cluster import CheckEvery, Cluster
+from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.machine import SimNode
-from p2ptrain.sim.scenario import Expect, Links, Scenario, Training
+from p2ptrain.sim.scenario import Expect, Links, Scenario, Workload
+from p2ptrain.sim.watch import CheckEvery
 
 CHECK_ROUNDS_FROM = 64  # nodes: from here on checkers look once a node and round, below after every event
 
@@ -46,16 +47,16 @@ def simulate(
 ) -> Outcome:
     """Run a scenario; its failures are sentences. `prepare` may look at the cluster before it starts."""
     check_every: CheckEvery = "round" if scenario.nodes >= CHECK_ROUNDS_FROM else "event"
-    cluster = Cluster(scenario.nodes, seed, scenario, checkers, check_every)
+    cluster = Cluster(seed, scenario, checkers, check_every)
     if prepare is not None:
         prepare(cluster)
     faults.begin(cluster)
     try:
         cluster.run()
     except Violation as violation:
-        return Outcome(cluster, None, [f"at {cluster.now:.3f} s: {violation}"], violation)
+        return Outcome(cluster, None, [f"at {cluster.calendar.now:.3f} s: {violation}"], violation)
     except FAILURES as error:  # the core has caught itself in a contradiction, or stumbled
-        text = f"at {cluster.now:.3f} s, {type(error).__name__}: {error} ({_where(error)})"
+        text = f"at {cluster.calendar.now:.3f} s, {type(error).__name__}: {error} ({_where(error)})"
         return Outcome(cluster, None, [text], error)
     clean = rate(simulate(clean_twin(scenario), seed).cluster) if scenario.expect.rate_share_min is not None else None
     return Outcome(cluster, clean, list(_failures(cluster, scenario.expect, clean)))
@@ -69,7 +70,7 @@ def _where(error: Exception) -> str:
 def clean_twin(scenario: Scenario) -> Scenario:
     """The same swarm with nothing slow, lost or broken."""
     training = scenario.training
-    even = Training(training.seconds, training.spread, training.payload_bytes, training.state_bytes)
+    even = Workload(training.seconds, training.spread, training.payload_bytes, training.state_bytes)
     return replace(scenario, training=even, links=Links(), fault=[], expect=Expect())
 
 
@@ -114,11 +115,12 @@ def _furthest(cluster: Cluster) -> SimNode | None:
 
 
 def _failures(cluster: Cluster, expect: Expect, clean: float | None) -> Iterator[str]:
-    if not cluster.is_done:
+    if not cluster.calendar.is_over:
         left = [node for node in cluster.nodes if node.honest and not node.is_gone]
-        laggard = min(left, key=lambda node: node.device.round, default=None)
-        yield f"round {cluster.goal} was not reached by everyone within {cluster.scenario.seconds:g} s: " + (
-            f"node {laggard.index} has applied {laggard.device.round}" if laggard else "nobody honest is left"
+        laggard = min(left, key=lambda node: node.state.round, default=None)
+        yield (
+            f"round {cluster.goal.round} was not reached by everyone within {cluster.setup.scenario.seconds:g} s: "
+            + (f"node {laggard.index} has applied {laggard.state.round}" if laggard else "nobody honest is left")
         )
     if expect.rate_share_min is not None and clean is not None and rate(cluster) < expect.rate_share_min * clean:
         yield f"{rate(cluster):.2f} rounds a minute, of {clean:.2f} when nothing is wrong"
@@ -132,7 +134,7 @@ def _failures(cluster: Cluster, expect: Expect, clean: float | None) -> Iterator
 
 
 def _over_time(cluster: Cluster, expect: Expect) -> Iterator[str]:
-    pick, between = cluster.scenario.pick, cluster.metrics.rounds_between
+    pick, between = cluster.setup.scenario.pick, cluster.metrics.rounds_between
     for pause in expect.paused:
         for index in pick(pause.nodes):
             if count := between(index, pause.since, pause.until):
@@ -146,14 +148,16 @@ def _over_time(cluster: Cluster, expect: Expect) -> Iterator[str]:
                     f"expected {progress.rounds} at least"
                 )
     if expect.resumed_seconds_max is not None:
-        took = None if cluster.resumed_at is None else cluster.resumed_at - cluster.scenario.end_of_faults
+        took = (
+            None if cluster.goal.resumed_at is None else cluster.goal.resumed_at - cluster.setup.scenario.end_of_faults
+        )
         if took is None or took > expect.resumed_seconds_max:
             words = "not at all" if took is None else f"after {took:.1f} s"
             yield f"rounds resumed {words}, expected within {expect.resumed_seconds_max:g} s of the faults' end"
 
 
 def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
-    pick, metrics = cluster.scenario.pick, cluster.metrics
+    pick, metrics = cluster.setup.scenario.pick, cluster.metrics
     banned = sorted(cluster.key_index[key] for key in metrics.banned)
     if expect.banned is not None and banned != pick(expect.banned):
         yield f"banned are {banned}, expected {pick(expect.banned)}"
@@ -161,7 +165,7 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
         yield f"members in the end are {final_members(cluster)}, expected {pick(expect.members)}"
     kept = {manifest.digest for manifest in history(cluster)} if expect.kept is not None else set()
     for index in pick(expect.kept) if expect.kept is not None else ():
-        lost = [number for _, number, manifest, _ in cluster.nodes[index].applied if manifest not in kept]
+        lost = [number for _, number, manifest, _ in cluster.nodes[index].state.applied if manifest not in kept]
         if lost:
             yield f"{len(lost)} rounds that node {index} applied, from {lost[0]} on, are not in the history in the end"
     for index in pick(expect.left) if expect.left is not None else ():

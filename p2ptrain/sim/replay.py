@@ -23,11 +23,15 @@ def watch(cluster: Cluster, index: int, log: EventLog) -> None:
             return
         if node.life != life:
             life = node.life
-            run = cluster.run_config.canonical().decode()
-            log.begin(Header(FORMAT, run, cluster.run_id, node.key, cluster.rng_name(index, life), SIMULATED))
+            run = cluster.setup.run_config.canonical().decode()
+            log.begin(
+                Header(
+                    FORMAT, run, cluster.setup.run_id, node.key, cluster.setup.rng_name("node", index, life), SIMULATED
+                )
+            )
         log.note(local, event, effects)
 
-    cluster.observers.append(note)
+    cluster.watch.observers.append(note)
 
 
 def signer_of(header: Header) -> FakeSigner:

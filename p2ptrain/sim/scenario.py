@@ -48,7 +48,7 @@ class Slow(Struct, frozen=True, forbid_unknown_fields=True):
     times: Annotated[float, Meta(gt=0)]
 
 
-class Training(Struct, frozen=True, forbid_unknown_fields=True):
+class Workload(Struct, frozen=True, forbid_unknown_fields=True):
     """The device: how long a contribution takes, and how large it is."""
 
     seconds: Seconds = 1.0
@@ -71,7 +71,7 @@ class Links(Struct, frozen=True, forbid_unknown_fields=True):
     reorder_seconds: Seconds = 1.0  # mean
 
 
-class Disk(Struct, frozen=True, forbid_unknown_fields=True):
+class Durability(Struct, frozen=True, forbid_unknown_fields=True):
     """Every node's disk."""
 
     fsync_seconds: Seconds = 0.002  # mean
@@ -176,7 +176,7 @@ class SlowDisk(Fault, frozen=True, tag="slow disk"):
     fsync_seconds: Seconds
 
 
-class Join(Fault, frozen=True, tag="join"):
+class Newcomers(Fault, frozen=True, tag="join"):
     """Newcomers. What they show: nothing, an invitation each, one that the last newcomer before has shown, one whose
     last round is over, or one that they signed themselves."""
 
@@ -184,7 +184,7 @@ class Join(Fault, frozen=True, tag="join"):
     ticket: Literal["none", "new", "spent", "expired", "false"] = "none"
 
 
-class Leave(Fault, frozen=True, tag="leave"):
+class Departure(Fault, frozen=True, tag="leave"):
     """A user's Ctrl-C."""
 
     nodes: Nodes
@@ -199,7 +199,20 @@ class Lie(Fault, frozen=True, tag="liar"):
 
 
 AnyFault: TypeAlias = (
-    Crash | Storm | Partition | Clog | Lossy | Lose | Sleep | Clock | Stall | Flip | SlowDisk | Join | Leave | Lie
+    Crash
+    | Storm
+    | Partition
+    | Clog
+    | Lossy
+    | Lose
+    | Sleep
+    | Clock
+    | Stall
+    | Flip
+    | SlowDisk
+    | Newcomers
+    | Departure
+    | Lie
 )
 
 
@@ -215,7 +228,7 @@ class Pause(Struct, frozen=True, forbid_unknown_fields=True):
     until: Seconds
 
 
-class Progress(Struct, frozen=True, forbid_unknown_fields=True):
+class ExpectedRounds(Struct, frozen=True, forbid_unknown_fields=True):
     """Each of these nodes applies at least so many rounds in this time."""
 
     nodes: Nodes
@@ -231,7 +244,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True):
     taken_share_min: Share | None = None  # contributions taken, over those that could have been, one a member and round
     taken_from: dict[str, Count] = {}  # by node: contributions taken from it, at least
     paused: list[Pause] = []
-    progress: list[Progress] = []
+    progress: list[ExpectedRounds] = []
     resumed_seconds_max: Seconds | None = None  # after the faults ended, until everyone has applied another round
     regroups_min: Count | None = None
     regroups_max: Count | None = None
@@ -260,9 +273,9 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     seconds: Annotated[float, Meta(gt=0, le=1e9)] = 3_600.0  # by then it must have ended
     rounds_after: Count = 5  # that everybody must apply after the faults have ended
     faults_end: Seconds | None = None  # default: the end of the last fault
-    training: Training = Training()
+    training: Workload = Workload()
     links: Links = Links()
-    disk: Disk = Disk()
+    disk: Durability = Durability()
     agreement: dict[str, Any] = {}  # of the run's config
     admission: dict[str, Any] = {}
     admission_keys: Nodes = []  # whose keys stand in `admission.keys`: of who may invite, or of who is on the allowlist
@@ -285,7 +298,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     @property
     def size(self) -> int:
         """Nodes there will ever be."""
-        return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Join))
+        return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Newcomers))
 
     def _no_node(self, node: int) -> ConfigError:
         return ConfigError(f"there is no node {node}", key="nodes", fix=f"Name nodes from 0 to {self.size - 1}")

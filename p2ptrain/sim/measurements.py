@@ -15,7 +15,7 @@ from p2ptrain.core.messages import Message, Vote, kind_of
 from p2ptrain.sim.machine import SimNode
 
 
-class Metrics:
+class Measurements:
     """Of one run."""
 
     def __init__(self) -> None:
