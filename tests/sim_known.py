@@ -1,4 +1,4 @@
-"""What the tests of the simulator share: scripted cores, and signed messages of simulated nodes."""
+"""Helpers for tests of the simulator: scripted cores, and signed messages of simulated nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in: invitations and allowlists decide in the simulator, too, and its scenarios notice if they did not."""
+"""Admission: invitations and allowlists decide in the simulator, too, and its scenarios notice if they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkers see what they are there for: broken cores are caught, whole ones are not.
+"""Checkers catch broken cores, each with the bug that it is there for, and pass sound ones.
 
 First each checker by itself, shown one thing that must never happen after a clean run. Then the core with one of its
 safeguards switched off, in a scenario made for that: some seed must make it fail, and with the safeguard the same seed
@@ -203,7 +203,7 @@ def signed(node: SimNode, message: Any) -> Received:
 
 
 def attested(ran: Ran, *held: Sequence[int], **changes: Any) -> str:
-    """What is said of a manifest for a new round, an empty one but for changes. Each node offers something, and `held`
+    """The verdict on a manifest for a new round, empty except for `changes`. Each node offers something, and `held`
     says by node whose offers it names in its availability."""
     nodes, branch, number = ran.cluster.nodes, ran.manifest.branch, ran.manifest.round + 1
     checker = ran.checker(ck.NothingCensored)

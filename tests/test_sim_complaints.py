@@ -1,4 +1,4 @@
-"""What simulated nodes complain of, and when."""
+"""Simulated nodes complain at the right time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lies that once worked: without the rule that was made against it, the scenario of the lie falls.
+"""Lies that once worked: without the rule against it, the scenario of the lie fails.
 
 The rule is broken in the running core; with it the same seed passes (test_sim_scenarios.py).
 """

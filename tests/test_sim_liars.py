@@ -119,7 +119,7 @@ def test_each_kind_lies_and_the_swarm_bears_it(how: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("how", KINDS)
 def test_a_liar_signs_with_its_own_key_only(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says in another's name is what that other has said, or nobody takes it."""
+    """A message in another's name is one that the other has sent, or nobody takes it."""
     log = Log()
     fault = [{"kind": "liar", "nodes": "f", "how": how, "at": 0.0}]
     cluster = swarm(how, seed=2, checkers=[log], rounds=6, fault=fault)
@@ -144,7 +144,7 @@ def test_a_liar_signs_with_its_own_key_only(how: str, monkeypatch: pytest.Monkey
 
 
 def _core_of(cluster: Cluster, envelope: bytes) -> tuple[bytes, bytes] | None:
-    """What was said, and by whom, without what rides along."""
+    """The signed part of a message, without its attachment."""
     received = cluster.decode(envelope)
     return (received.digest, getattr(received.message, "author", b"")) if received else None
 
@@ -200,7 +200,7 @@ def test_halves_are_the_whole_swarm_and_change_with_the_round() -> None:
 
 
 def test_a_liar_without_a_lie_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the base passes on is what the core wants."""
+    """The base class passes effects on unchanged."""
     monkeypatch.setitem(KINDS, "flood", KINDS["flood"]._replace(make=Liar))
     cluster = swarm("flood", fault=[{"kind": "liar", "nodes": "f", "how": "flood", "at": 0.0}])
     changed: list[Sequence[Said]] = []

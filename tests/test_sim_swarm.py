@@ -1,4 +1,4 @@
-"""Swarm testing: what is drawn is what is promised to be borne, what fails is told and shrunk."""
+"""Swarm testing: draws only faults that the protocol promises to bear; reports and shrinks failures."""
 
 from __future__ import annotations
 

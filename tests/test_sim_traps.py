@@ -1,4 +1,4 @@
-"""Traps: without the rule that was made for it, each scenario falls again.
+"""Traps: each scenario fails without the rule that was made for it.
 
 The rule is broken in the running core, and the scenario of that name has to fail; with the rule the same seed passes
 (test_sim_scenarios.py).

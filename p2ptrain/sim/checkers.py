@@ -1,9 +1,8 @@
-"""Checkers: what must hold in every simulation, looked at after every event that made an honest node do something.
+"""Checkers: the invariants of every simulation, checked after each event that an honest node acted on.
 
-They see what nodes decide to do (their effects) and what they have said. Of the messages that a node only takes in,
-which are most, they see one in a while, for the sake of its buffers; in a large swarm, of the rest, only what decides
-or applies a round (cluster.py). Each does little for an event and nothing for most of them; what they promise for a
-round depends on how many members lie in it (ledger.py).
+They see the effects of nodes and the messages that nodes have sent; which events they are shown is up to watch.py. Each
+does little for an event and nothing for most of them; what they promise for a round depends on how many members lie in
+it (ledger.py).
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["Checker", "Violation", "safety", "standard"]
 
 PLACES_MAX = 100_000  # messages that are remembered: those of many rounds, in a swarm of any size
-ROUNDS_KEPT = 64  # of certificates that were checked
-EVENTS_BETWEEN = 16  # of a node, between two looks at its buffers; what leaks is found a little later
+ROUNDS_KEPT = 64  # for which the signatures of certificates are remembered
+EVENTS_BETWEEN = 16  # between two looks at a node's buffers; a leak is found a little later
 VIEWS_MORE = 12  # than members, after the faults: to find together again, and a second turn of the honest
 
 
 def safety() -> list[Checker]:
-    """What must never happen, whatever befalls a swarm."""
+    """The checkers of safety: these hold whatever the faults."""
     ledger = Ledger()
     return [
         ledger,
@@ -152,7 +151,7 @@ class RealQuorums(Checker):
 
 
 class EqualRoots(Checker):
-    """Equal branch and round, equal root; and what is certified as a root is one."""
+    """Nodes at the same round of the same branch have the same root, and only such roots are certified."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -236,7 +235,7 @@ class NobodyHonestBanned(Checker):
 
 
 class BoundedBuffers(Checker):
-    """Every buffer stays within its bound, also when a flood is only taken in."""
+    """Every buffer stays within its bound, also in a flood of messages that change nothing."""
 
     def __init__(self) -> None:
         self.events: dict[int, int] = {}
@@ -255,7 +254,7 @@ class BoundedBuffers(Checker):
 
 
 class NothingCensored(Checker):
-    """What the availability of every honest member names is in the manifest, or its author is out."""
+    """A contribution that every honest member holds is in the manifest, unless its author is out."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -285,7 +284,7 @@ class NothingCensored(Checker):
                 del self.offers[old]
 
     def _attested(self, index: int, message: Availability) -> None:
-        """What stands in all availabilities of this member for this round: after a restart it may say another."""
+        """Keep what all availabilities of this member for this round name: after a restart it may send another."""
         place = message.branch, message.round
         if place in self.ledger.decided:
             return  # too late for the manifest
@@ -310,7 +309,7 @@ class NothingCensored(Checker):
 
 
 class OneVoice(Checker):
-    """No honest node says two different things in one place, whatever becomes of its process."""
+    """No honest node sends two different messages for one place, not even across restarts."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[object, ...], bytes] = {}
@@ -329,7 +328,7 @@ class OneVoice(Checker):
 
 
 def _place(message: Message) -> tuple[object, ...] | None:
-    """Where a message may be said only once; its author comes last."""
+    """The place that a message takes, for which there may be one only; its author comes last."""
     match message:
         case Announcement(branch=branch, round=number, author=author):
             return "announcement", branch, number, author
@@ -348,7 +347,7 @@ def _place(message: Message) -> tuple[object, ...] | None:
 
 
 class Recovered(Checker):
-    """Once the faults are over, everyone goes on, soon, and on one history."""
+    """Once the faults are over, everyone soon goes on, on one history."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -366,7 +365,7 @@ class Recovered(Checker):
                 self._compare(step, self.view_then)
 
     def _compare(self, entry: Entry, view_then: int) -> None:
-        """Views of rounds that were decided since. One that had begun before has those views behind it."""
+        """Check the views of a round decided since. A round that had begun before has used some already."""
         members = self.ledger.rosters.get(entry.manifest.parent, ())
         is_promised = self.ledger.promises(entry.manifest.parent) is Guarantee.EVERYTHING
         views = entry.certificate.view - view_then
@@ -391,7 +390,7 @@ class Recovered(Checker):
         return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(cluster).values())
 
     def _heads(self, cluster: Cluster) -> dict[int, AgreedState]:
-        """Of honest nodes, but for those that just now believe in a branch of liars alone."""
+        """The states of honest nodes, except those that currently believe in a branch of liars alone."""
         heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
         return {index: head for index, head in heads.items() if not are_liars(cluster, head.members)}
 
@@ -409,7 +408,7 @@ class Recovered(Checker):
 
 
 def standard() -> list[Checker]:
-    """All of them: what must never happen, and that after the faults the swarm goes on."""
+    """All checkers: safety, and that the swarm goes on after the faults."""
     checkers = safety()
     ledger = checkers[0]
     assert isinstance(ledger, Ledger), "the ledger comes first, since the others ask it"

@@ -194,14 +194,14 @@ class Cluster:
             raise Violation(f"node {node.index} wanted to be called at once {TICKS_MAX} times in a row: a busy loop")
 
     def set_clock(self, node: SimNode, jump: float, rate: float) -> None:
-        """The node's clock jumps, and goes at this rate from now on."""
+        """Let the node's clock jump, and run at this rate from now on."""
         node.clock.set(self.calendar.now, jump, rate)
         node.process.tick_at = NEVER
         if node.core is not None and node.core.deadline is not None:
             self._schedule_tick(node, node.core.deadline)
 
     def wake(self, node: SimNode) -> None:
-        """The machine goes on: what waited comes in."""
+        """Wake a machine that sleeps, and hand it the events that waited."""
         node.process.asleep_until = 0.0
         events, life = list(node.process.held_up), node.life
         node.process.held_up.clear()

@@ -47,7 +47,7 @@ class Devices:
         cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment))
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something when the node's device has done it, and all that came before."""
+        """Do something once the node's device has finished this job, after those before it."""
         done_at = node.accelerator.book(self.cluster.calendar.now, seconds)
         self.cluster.calendar.timer(node, done_at, action, node, *arguments)
 
@@ -78,7 +78,7 @@ class Devices:
             node.disk.save_checkpoint(SavedState(number, root, head))
 
     def catch_up(self, node: SimNode, effect: ev.CatchUp) -> None:
-        """The newest that can be had; pieces are checked as they arrive, so that a wrong one cannot be handed over."""
+        """Load the newest state that anyone serves. Pieces are checked on arrival: no wrong state gets in."""
         cluster, seconds = self.cluster, 0.0
         node.accelerator.catch_up(effect)
         saved = {checkpoint.root for checkpoint in node.disk.checkpoints}
@@ -104,7 +104,7 @@ class Devices:
             self._on_device(node, seconds, self._not_caught_up, effect)
 
     def _serves_state(self, source: SimNode, place: tuple[int, bytes], node: SimNode) -> bool:
-        """A node keeps the state of now and then a round for others, and the newest."""
+        """Whether a node has this state for others: it keeps the newest, and that of every few rounds."""
         kept, (number, root) = source.state.kept, place
         is_kept = place in kept and (
             number % self.cluster.setup.scenario.disk.checkpoint_rounds == 0 or place == [*kept][-1]

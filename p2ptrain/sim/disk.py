@@ -1,4 +1,4 @@
-"""The disk of a node: what was persisted, and what the store would give back at a start.
+"""The disk of a node: persists records, and gives back what the store would at a start.
 
 It keeps the journal that a real store keeps, and a few of the trainer's checkpoints. A checkpoint that is not on the
 saved history any more (its branch has lost) is passed over for an older one.
@@ -34,7 +34,7 @@ class Disk(Journal):
         del self.checkpoints[:-CHECKPOINTS_KEPT]
 
     def saved(self) -> Saved:
-        """What a start begins with."""
+        """The saved state that a process starts from."""
         checkpoint = self._newest_checkpoint()
         return self.saved_at(checkpoint.round, checkpoint.root)
 

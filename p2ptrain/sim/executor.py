@@ -80,7 +80,7 @@ class Executor:
             calendar.timer(node, calendar.now + seconds, self._written, node, records)
 
     def slow_disk(self, node: SimNode, fsync_seconds: float) -> None:
-        """Let the node's disk take so long from now on."""
+        """Set the mean fsync time of this node's disk."""
         self._slow_disks[node.index] = fsync_seconds
 
     def mend_disk(self, node: SimNode) -> None:

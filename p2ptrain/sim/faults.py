@@ -1,6 +1,6 @@
-"""Faults: what a scenario's faults do to the cluster, and when.
+"""Faults: schedules the faults of a scenario.
 
-Each is a few actions on the heap. After the last one has ended, the swarm has to recover by itself.
+Each is a few actions in the calendar. After the last one has ended, the swarm has to recover by itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from p2ptrain.sim.network import bits
 
 SLEEP_SECONDS = 10.0  # after which the connections of a machine that sleeps are gone
 START_SECONDS = 0.2  # within which all processes start
-LAST_ROUND = 2**40  # in which an invitation is good: none of a simulation is later
-FUSE_MAX = 12  # effects that a node still carries out before a SIGKILL between two of them
+LAST_ROUND = 2**40  # until which an invitation is good: later than any round of a simulation
+FUSE_MAX = 12  # effects before a SIGKILL that hits between two of them
 
 
 def begin(cluster: Cluster) -> None:
-    """Put the start of all nodes, and every fault, on the heap."""
+    """Schedule the start of all nodes, and every fault."""
     for node in cluster.nodes:
         cluster.calendar.after(0.0, START_SECONDS, cluster.start, node)
     for number, fault in enumerate(cluster.setup.scenario.fault):
@@ -38,7 +38,7 @@ def begin(cluster: Cluster) -> None:
 
 
 def _picked(cluster: Cluster, nodes: sc.Nodes) -> list[SimNode]:
-    """The nodes that are there by now."""
+    """The named nodes that exist by now."""
     return [cluster.nodes[index] for index in cluster.setup.scenario.pick(nodes) if index < len(cluster.nodes)]
 
 

@@ -19,7 +19,7 @@ class Goal:
         self._next_look = 0.0
 
     def look(self) -> None:
-        """Check whether the goal is reached; called when a round was applied, and at times."""
+        """Check whether the goal is reached; called when a round was applied or a state was loaded."""
         calendar = self._calendar
         if calendar.is_over or calendar.now < self._next_look:
             return

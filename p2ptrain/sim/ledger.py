@@ -1,6 +1,6 @@
-"""The ledger: which rosters came into force in a simulation, what they decided, and what that promises.
+"""The ledger: the rosters that came into force, their decisions, and the guarantees that follow.
 
-Quorums, rosters and signed bytes are worked out here again, so that the checkers (checkers.py) share no judgement
+Quorums, rosters and signed bytes are computed here again, so that the checkers (checkers.py) share no judgement
 with the core that they check. What is promised depends on how many members lie. As long as no roster had more than f
 liars, everything holds. Beyond, but while any two quorums still share an honest member, honest nodes decide alike, and
 no more. Beyond that, anything goes.
@@ -28,15 +28,15 @@ Members: TypeAlias = tuple[bytes, ...]
 
 
 class Violation(Exception):  # noqa: N818
-    """Something happened that must never happen."""
+    """An invariant is broken."""
 
 
 class TwoHistories(Violation):
-    """Honest nodes have decided differently."""
+    """Honest nodes have decided on different manifests for one round."""
 
 
 class Checker:
-    """Looks on."""
+    """Base of all checkers: called about honest nodes, and raises Violation."""
 
     holds_beyond = False  # also once a roster has more than f faulty members
 
@@ -51,7 +51,7 @@ class Checker:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Quorums and signatures, worked out again
+# Quorums and signatures, computed again
 
 
 def quorum(size: int) -> int:
@@ -63,18 +63,18 @@ def may_lie(size: int) -> int:
 
 
 def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
-    """What this key's signature under a message looks like; `body` is its kind and its fields."""
+    """The signature of this key under a message; `body` is the message's kind and fields."""
     kind = body[0]
     name = blake3(msgspec.msgpack.encode(body), derive_key_context=f"p2ptrain 1 message {kind}").digest()
     return sign_as(run_id, key, f"p2ptrain 1 {kind}".encode() + b"\0" + run_id + name)
 
 
 # ---------------------------------------------------------------------------------------------------
-# What was decided
+# Decisions
 
 
 class Guarantee(IntEnum):
-    """What a roster promises, given how many of its members and of those before it lie."""
+    """The guarantees of a roster, given how many of its members, and of the rosters before it, lie."""
 
     NOTHING = 0
     ONE_HISTORY = 1  # two quorums share an honest member
@@ -82,7 +82,7 @@ class Guarantee(IntEnum):
 
 
 class Ledger(Checker):
-    """Rosters and decisions of honest nodes, by the manifest or branch that led to them. The others ask it."""
+    """Records rosters and decisions of honest nodes, by the manifest or branch that led to them, for other checkers."""
 
     holds_beyond = True
 
@@ -121,7 +121,7 @@ class Ledger(Checker):
         self._note(cluster, head, members, manifest.parent)
 
     def _jumped(self, cluster: Cluster, base: AgreedState) -> None:
-        """Who has no seat may believe in a branch of liars alone, of which nobody honest has decided anything."""
+        """Note a branch of liars alone, which a node without a seat may believe in."""
         if base.head not in self.rosters and are_liars(cluster, base.members):
             self._note(cluster, base.head, base.members, b"")
 
@@ -138,12 +138,12 @@ class Ledger(Checker):
         self.guarantees[head] = min(self._by_members[members], self.guarantees.get(parent, Guarantee.EVERYTHING))
 
     def promises(self, head: bytes) -> Guarantee:
-        """What holds for the round or the branch after this manifest."""
+        """The guarantee for the round or branch after this manifest."""
         return self.guarantees.get(head, Guarantee.NOTHING)
 
 
 def are_liars(cluster: Cluster, members: Members) -> bool:
-    """Whether all of them are: then what they decide is nothing but a lie, and concerns nobody who is honest."""
+    """Whether all members are liars: their decisions bind nobody who is honest."""
     return not any(cluster.nodes[cluster.key_index[key]].honest for key in members)
 
 
@@ -155,5 +155,5 @@ def _guarantee(cluster: Cluster, members: Members) -> Guarantee:
 
 
 def certified(effects: Sequence[Effect]) -> list[Certified]:
-    """What a node has decided or adopted."""
+    """The rounds and branches that a node has decided on or adopted."""
     return [effect.record for effect in effects if type(effect) is Persist and type(effect.record) is Certified]

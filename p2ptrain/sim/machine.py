@@ -37,7 +37,7 @@ class Shelf:
         self.new.add(payload)
 
     def turn(self, number: int) -> None:
-        """A round has passed."""
+        """Drop old payloads as rounds pass."""
         if number >= self.turned_at + self.rounds:
             self.old, self.new, self.turned_at = self.new, set(), number
 
@@ -56,7 +56,7 @@ class ModelState:
     kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can hand to others
     is_wrong: bool = False  # a bit has flipped, and no state was fetched since
     applied: list[tuple[bytes, int, bytes, bytes]] = field(default_factory=list)  # branch, round, manifest, root
-    moved_at: float = 0.0  # when it was last another one
+    moved_at: float = 0.0  # when it last changed
 
     def become(self, number: int, root: bytes, head: bytes, kept: int) -> None:
         self.round, self.root, self.head = number, root, head
@@ -66,7 +66,7 @@ class ModelState:
             del self.kept[next(iter(self.kept))]
 
     def moved(self, now: float) -> None:
-        """Note that it is another one."""
+        """Note when the state changed."""
         self.moved_at = now
 
     def mend(self) -> None:

@@ -1,7 +1,7 @@
-"""The outcome of a simulation: run a scenario, and hold what happened against what it expects.
+"""The outcome of a simulation: runs a scenario and compares the result with its expectations.
 
-What always holds (one history, equal roots, no honest node banned) is the checkers' business; here it is the goal, and
-what the scenario's own `expect` says.
+The checkers watch the invariants (one history, equal roots, no honest node banned); here it is the goal, and the
+scenario's own `expect`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Prepare = Callable[[Cluster], None]
 
 
 class Outcome(Struct):
-    """What came of one run."""
+    """The result of one run."""
 
     cluster: Cluster
     clean_rate: float | None  # rounds a minute of the clean twin, if that was asked for
     failures: list[str]
-    error: Exception | None = None  # that ended the run
+    error: Exception | None = None  # the exception that ended the run
 
     @property
     def is_good(self) -> bool:
@@ -75,7 +75,7 @@ def clean_twin(scenario: Scenario) -> Scenario:
 
 
 def rate(cluster: Cluster) -> float:
-    """Rounds a virtual minute, as the honest node in the middle came to them; branches that lost do not count."""
+    """Rounds a virtual minute of the median honest node; branches that lost do not count."""
     rates = [
         60.0 * applied[-1][1] / applied[-1][0]
         for node in cluster.nodes
@@ -85,13 +85,13 @@ def rate(cluster: Cluster) -> float:
 
 
 def final_members(cluster: Cluster) -> list[int]:
-    """The roster in the end, as the one sees it who is furthest on."""
+    """The final roster, as seen by the honest node that is furthest on."""
     last = _furthest(cluster)
     return sorted(cluster.key_index[key] for key in last.disk.state.members) if last else []
 
 
 def history(cluster: Cluster) -> list[Manifest]:
-    """What was decided on the way to the end, as the one sees it who is furthest on: without the branches that lost."""
+    """The decided manifests, as seen by the honest node that is furthest on: without branches that lost."""
     last, metrics = _furthest(cluster), cluster.metrics
     if last is None:
         return []
@@ -179,7 +179,7 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
 
 
 def _counts(cluster: Cluster, expect: Expect) -> Iterator[tuple[str, float, float | None, float | None]]:
-    """What is counted, how much, and the limits."""
+    """Each count with its name, value and limits."""
     metrics, decided = cluster.metrics, history(cluster)
     rounds, taken = max(1, len(decided)), sum(len(manifest.taken) for manifest in decided)
     views = max(metrics.views.values(), default=0)

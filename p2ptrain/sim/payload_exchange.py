@@ -1,6 +1,6 @@
 """Payloads between simulated nodes: making one, fetching it from source after source, and serving it.
 
-Only small payloads have content; of large ones just the length is known.
+Only small payloads have content; large ones are a name and a length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHECK_SECONDS = 0.001  # for a payload's digest and strict decoder
 
 
 class Payload(Struct, frozen=True):
-    """A payload that exists somewhere."""
+    """A payload that some node has made."""
 
     payload_bytes: int
     good: bool
@@ -45,7 +45,7 @@ class PayloadExchange:
         return payload is not None and payload.good
 
     def make(self, node: SimNode, number: int, base_round: int, good: bool = True) -> tuple[bytes, Payload]:
-        """A new payload and its digest. Large ones are not made, only their size is known."""
+        """Make a payload; returns its name, too."""
         size = self.cluster.setup.scenario.training.payload_bytes
         seed = b"".join(place.to_bytes(8, "little") for place in (number, base_round, next(self._made)))
         start = digest("simulated payload", node.key, seed)
@@ -74,7 +74,7 @@ class PayloadExchange:
                 self._failed(node, effect, sources, source, "cannot be reached", DIAL_SECONDS)
 
     def _serve(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes], source: SimNode) -> None:
-        """The request has come to the source."""
+        """Answer a request that has arrived at the source."""
         cluster, payload = self.cluster, self.payloads.get(effect.payload)
         withholds = source.liar is not None and not source.liar.serves(cluster, source.index, effect.payload, node.key)
         why = ""

@@ -14,7 +14,7 @@ SIMULATED = "simulated"
 
 
 def watch(cluster: Cluster, index: int, log: EventLog) -> None:
-    """Write down what happens to a node of a simulation."""
+    """Write the events of one simulated node to a log."""
     life = 0
 
     def note(node: SimNode, event: Event, effects: Sequence[object] | None, local: float) -> None:
@@ -35,5 +35,5 @@ def watch(cluster: Cluster, index: int, log: EventLog) -> None:
 
 
 def signer_of(header: Header) -> FakeSigner:
-    """What signs and verifies as the node's keys did."""
+    """The signer that the simulated node had."""
     return FakeSigner(header.run_id, header.me)

@@ -13,7 +13,7 @@ NAMED_MAX = 12  # nodes that a line names one by one
 
 
 def summary(outcome: Outcome, seed: int) -> str:
-    """What happened, line by line."""
+    """The outcome, line by line."""
     cluster, metrics, calendar = outcome.cluster, outcome.cluster.metrics, outcome.cluster.calendar
     scenario, decided = cluster.setup.scenario, history(cluster)
     rounds, lost = max(1, len(decided)), len(metrics.manifests) - len(decided)
@@ -67,7 +67,7 @@ def _named(nodes: Iterable[int]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Whether a picture can be written there: known before a simulation that may take minutes, not after."""
+    """Raise ConfigError unless a picture can be written there, before a simulation that may take minutes."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (an extra, and slow to import)
     except ImportError as error:

@@ -34,7 +34,7 @@ LIAR_KINDS = sorted(liars.KINDS)
 
 
 class Failed(Struct, frozen=True):
-    """A seed that found something."""
+    """A seed that fails, and its scenario."""
 
     seed: int
     failures: list[str]
@@ -51,7 +51,7 @@ class Failed(Struct, frozen=True):
 
 
 class SwarmSummary(Struct):
-    """What a swarm test has done so far."""
+    """Totals of a swarm test so far."""
 
     seeds: int = 0
     rounds: int = 0
@@ -94,7 +94,7 @@ def swarm(
 
 
 def run(scenario: sc.Scenario, seed: int) -> Outcome:
-    """One run with every checker; with more faulty members than are promised to be borne, for one history alone."""
+    """One run with every checker; if more members were faulty than may be, only two histories are a failure."""
     outcome = simulate(scenario, seed, checkers.standard())
     if outcome.cluster.watch.is_beyond and not isinstance(outcome.error, TwoHistories):
         return replace(outcome, failures=[])
@@ -111,7 +111,7 @@ def draw(seed: int) -> sc.Scenario:
 
 
 class _Draw:
-    """The dice, and what they have shown so far."""
+    """Draws the parts of a scenario."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, Random(f"swarm {seed}")
@@ -311,7 +311,7 @@ class _Draw:
 
 
 def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Scenario, list[str]]:
-    """A smaller scenario that fails with the same seed, and how it does."""
+    """Find a smaller scenario that fails with the same seed; returns its failures, too."""
     until = time.monotonic() + SHRINK_SECONDS
     is_smaller = True
     while is_smaller and time.monotonic() < until:
@@ -344,7 +344,7 @@ def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
 
 
 def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
-    """The same with a node less; those behind it move up."""
+    """The scenario without one node; those after it move up."""
 
     def rest(nodes: sc.Nodes) -> list[int]:
         return [node - (node > gone) for node in scenario.pick(nodes) if node != gone]

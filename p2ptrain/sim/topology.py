@@ -1,6 +1,6 @@
 """The topology: who is connected with whom, and when nodes notice that a peer has come or gone.
 
-Messages reach everyone over links of their own; a connection is what a node knows of. It is there while both processes
+Messages reach everyone over links of their own; a connection is what the core hears of. It exists while both processes
 run and are awake and the link is open one way at least, and either change is noticed only after a while.
 """
 
@@ -38,7 +38,7 @@ class Topology:
                 self.possible[other].add(index)
 
     def introduce(self, node: SimNode) -> None:
-        """A newcomer finds peers."""
+        """Find peers for a newcomer."""
         cluster = self.cluster
         others = [other for other in range(node.index) if not cluster.nodes[other].is_gone]
         found = cluster.rng.sample(others, min(len(others), PEERS_MAX))
@@ -48,7 +48,7 @@ class Topology:
             self.possible[other].add(node.index)
 
     def refresh(self, *nodes: SimNode) -> None:
-        """Something has changed for these nodes: after a while they and their peers notice."""
+        """Let these nodes and their peers notice, after a while, what has changed for them."""
         cluster = self.cluster
         for node in nodes:
             for other in sorted(self.possible[node.index]):
@@ -63,7 +63,7 @@ class Topology:
         return one.alive and other.alive and is_awake and is_open
 
     def reach(self, node: SimNode, peer: bytes, size: int) -> tuple[SimNode, float] | None:
-        """The peer, and when what is sent to it on a stream arrives; None if it cannot be reached."""
+        """The peer, and when a message to it on a stream arrives; None if it cannot be reached."""
         cluster = self.cluster
         index = cluster.key_index.get(peer)
         if index is None or not cluster.nodes[index].alive:
@@ -93,7 +93,7 @@ class Topology:
                 self.cluster.give(here, PeerLost(peer.key))
 
     def drop(self, node: SimNode) -> None:
-        """Connections of a process that was killed, if nobody has noticed before it starts again."""
+        """Close the connections of a killed process that nobody has noticed before it starts again."""
         for other in sorted(self.connected[node.index]):
             self._lose(node, self.cluster.nodes[other])
 
