@@ -7,7 +7,8 @@ SECONDS := 120
 MINUTES := 20
 NODES := 3
 ROUNDS := 200
-SEED := 1
+SEED :=
+SEEDS := 40
 VENV := .venv
 STAMP := $(VENV)/.installed
 GPU_WHEELS := out/gpu-wheels
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt docs pictures demo test swarm kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
+.PHONY: help setup check fmt docs pictures demo test swarm scenarios kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,8 +55,11 @@ demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
 test: setup ## the tests that take seconds (NO_SKIPS_OF=browser: none of these is skipped)
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs' $(NO_SKIPS_OF:%=--no-skips-of=%)
 
-swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS, SEED)
-	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) --seed $(SEED)
+swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS; SEED: draw the same again)
+	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) $(SEED:%=--seed %)
+
+scenarios: setup ## every scenario with drawn seeds (SEEDS, SEED)
+	$(VENV)/bin/python benchmarks/scenarios.py --seeds $(SEEDS) $(SEED:%=--seed %)
 
 kills: setup ## real daemons, one of which is killed again and again (MINUTES)
 	$(VENV)/bin/python benchmarks/kills.py --minutes $(MINUTES)

@@ -1,4 +1,4 @@
-"""What the tests of the simulator share: scripted cores, and signed messages of simulated nodes."""
+"""Helpers for tests of the simulator: scripted cores, and signed messages of simulated nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Message, Vote, encode, signed_bytes
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.machine import Lifetime, SimNode
+from p2ptrain.sim.ledger import Checker
+from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import Scenario, scenario_of
 
 
@@ -27,6 +28,18 @@ def scenario(nodes: int = 3, **changes: Any) -> Scenario:
     return scenario_of({**plain, **changes})
 
 
+class Log(Checker):
+    """Keeps every message that honest nodes send in their own names: when, by which node, and its envelope."""
+
+    holds_beyond = True
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[float, int, bytes]] = []
+
+    def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
+        self.messages.append((cluster.calendar.now, index, envelope))
+
+
 class Script:
     """A core that does as it is told, and remembers what it heard."""
 
@@ -41,43 +54,43 @@ class Script:
         return self
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        self.heard.append((round(self.cluster.now, 5), event))
+        self.heard.append((round(self.cluster.calendar.now, 5), event))
         self.times.append(now)
         return self.replies.get(type(event), lambda _: [])(event)
 
 
 def scripted(nodes: int = 3, **changes: Any) -> tuple[Cluster, list[Script]]:
     """A cluster of scripts, started at zero."""
-    cluster = Cluster(nodes, 1, scenario(nodes, **changes))
+    cluster = Cluster(1, scenario(nodes, **changes))
     scripts = []
     for node in cluster.nodes:
         script = Script(cluster, node)
-        node.process = Lifetime(script)  # type: ignore[arg-type]
+        node.begin(script)  # type: ignore[arg-type]
         node.life = 1
         scripts.append(script)
     return cluster, scripts
 
 
 def do(cluster: Cluster, index: int, *effects: ev.Effect) -> None:
-    cluster.driver.carry_out(cluster.nodes[index], effects)
+    cluster.executor.carry_out(cluster.nodes[index], effects)
 
 
 def said(cluster: Cluster, index: int, message: Message) -> bytes:
-    return encode(message, cluster.nodes[index].signer.sign(signed_bytes(cluster.run_id, message)))
+    return encode(message, cluster.nodes[index].signer.sign(signed_bytes(cluster.setup.run_id, message)))
 
 
 def vote(cluster: Cluster, index: int, view: int = 0) -> bytes:
-    return said(cluster, index, Vote(cluster.run_id, 1, view, Ballot.PREVOTE, NOTHING, cluster.nodes[index].key))
+    return said(cluster, index, Vote(cluster.setup.run_id, 1, view, Ballot.PREVOTE, NOTHING, cluster.nodes[index].key))
 
 
 def announcement(cluster: Cluster, index: int, number: int = 1, payload: bytes = bytes(32)) -> bytes:
     key = cluster.nodes[index].key
-    return said(cluster, index, Announcement(cluster.run_id, number, number - 1, bytes(32), payload, 40, key))
+    return said(cluster, index, Announcement(cluster.setup.run_id, number, number - 1, bytes(32), payload, 40, key))
 
 
 def begin_faults(cluster: Cluster) -> None:
     """The faults alone: scripts are running already."""
-    for number, fault in enumerate(cluster.scenario.fault):
+    for number, fault in enumerate(cluster.setup.scenario.fault):
         faults._ACTIONS[type(fault)](cluster, number, fault)
 
 

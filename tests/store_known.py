@@ -39,19 +39,19 @@ def lives(name: str, seed: int = 1) -> tuple[AgreedState, int, list[list[ev.Reco
     clusters = []
 
     def listen(cluster: Cluster) -> None:
-        write = cluster.driver.write
+        write = cluster.executor.write
         clusters.append(cluster)
 
         def heard(node: Any, records: Any) -> None:
             disks.setdefault(id(node.disk), (node.disk, []))[1].extend(records)  # a disk that is held keeps its id
             write(node, records)
 
-        cluster.driver.write = heard  # type: ignore[method-assign]
+        cluster.executor.write = heard  # type: ignore[method-assign]
 
     simulate(load_scenario(FOLDER / f"{name}.toml"), seed, (), listen)
     [cluster] = clusters
-    kept = cluster.run_config.agreement.history_rounds
-    return cluster.genesis, kept, [records for _, records in disks.values()]
+    kept = cluster.setup.run_config.agreement.history_rounds
+    return cluster.setup.genesis, kept, [records for _, records in disks.values()]
 
 
 def some_records(count: int = 40) -> tuple[AgreedState, list[ev.Record]]:

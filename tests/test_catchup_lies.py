@@ -184,6 +184,29 @@ def test_strangers_that_claim_to_be_ahead_do_not_keep_a_newcomer_from_joining() 
     assert set(asked(effects)) == set(liars)
 
 
+def join_requests(claiming: int) -> list[JoinRequest]:
+    """A newcomer's requests among seven members, the first of whom claim to be ahead and never answer."""
+    bench = Bench(7, me=9, peers=False)
+    liars = KEYS[:claiming]
+    for key in KEYS[:7]:
+        bench.do(ev.PeerSeen(key))
+    effects: list[ev.Effect] = []
+    for number in range(5, 45):
+        for key in liars:
+            effects += bench.hear(bench.hello(key, round=number))
+        effects += bench.wait(1.0)
+    assert asked(effects) != []
+    return [message for message in published(effects) if isinstance(message, JoinRequest)]
+
+
+def test_as_many_members_as_may_lie_do_not_keep_a_newcomer_from_joining() -> None:
+    assert len(join_requests(claiming=2)) >= 2
+
+
+def test_a_newcomer_believes_more_members_than_may_lie() -> None:
+    assert join_requests(claiming=7) == []
+
+
 def test_a_newcomer_that_lags_first_looks_at_what_a_stranger_may_prove() -> None:
     """Those who have the newest state may all have come after the beginning, which is all that a newcomer knows."""
     bench = Bench(4, me=9, peers=False)

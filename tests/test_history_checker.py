@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from blake3 import blake3
 from history_checker import NOTHING, PRECOMMIT, PREVOTE, check
+from sim_known import Log
 
 from p2ptrain.digest import digest
 from p2ptrain.sim.checkers import standard
@@ -199,21 +200,12 @@ def test_what_is_not_signed_counts_for_nothing() -> None:
 # Whole simulations
 
 
-def judged_simulation(cluster: Cluster, ledger: Ledger) -> list[str]:
+def judged_simulation(cluster: Cluster, ledger: Ledger, log: Log) -> list[str]:
     """What the judge says of everything that honest nodes have sent in a simulation."""
     rosters = {place: ledger.rosters[ledger.parents[head]] for place, (head, _) in ledger.decided.items()}
     honest = [node.key for node in cluster.nodes if node.honest]
-    verify = FakeSigner(cluster.run_id, b"")
-    return check(cluster.run_id, [envelope for _, _, envelope in cluster.log], rosters, honest, verify)
-
-
-def with_log(table: dict[str, Any], seed: int) -> tuple[Cluster, Ledger, list[str]]:
-    checkers = standard()
-    ledger = checkers[0]
-    assert isinstance(ledger, Ledger)
-    prepare: Callable[[Cluster], None] = Cluster.log_messages
-    outcome = simulate(scenario_of(table), seed, checkers, prepare)
-    return outcome.cluster, ledger, outcome.failures
+    verify = FakeSigner(cluster.setup.run_id, b"")
+    return check(cluster.setup.run_id, [envelope for _, _, envelope in log.messages], rosters, honest, verify)
 
 
 @pytest.mark.parametrize("how", ["equivocate votes", "propose anew", "collude"])
@@ -229,8 +221,11 @@ def test_the_history_of_a_swarm_with_liars_is_sound(how: str) -> None:
             {"kind": "partition", "groups": [[0, 1, 2], [3, 4, 5, 6]], "at": 9.0, "until": 12.0},
         ],
     }
-    cluster, ledger, failures = with_log(table, 5)
-    assert failures == []
-    votes = sum(len(envelope) > 0 for _, _, envelope in cluster.log)
+    log, checkers = Log(), standard()
+    outcome = simulate(scenario_of(table), 5, [*checkers, log])
+    assert outcome.failures == []
+    ledger = checkers[0]
+    assert isinstance(ledger, Ledger)
+    votes = sum(len(envelope) > 0 for _, _, envelope in log.messages)
     assert votes > 500, "there was something to judge"
-    assert judged_simulation(cluster, ledger) == []
+    assert judged_simulation(outcome.cluster, ledger, log) == []

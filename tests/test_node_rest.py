@@ -56,7 +56,7 @@ class Twins:
 
     def watch(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        cluster.observers.append(self.note)
+        cluster.watch.observers.append(self.note)
 
     def note(self, node: SimNode, event: ev.Event, effects: Any, local: float) -> None:
         if node.liar is not None:
@@ -66,7 +66,7 @@ class Twins:
         assert self.cluster is not None
         life, twin = self.nodes.get(node.index, (-1, None))
         if life != node.life or twin is None:
-            rng, run_id = Random(self.cluster.rng_name(node.index, node.life)), core.context.run_id
+            rng, run_id = Random(self.cluster.setup.rng_name("node", node.index, node.life)), core.context.run_id
             twin = Restless(core.context.run, run_id, node.key, FakeSigner(run_id, node.key), rng)
             self.nodes[node.index] = node.life, twin
         expected = twin.handle(event, local)

@@ -24,4 +24,4 @@ def test_there_are_some() -> None:
 @pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
 def test_what_once_failed_holds(path: Path) -> None:
     outcome = simulate(load_scenario(path), int(path.stem), standard())
-    assert (outcome.failures, outcome.cluster.is_beyond) == ([], False)
+    assert (outcome.failures, outcome.cluster.watch.is_beyond) == ([], False)

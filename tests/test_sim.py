@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from sim_known import Script, begin_faults, do, of_kind, said, scenario, scripted, vote
+from sim_known import Log, Script, begin_faults, do, of_kind, said, scenario, scripted, vote
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Call, Vote, encode, signed_bytes
@@ -19,7 +19,7 @@ from p2ptrain.sim.checkers import OneHistory, Violation, standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.keys import FakeSigner, node_key
 from p2ptrain.sim.ledger import Ledger
-from p2ptrain.sim.network import FANOUT, Network, bits
+from p2ptrain.sim.network import FANOUT, LinkModel, bits
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.report import summary
 from p2ptrain.sim.scenario import Links
@@ -33,11 +33,18 @@ ROOT = Path(__file__).parents[1]
 TRACE = """
 import sys
 from pathlib import Path
+from blake3 import blake3
+from msgspec import msgpack
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import load_scenario
 for name in sys.argv[2:]:
-    outcome = simulate(load_scenario(Path(name)), int(sys.argv[1]), (), lambda cluster: cluster.trace_events())
-    print(outcome.cluster.trace.hexdigest())
+    trace = blake3()
+    def prepare(cluster):
+        def note(node, event, effects, local):
+            trace.update(msgpack.encode((cluster.calendar.now, node.index, local, event, len(effects or ()))))
+        cluster.watch.observers.append(note)
+    simulate(load_scenario(Path(name)), int(sys.argv[1]), (), prepare)
+    print(trace.hexdigest())
 """
 TRACED = [str(ROOT / "scenarios" / f"{name}.toml") for name in ("churn", "liar-collude", "partition-regroup")]
 
@@ -78,8 +85,8 @@ def test_keys_differ_by_seed_and_node() -> None:
 # The network
 
 
-def network(**links: Any) -> Network:
-    return Network(Links(**{"latency_seconds": 0.1, "jitter_seconds": 0.0, **links}), Random(1))
+def network(**links: Any) -> LinkModel:
+    return LinkModel(Links(**{"latency_seconds": 0.1, "jitter_seconds": 0.0, **links}), Random(1))
 
 
 def test_a_message_reaches_everyone_but_its_publisher() -> None:
@@ -169,7 +176,7 @@ def test_a_published_message_is_one_event_for_all() -> None:
     assert one is other
     assert isinstance(one, ev.MessageReceived)
     assert (one.sender, one.received.envelope, one.payload_good) == (cluster.nodes[0].key, envelope, None)
-    assert (cluster.deliveries, cluster.metrics.heard_messages, cluster.metrics.heard_bytes) == (
+    assert (cluster.calendar.deliveries, cluster.metrics.heard_messages, cluster.metrics.heard_bytes) == (
         2,
         2,
         2 * len(envelope),
@@ -211,11 +218,11 @@ def test_questions_arrive_as_events() -> None:
 
 def test_an_attachment_is_held_by_whoever_receives_it() -> None:
     cluster, scripts = scripted()
-    name, payload = cluster.driver.make_payload(cluster.nodes[0], 1, 0)
-    bad, bad_payload = cluster.driver.make_payload(cluster.nodes[0], 1, 0, good=False)
+    name, payload = cluster.executor.payloads.make(cluster.nodes[0], 1, 0)
+    bad, bad_payload = cluster.executor.payloads.make(cluster.nodes[0], 1, 0, good=False)
     for each, content in ((name, payload), (bad, bad_payload)):
-        message = Announcement(cluster.run_id, 1, 0, bytes(32), each, 40, cluster.nodes[0].key)
-        signature = cluster.nodes[0].signer.sign(signed_bytes(cluster.run_id, message))
+        message = Announcement(cluster.setup.run_id, 1, 0, bytes(32), each, 40, cluster.nodes[0].key)
+        signature = cluster.nodes[0].signer.sign(signed_bytes(cluster.setup.run_id, message))
         do(cluster, 0, ev.Publish(encode(message, signature, content.attachment)))
     cluster.run()
     assert [event.payload_good for _, event in scripts[1].heard if isinstance(event, ev.MessageReceived)] == [
@@ -243,7 +250,7 @@ def test_a_cut_is_noticed_after_a_while_and_so_is_its_end() -> None:
     fault = {"kind": "partition", "at": 10.0, "until": 50.0, "groups": [[0], [1, 2]]}
     cluster, scripts = scripted(fault=[fault])
     begin_faults(cluster)
-    cluster.connections.refresh(*cluster.nodes)
+    cluster.topology.refresh(*cluster.nodes)
     cluster.run()
     assert sorted(peers_of(scripts[0])[:2]) == [("PeerSeen", 1), ("PeerSeen", 2)]
     assert sorted(peers_of(scripts[0])[2:4]) == [("PeerLost", 1), ("PeerLost", 2)]
@@ -257,9 +264,9 @@ def test_a_link_that_is_cut_one_way_stays_a_connection() -> None:
     fault = {"kind": "partition", "at": 10.0, "until": 50.0, "groups": [[0], [1, 2]], "one_way": True}
     cluster, scripts = scripted(fault=[fault])
     begin_faults(cluster)
-    cluster.connections.refresh(*cluster.nodes)
-    cluster.at(20.0, do, cluster, 0, ev.Publish(vote(cluster, 0)))
-    cluster.at(20.0, do, cluster, 1, ev.Publish(vote(cluster, 1)))
+    cluster.topology.refresh(*cluster.nodes)
+    cluster.calendar.at(20.0, do, cluster, 0, ev.Publish(vote(cluster, 0)))
+    cluster.calendar.at(20.0, do, cluster, 1, ev.Publish(vote(cluster, 1)))
     cluster.run()
     assert ("PeerLost", 1) not in peers_of(scripts[0])
     assert of_kind(scripts[0], ev.MessageReceived) == []
@@ -268,8 +275,8 @@ def test_a_link_that_is_cut_one_way_stays_a_connection() -> None:
 
 def test_a_disconnected_peer_is_lost_and_comes_back() -> None:
     cluster, scripts = scripted()
-    cluster.connections.refresh(*cluster.nodes)
-    cluster.at(5.0, do, cluster, 0, ev.Disconnect(cluster.nodes[1].key, "useless"))
+    cluster.topology.refresh(*cluster.nodes)
+    cluster.calendar.at(5.0, do, cluster, 0, ev.Disconnect(cluster.nodes[1].key, "useless"))
     cluster.run()
     assert peers_of(scripts[0])[2:] == [("PeerLost", 1), ("PeerSeen", 1)]
     assert peers_of(scripts[1])[2:] == [("PeerLost", 0), ("PeerSeen", 0)]
@@ -277,8 +284,8 @@ def test_a_disconnected_peer_is_lost_and_comes_back() -> None:
 
 
 def test_large_swarms_are_not_fully_connected() -> None:
-    cluster = Cluster(100, 1, scenario(100))
-    connected = cluster.connections.possible
+    cluster = Cluster(1, scenario(100))
+    connected = cluster.topology.possible
     degrees = [len(peers) for peers in connected]
     assert min(degrees) >= 16
     assert max(degrees) < 60
@@ -286,9 +293,9 @@ def test_large_swarms_are_not_fully_connected() -> None:
 
 
 def test_above_the_seats_nodes_contribute_without_a_vote() -> None:
-    cluster = Cluster(10, 1, scenario(10, admission={"seats_max": 4}))
-    assert len(cluster.genesis.members) == 4
-    assert [entry.key for entry in cluster.genesis.admitted] == sorted(node.key for node in cluster.nodes)
+    cluster = Cluster(1, scenario(10, admission={"seats_max": 4}))
+    assert len(cluster.setup.genesis.members) == 4
+    assert [entry.key for entry in cluster.setup.genesis.admitted] == sorted(node.key for node in cluster.nodes)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -304,13 +311,14 @@ def test_a_killed_node_starts_again_with_what_its_disk_holds() -> None:
 
 
 def test_messages_are_logged_as_they_were_said() -> None:
-    outcome = simulate(scenario(4, rounds=4), 1, (), lambda cluster: cluster.log_messages())
+    log = Log()
+    outcome = simulate(scenario(4, rounds=4), 1, [log])
     cluster = outcome.cluster
     assert outcome.failures == []
-    assert len(cluster.log) >= sum(cluster.metrics.kinds[kind] for kind in ("announcement", "prevote", "precommit"))
-    times = [at for at, _, _ in cluster.log]
+    assert len(log.messages) >= sum(cluster.metrics.kinds[kind] for kind in ("announcement", "prevote", "precommit"))
+    times = [at for at, _, _ in log.messages]
     assert times == sorted(times)
-    assert all(cluster.decode(envelope) is not None for _, _, envelope in cluster.log)
+    assert all(cluster.decode(envelope) is not None for _, _, envelope in log.messages)
 
 
 def test_a_goal_that_is_not_reached_is_a_failure() -> None:
@@ -323,7 +331,7 @@ def test_a_goal_that_is_not_reached_is_a_failure() -> None:
 @pytest.mark.parametrize("kind", ["crash", "leave"])
 def test_a_swarm_in_which_nobody_is_left_is_a_failure(kind: str) -> None:
     outcome = simulate(scenario(4, fault=[{"kind": kind, "at": 2.0, "nodes": "all"}]), 1)
-    assert not outcome.cluster.is_done
+    assert not outcome.cluster.calendar.is_over
     assert outcome.failures == ["round 5 was not reached by everyone within 100 s: nobody honest is left"]
 
 
@@ -349,22 +357,26 @@ def test_while_quorums_share_a_member_without_fault_one_history_is_still_looked_
     forgets = {"kind": "crash", "at": 5.0, "until": 6.0, "nodes": [3], "forgetful": True}
     outcome = simulate(scenario(5, rounds=12, fault=[lie, forgets]), 1, standard())
     cluster = outcome.cluster
-    assert (cluster.is_beyond, cluster.is_done, outcome.failures) == (True, True, [])
+    assert (cluster.watch.is_beyond, cluster.calendar.is_over, outcome.failures) == (True, True, [])
     assert cluster.rounds >= 12
-    assert [type(checker) for checker in cluster.checkers] == [Ledger, OneHistory]
+    assert [type(checker) for checker in cluster.watch.checkers] == [Ledger, OneHistory]
     assert "\nbeyond      more than f of a roster were faulty" in summary(outcome, 1)
 
 
 def test_a_roster_in_which_more_than_f_lie_ends_the_run_without_a_verdict() -> None:
     lie = {"kind": "liar", "at": 0.0, "nodes": [3], "how": "silent announce"}
     outcome = simulate(scenario(4, rounds=30, fault=[lie, {"kind": "leave", "at": 5.0, "nodes": [0]}]), 1)
-    assert outcome.cluster.is_beyond
+    assert outcome.cluster.watch.is_beyond
     assert outcome.cluster.rounds < 30
 
 
 def test_nodes_that_call_themselves_are_no_message_kind_of_their_own() -> None:
     cluster, scripts = scripted()
-    do(cluster, 0, ev.Publish(said(cluster, 0, Call(cluster.run_id, cluster.run_id, 0, cluster.nodes[0].key))))
+    do(
+        cluster,
+        0,
+        ev.Publish(said(cluster, 0, Call(cluster.setup.run_id, cluster.setup.run_id, 0, cluster.nodes[0].key))),
+    )
     cluster.run()
     assert cluster.metrics.kinds == {"call": 1}
     assert len(scripts[1].heard) == 1
@@ -373,8 +385,8 @@ def test_nodes_that_call_themselves_are_no_message_kind_of_their_own() -> None:
 def test_who_has_lost_its_memory_counts_as_faulty() -> None:
     forgets = {"kind": "crash", "at": 5.0, "until": 6.0, "nodes": [2, 3], "forgetful": True}
     outcome = simulate(scenario(4, rounds=30, fault=[forgets]), 1)
-    assert outcome.cluster.is_beyond
-    assert not simulate(scenario(7, rounds=12, fault=[forgets]), 1).cluster.is_beyond
+    assert outcome.cluster.watch.is_beyond
+    assert not simulate(scenario(7, rounds=12, fault=[forgets]), 1).cluster.watch.is_beyond
 
 
 def test_nothing_but_the_history_grows_with_the_rounds() -> None:

@@ -1,4 +1,4 @@
-"""Who is let in: invitations and allowlists decide in the simulator, too, and its scenarios notice if they did not."""
+"""Admission: invitations and allowlists decide in the simulator, too, and its scenarios notice if they do not."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def table(**changes: Any) -> dict[str, Any]:
 def test_keys_are_those_of_the_nodes_of_this_seed() -> None:
     scenario = scenario_of(table(admission_keys=[1, 3]))
     for seed in (1, 2):
-        keys = Cluster(4, seed, scenario).run_config.admission.keys
+        keys = Cluster(seed, scenario).setup.run_config.admission.keys
         assert keys == (node_key(seed, 1).hex(), node_key(seed, 3).hex())
 
 

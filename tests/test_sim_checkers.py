@@ -1,4 +1,4 @@
-"""The checkers see what they are there for: broken cores are caught, whole ones are not.
+"""Checkers catch broken cores, each with the bug that it is there for, and pass sound ones.
 
 First each checker by itself, shown one thing that must never happen after a clean run. Then the core with one of its
 safeguards switched off, in a scenario made for that: some seed must make it fail, and with the safeguard the same seed
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from sim_known import Log
 from test_history_checker import judged_simulation
 
 from p2ptrain.core import events, history, regroup, roster
@@ -24,11 +25,12 @@ from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, 
 from p2ptrain.core.node import Node
 from p2ptrain.sim import checkers as ck
 from p2ptrain.sim import faults
-from p2ptrain.sim.cluster import FAILURES, SWALLOWED_BETWEEN, Cluster
+from p2ptrain.sim.cluster import FAILURES, Cluster
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.ledger import Checker, Ledger, Trust, Violation, may_lie, quorum
+from p2ptrain.sim.ledger import Checker, Guarantee, Ledger, Violation, may_lie, quorum
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import scenario_of
+from p2ptrain.sim.watch import SWALLOWED_BETWEEN
 
 # ---------------------------------------------------------------------------------------------------
 # Each by itself
@@ -40,7 +42,7 @@ class Ran:
     def __init__(self, nodes: int = 4) -> None:
         self.checkers = ck.standard()
         scenario = scenario_of({"sentence": "Nothing happens.", "nodes": nodes, "rounds": 4})
-        self.cluster = Cluster(nodes, 1, scenario, self.checkers)
+        self.cluster = Cluster(1, scenario, self.checkers)
         faults.begin(self.cluster)
         self.cluster.run()
         self.node = self.cluster.nodes[0]
@@ -188,7 +190,7 @@ def test_a_flood_that_is_only_taken_in_is_seen(ran: Ran, monkeypatch: pytest.Mon
     monkeypatch.setattr(Node, "handle", swallow)
     monkeypatch.setattr(Node, "limits", lambda self: {"letters": (heard[id(self)], 100)})
     for is_sparing in (False, True):
-        ran.cluster.is_sparing = is_sparing
+        ran.cluster.watch.is_sparing = is_sparing
         with pytest.raises(Violation, match=r"node 0 keeps \d+ letters, the bound is 100"):
             for _ in range(SWALLOWED_BETWEEN):
                 ran.cluster.give(ran.node, message)
@@ -201,7 +203,7 @@ def signed(node: SimNode, message: Any) -> Received:
 
 
 def attested(ran: Ran, *held: Sequence[int], **changes: Any) -> str:
-    """What is said of a manifest for a new round, an empty one but for changes. Each node offers something, and `held`
+    """The verdict on a manifest for a new round, empty except for `changes`. Each node offers something, and `held`
     says by node whose offers it names in its availability."""
     nodes, branch, number = ran.cluster.nodes, ran.manifest.branch, ran.manifest.round + 1
     checker = ran.checker(ck.NothingCensored)
@@ -252,8 +254,8 @@ def test_an_older_contribution_of_the_same_author_goes_first(ran: Ran) -> None:
 
 
 def test_a_root_of_a_device_in_which_a_bit_has_flipped_may_be_had_but_not_certified(ran: Ran) -> None:
-    number, wrong, device = ran.manifest.round, b"\1" * 32, ran.node.device
-    device.is_wrong = True
+    number, wrong, state = ran.manifest.round, b"\1" * 32, ran.node.state
+    state.is_wrong = True
     assert ran.show(ck.EqualRoots, event=Applied(ran.manifest.branch, number, wrong)) == ""
     claimed = ran.show(ck.EqualRoots, ran.decide(root_round=number, root=wrong))
     assert claimed == f"round {number} certifies a root that no honest node has computed"
@@ -262,14 +264,13 @@ def test_a_root_of_a_device_in_which_a_bit_has_flipped_may_be_had_but_not_certif
 def test_two_votes_in_one_place_are_seen(ran: Ran) -> None:
     node = ran.node
     first = Vote(ran.manifest.branch, 9, 0, Ballot.PREVOTE, NOTHING, node.key)
+    checker = ran.checker(ck.OneVoice)
     for message in (first, replace(first, view=1), first):
-        ran.cluster.log.append((1.0, 0, signed(node, message).envelope))
-        assert ran.show(ck.OneVoice) == ""
+        checker.said(ran.cluster, 0, signed(node, message).envelope)
     other = replace(first, manifest=bytes([1]) * 32)
-    ran.cluster.log.append((1.0, 1, signed(node, other).envelope))
-    assert ran.show(ck.OneVoice) == "", "node 1 hands over what node 0 is said to have said"
-    ran.cluster.log.append((1.0, 0, signed(node, other).envelope))
-    assert ran.show(ck.OneVoice) == "node 0, which is honest, has made two of the same place: vote of round 9"
+    checker.said(ran.cluster, 1, signed(node, other).envelope)  # node 1 hands over what node 0 is said to have said
+    with pytest.raises(Violation, match="node 0, which is honest, has made two of the same place: vote of round 9"):
+        checker.said(ran.cluster, 0, signed(node, other).envelope)
 
 
 def test_too_many_views_after_the_faults_are_seen(ran: Ran) -> None:
@@ -280,7 +281,7 @@ def test_too_many_views_after_the_faults_are_seen(ran: Ran) -> None:
 
 def test_a_swarm_that_does_not_go_on_is_seen(ran: Ran) -> None:
     ran.checker(ck.Recovered).at_end(ran.cluster)
-    ran.cluster.is_done, ran.cluster.goal = False, 99
+    ran.cluster.calendar.is_over, ran.cluster.goal.round = False, 99
     with pytest.raises(Violation, match=r"s, and nodes \[0, 1, 2, 3\] have not applied round 99"):
         ran.checker(ck.Recovered).at_end(ran.cluster)
 
@@ -290,33 +291,33 @@ def test_two_histories_in_the_end_are_seen(ran: Ran) -> None:
     other = ran.decide(taken=()).record
     assert isinstance(other, Certified)
     node.disk.history[-1] = other
-    ledger.trust[other.state.head] = Trust.EVERYTHING
+    ledger.guarantees[other.state.head] = Guarantee.EVERYTHING
     with pytest.raises(Violation, match="of another history than node"):
         ran.checker(ck.Recovered).at_end(ran.cluster)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "liars", "trust"),
+    ("nodes", "liars", "guarantee"),
     [
-        (1, 0, Trust.EVERYTHING),
-        (3, 0, Trust.EVERYTHING),
-        (3, 1, Trust.NOTHING),
-        (4, 1, Trust.EVERYTHING),
-        (4, 2, Trust.NOTHING),
-        (6, 1, Trust.EVERYTHING),
-        (6, 2, Trust.ONE_HISTORY),
-        (6, 4, Trust.NOTHING),
-        (7, 2, Trust.EVERYTHING),
-        (7, 3, Trust.NOTHING),
+        (1, 0, Guarantee.EVERYTHING),
+        (3, 0, Guarantee.EVERYTHING),
+        (3, 1, Guarantee.NOTHING),
+        (4, 1, Guarantee.EVERYTHING),
+        (4, 2, Guarantee.NOTHING),
+        (6, 1, Guarantee.EVERYTHING),
+        (6, 2, Guarantee.ONE_HISTORY),
+        (6, 4, Guarantee.NOTHING),
+        (7, 2, Guarantee.EVERYTHING),
+        (7, 3, Guarantee.NOTHING),
     ],
 )
-def test_what_is_promised_depends_on_how_many_lie(nodes: int, liars: int, trust: Trust) -> None:
+def test_what_is_promised_depends_on_how_many_lie(nodes: int, liars: int, guarantee: Guarantee) -> None:
     ran = Ran(nodes)
     for node in ran.cluster.nodes[:liars]:
         node.honest = False
     ledger = Ledger()
     ledger.after(ran.cluster, nodes - 1, Tick(), [])
-    assert ledger.promises(ran.cluster.genesis.head) is trust
+    assert ledger.promises(ran.cluster.setup.genesis.head) is guarantee
 
 
 def test_a_roster_that_promised_nothing_taints_what_follows(ran: Ran) -> None:
@@ -329,7 +330,7 @@ def test_a_roster_that_promised_nothing_taints_what_follows(ran: Ran) -> None:
     begun = Beginning(ran.manifest.branch, ran.manifest.round, head, 0, honest, honest, (bytes(64), bytes(64)))
     state = ran.last.state.regrouped(begun.branch, honest)
     ledger.after(ran.cluster, 3, Tick(), [Persist(Certified(begun, state))])
-    assert (ledger.rosters[begun.branch], ledger.promises(begun.branch)) == (honest, Trust.NOTHING)
+    assert (ledger.rosters[begun.branch], ledger.promises(begun.branch)) == (honest, Guarantee.NOTHING)
 
 
 def test_quorums_are_those_of_the_design() -> None:
@@ -449,12 +450,10 @@ def only(kind: type[Checker]) -> list[Checker]:
     return [checkers[0], *(checker for checker in checkers if type(checker) is kind)]
 
 
-def run(table: Table, seed: int, checkers: Sequence[Checker], log: bool = False) -> tuple[Cluster, str]:
+def run(table: Table, seed: int, checkers: Sequence[Checker]) -> tuple[Cluster, str]:
     """Run a scenario to its end, or to what checkers, or the core itself, find."""
     scenario = scenario_of(table)
-    cluster = Cluster(scenario.nodes, seed, scenario, checkers)
-    if log:
-        cluster.log_messages()
+    cluster = Cluster(seed, scenario, checkers)
     faults.begin(cluster)
     try:
         cluster.run()
@@ -490,8 +489,8 @@ def test_the_judge_of_histories_sees_it_too(name: str, sentence: str, monkeypatc
     mutate, table, _, _, found_at = MUTATIONS[name]
     mutate(monkeypatch)
     for seed in (found_at, *range(SEARCH)):
-        ledger = Ledger()
-        cluster, _ = run(table(seed), seed, [ledger], log=True)
-        if any(sentence in problem for problem in judged_simulation(cluster, ledger)):
+        ledger, log = Ledger(), Log()
+        cluster, _ = run(table(seed), seed, [ledger, log])
+        if any(sentence in problem for problem in judged_simulation(cluster, ledger, log)):
             return
     pytest.fail(f"no seed shows the judge a core without {name}")

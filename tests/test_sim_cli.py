@@ -69,8 +69,17 @@ def test_a_plot_and_the_events_of_a_node_are_written(
 def test_a_swarm_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = p2ptrain(capsys, "simulate", "--swarm", 20, "--seed", 0)
     assert (status, err) == (0, "")
+    assert out.startswith("seed 0\n")
     assert " rounds of " in out
     assert "nothing found" in out
+
+
+def test_the_seed_of_a_swarm_is_drawn_from_the_clock_and_told_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2ptrain.cli.simulation.time.time", lambda: 1_234.5)
+    status, out, _ = p2ptrain(capsys, "simulate", "--swarm", 1)
+    assert (status, out.splitlines()[0]) == (0, "seed 1234")
 
 
 def test_a_swarm_that_finds_something_is_status_1(

@@ -1,4 +1,4 @@
-"""What simulated nodes complain of, and when."""
+"""Simulated nodes complain at the right time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def complaints(seconds: int, **changes: Any) -> dict[int, list[int]]:
 
     def prepare(cluster: Cluster) -> None:
         for second in range(1, seconds):
-            cluster.at(float(second), look, cluster, second)
+            cluster.calendar.at(float(second), look, cluster, second)
 
     outcome = simulate(scenario(5, **{"rounds": 40, "seconds": 1_000.0, **changes}), 1, standard(), prepare)
     assert outcome.failures == []

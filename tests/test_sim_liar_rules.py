@@ -1,4 +1,4 @@
-"""Lies that once worked: without the rule that was made against it, the scenario of the lie falls.
+"""Lies that once worked: without the rule against it, the scenario of the lie fails.
 
 The rule is broken in the running core; with it the same seed passes (test_sim_scenarios.py).
 """
@@ -20,7 +20,7 @@ from p2ptrain.core.repair import Repair
 from p2ptrain.sim.branch_lies import FalseJumps
 from p2ptrain.sim.checkers import Violation, standard
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.ledger import Ledger, Trust
+from p2ptrain.sim.ledger import Guarantee, Ledger
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import load_scenario, scenario_of
 
@@ -88,27 +88,29 @@ def test_without_the_rule_the_lie_works_again(name: str, monkeypatch: pytest.Mon
 def test_a_roster_of_liars_alone_does_not_come_into_force() -> None:
     """Else a newcomer that is led away would end the run, or what is promised in it."""
     fault = [{"kind": "liar", "nodes": "f", "how": "coup", "at": 0.0}]
-    cluster = Cluster(7, SEED, scenario_of({"sentence": "One.", "nodes": 7, "rounds": 3, "fault": fault}), standard())
-    checkers, keys = cluster.checkers, sorted(node.key for node in cluster.nodes[5:])
-    cluster.roster_came_into_force(replace(cluster.genesis, members=tuple(keys)), was_lost=False)
-    assert (cluster.is_beyond, cluster.is_done, cluster.checkers) == (False, False, checkers)
-    cluster.roster_came_into_force(replace(cluster.genesis, members=tuple(sorted([*keys, cluster.nodes[0].key]))))
-    assert (cluster.is_beyond, cluster.is_done) == (True, True)
+    cluster = Cluster(SEED, scenario_of({"sentence": "One.", "nodes": 7, "rounds": 3, "fault": fault}), standard())
+    checkers, keys = cluster.watch.checkers, sorted(node.key for node in cluster.nodes[5:])
+    cluster.watch.roster_came_into_force(cluster, replace(cluster.setup.genesis, members=tuple(keys)), was_lost=False)
+    assert (cluster.watch.is_beyond, cluster.calendar.is_over, cluster.watch.checkers) == (False, False, checkers)
+    cluster.watch.roster_came_into_force(
+        cluster, replace(cluster.setup.genesis, members=tuple(sorted([*keys, cluster.nodes[0].key])))
+    )
+    assert (cluster.watch.is_beyond, cluster.calendar.is_over) == (True, True)
 
 
 def test_one_who_believes_in_a_jump_to_liars_alone_has_broken_nothing() -> None:
     """Not yet: it has no seat, and comes back. What follows something else that nobody decided is still a violation."""
     fault = [{"kind": "liar", "nodes": "f", "how": "false jumps", "at": 0.0}]
-    cluster = Cluster(7, SEED, scenario_of({"sentence": "One.", "nodes": 7, "rounds": 3, "fault": fault}))
+    cluster = Cluster(SEED, scenario_of({"sentence": "One.", "nodes": 7, "rounds": 3, "fault": fault}))
     for is_liar in (True, False):
         ledger, author = Ledger(), cluster.nodes[5 if is_liar else 0]
-        base = replace(cluster.genesis, branch=bytes(32), head=bytes(32), round=20, members=(author.key,))
+        base = replace(cluster.setup.genesis, branch=bytes(32), head=bytes(32), round=20, members=(author.key,))
         liar = FalseJumps(Random(SEED), author.signer)
-        entry, state = liar._alone(base, cluster.run_config)
+        entry, state = liar._alone(base, cluster.setup.run_config)
         record = Certified(entry, state, Trunk((), (), (), base))
         if is_liar:
             ledger.after(cluster, 1, Tick(), [Persist(record)])
-            assert ledger.promises(state.head) is Trust.NOTHING
+            assert ledger.promises(state.head) is Guarantee.NOTHING
         else:
             with pytest.raises(Violation, match="which follows something that no honest node has decided"):
                 ledger.after(cluster, 1, Tick(), [Persist(record)])

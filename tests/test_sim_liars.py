@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from sim_known import Log
 
 from p2ptrain.core.events import Effect, Publish, Send, SendHistory
 from p2ptrain.core.messages import Evidence, Message, Proposal, Received, Vote
@@ -16,6 +17,7 @@ from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.collusion import MOOD_SECONDS, Schedule
 from p2ptrain.sim.keys import FakeSigner, node_key
+from p2ptrain.sim.ledger import Checker
 from p2ptrain.sim.liars import KINDS, make
 from p2ptrain.sim.rewriting import Liar, Said, ToSome
 from p2ptrain.sim.scenario import scenario_of
@@ -24,7 +26,7 @@ Watch = Callable[[Liar, Sequence[Effect], Sequence[Said]], None]
 OFTEN_BANNED = {"equivocate announcements", "bad payloads", "flood"}
 
 
-def swarm(how: str, seed: int = 1, **changes: Any) -> Cluster:
+def swarm(how: str, seed: int = 1, checkers: Sequence[Checker] = (), **changes: Any) -> Cluster:
     """Seven nodes of which two lie; others crash and come back, so that histories are asked for, and a cut makes
     members call for a branch."""
     scenario = {
@@ -39,7 +41,7 @@ def swarm(how: str, seed: int = 1, **changes: Any) -> Cluster:
         ],
     }
     table = scenario | changes
-    return Cluster(table["nodes"], seed, scenario_of(table), ck.standard())
+    return Cluster(seed, scenario_of(table), [*ck.standard(), *checkers])
 
 
 def watched(cluster: Cluster, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Cluster:
@@ -108,7 +110,7 @@ def test_each_kind_lies_and_the_swarm_bears_it(how: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(kind, "serves", refusing)
     changes = {"fault": OCCASIONS[how]} if how in OCCASIONS else {}
     cluster = watched(swarm(how, **changes), watch, monkeypatch)
-    assert (cluster.is_done, lies > 0) == (True, True)
+    assert (cluster.calendar.is_over, lies > 0) == (True, True)
     assert refused > 0 or how != "withhold"
     banned = sorted(cluster.key_index[key] for key in cluster.metrics.banned)
     assert set(banned) <= {5, 6}
@@ -117,8 +119,10 @@ def test_each_kind_lies_and_the_swarm_bears_it(how: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("how", KINDS)
 def test_a_liar_signs_with_its_own_key_only(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says in another's name is what that other has said, or nobody takes it."""
-    cluster = swarm(how, seed=2, rounds=6, fault=[{"kind": "liar", "nodes": "f", "how": how, "at": 0.0}])
+    """A message in another's name is one that the other has sent, or nobody takes it."""
+    log = Log()
+    fault = [{"kind": "liar", "nodes": "f", "how": how, "at": 0.0}]
+    cluster = swarm(how, seed=2, checkers=[log], rounds=6, fault=fault)
     said: list[tuple[bytes, bytes]] = []
 
     def watch(liar: Liar, effects: Sequence[Effect], rewritten: Sequence[Said]) -> None:
@@ -128,10 +132,9 @@ def test_a_liar_signs_with_its_own_key_only(how: str, monkeypatch: pytest.Monkey
             elif isinstance(effect, Send):
                 said.extend((liar.me, envelope) for envelope in effect.envelopes)
 
-    cluster.log_messages()
     watched(cluster, watch, monkeypatch)
     liars = {cluster.nodes[5].key, cluster.nodes[6].key}
-    honest = {_core_of(cluster, envelope) for _, _, envelope in cluster.log}
+    honest = {_core_of(cluster, envelope) for _, _, envelope in log.messages}
     for _, envelope in said:
         received = cluster.decode(envelope)
         author = getattr(received and received.message, "author", None)
@@ -141,7 +144,7 @@ def test_a_liar_signs_with_its_own_key_only(how: str, monkeypatch: pytest.Monkey
 
 
 def _core_of(cluster: Cluster, envelope: bytes) -> tuple[bytes, bytes] | None:
-    """What was said, and by whom, without what rides along."""
+    """The signed part of a message, without its attachment."""
     received = cluster.decode(envelope)
     return (received.digest, getattr(received.message, "author", b"")) if received else None
 
@@ -178,9 +181,9 @@ def test_forkers_propose_two_manifests_and_vote_for_both(monkeypatch: pytest.Mon
 
 def test_colluders_change_their_lie_at_the_same_time() -> None:
     cluster = swarm("collude")
-    liars = [make("collude", Random(seed), FakeSigner(cluster.run_id, node_key(1, seed))) for seed in (5, 6)]
+    liars = [make("collude", Random(seed), FakeSigner(cluster.setup.run_id, node_key(1, seed))) for seed in (5, 6)]
     moods: list[list[str]] = []
-    for cluster.now in (0.0, MOOD_SECONDS - 0.1, MOOD_SECONDS, 5.5 * MOOD_SECONDS):
+    for cluster.calendar.now in (0.0, MOOD_SECONDS - 0.1, MOOD_SECONDS, 5.5 * MOOD_SECONDS):
         chosen = [liar._mood(cluster) for liar in liars if isinstance(liar, Schedule)]
         moods.append([type(mood).__name__ for mood in chosen])
     assert moods == [["Forks"] * 2, ["Forks"] * 2, ["EquivocatesVotes"] * 2, ["TwoFacedAvailabilities"] * 2]
@@ -188,7 +191,7 @@ def test_colluders_change_their_lie_at_the_same_time() -> None:
 
 def test_halves_are_the_whole_swarm_and_change_with_the_round() -> None:
     cluster = swarm("fork")
-    liar = make("fork", Random(3), FakeSigner(cluster.run_id, cluster.nodes[5].key))
+    liar = make("fork", Random(3), FakeSigner(cluster.setup.run_id, cluster.nodes[5].key))
     others = {node.key for node in cluster.nodes if node.index != 5}
     halves = [liar.sides(cluster, number) for number in range(8)]
     assert all(set(left) | set(right) == others and not set(left) & set(right) for left, right in halves)
@@ -197,7 +200,7 @@ def test_halves_are_the_whole_swarm_and_change_with_the_round() -> None:
 
 
 def test_a_liar_without_a_lie_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the base passes on is what the core wants."""
+    """The base class passes effects on unchanged."""
     monkeypatch.setitem(KINDS, "flood", KINDS["flood"]._replace(make=Liar))
     cluster = swarm("flood", fault=[{"kind": "liar", "nodes": "f", "how": "flood", "at": 0.0}])
     changed: list[Sequence[Said]] = []

@@ -15,11 +15,11 @@ from p2ptrain.core.messages import Certificate
 from p2ptrain.core.state import AgreedState, Taken
 from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.cluster import TICKS_MAX, Cluster
-from p2ptrain.sim.disk import Checkpoint, Disk
-from p2ptrain.sim.driver import DIAL_SECONDS, HISTORY_SECONDS
+from p2ptrain.sim.disk import Disk, SavedState
+from p2ptrain.sim.executor import DIAL_SECONDS, HISTORY_SECONDS
 from p2ptrain.sim.machine import HELD_UP_MAX, Shelf
 
-FIRST = Checkpoint(0, b"f" * 32, b"")
+FIRST = SavedState(0, b"f" * 32, b"")
 
 # ---------------------------------------------------------------------------------------------------
 # The disk and the order of effects
@@ -62,7 +62,7 @@ def test_a_crash_loses_what_was_not_written_and_perhaps_what_was_being_written(k
 
 def test_a_fuse_kills_between_two_effects() -> None:
     cluster, scripts = scripted()
-    cluster.nodes[0].process.fuse = 2
+    cluster.nodes[0].process.light_fuse(2)
     do(cluster, 0, *(ev.Publish(vote(cluster, 0, view)) for view in range(4)))
     cluster.run()
     assert not cluster.nodes[0].alive
@@ -92,8 +92,8 @@ def certified(state: AgreedState, salt: bytes = b"") -> ev.Certified:
 
 def test_a_disk_replaces_what_came_after_the_state_that_a_round_follows() -> None:
     cluster, _ = scripted()
-    disk = Disk(FIRST, cluster.genesis, kept=3)
-    first = certified(cluster.genesis, b"1")
+    disk = Disk(FIRST, cluster.setup.genesis, kept=3)
+    first = certified(cluster.setup.genesis, b"1")
     second, other = certified(first.state, b"2"), certified(first.state, b"other")
     third = certified(other.state, b"3")
     for record in (first, second, other, third):
@@ -112,12 +112,15 @@ def test_a_disk_replaces_what_came_after_the_state_that_a_round_follows() -> Non
 
 def test_a_checkpoint_that_is_not_on_the_saved_history_is_passed_over() -> None:
     cluster, _ = scripted()
-    disk = Disk(FIRST, cluster.genesis, kept=9)
-    first, second = certified(cluster.genesis, b"1"), certified(certified(cluster.genesis, b"1").state, b"2")
+    disk = Disk(FIRST, cluster.setup.genesis, kept=9)
+    first, second = (
+        certified(cluster.setup.genesis, b"1"),
+        certified(certified(cluster.setup.genesis, b"1").state, b"2"),
+    )
     disk.write(first, None)
     assert disk.saved().applied_round == 0
-    disk.save_checkpoint(Checkpoint(1, b"r" * 32, first.state.head))
-    disk.save_checkpoint(Checkpoint(2, b"x" * 32, second.state.head))  # of a branch that has lost
+    disk.save_checkpoint(SavedState(1, b"r" * 32, first.state.head))
+    disk.save_checkpoint(SavedState(2, b"x" * 32, second.state.head))  # of a branch that has lost
     assert (disk.saved().applied_round, disk.saved().applied_root) == (1, b"r" * 32)
     disk.write(second, None)
     assert disk.saved().applied_round == 2
@@ -142,7 +145,7 @@ def test_a_shelf_keeps_payloads_for_so_many_rounds_at_least() -> None:
 def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
     cluster, scripts = scripted(4)
     keys = [node.key for node in cluster.nodes]
-    name, _ = cluster.driver.make_payload(cluster.nodes[3], 1, 0)
+    name, _ = cluster.executor.payloads.make(cluster.nodes[3], 1, 0)
     cluster.nodes[3].shelf.add(name)
     cluster.kill(cluster.nodes[1])
     do(cluster, 0, ev.Fetch(name, 40, (keys[1], keys[2], keys[3])))
@@ -159,7 +162,7 @@ def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
 
 def test_a_bad_payload_arrives_as_bad() -> None:
     cluster, scripts = scripted()
-    name, _ = cluster.driver.make_payload(cluster.nodes[1], 1, 0, good=False)
+    name, _ = cluster.executor.payloads.make(cluster.nodes[1], 1, 0, good=False)
     cluster.nodes[1].shelf.add(name)
     do(cluster, 0, ev.Fetch(name, 40, (cluster.nodes[1].key,)))
     cluster.run()
@@ -169,7 +172,7 @@ def test_a_bad_payload_arrives_as_bad() -> None:
 def test_a_large_payload_takes_its_time() -> None:
     links = {"latency_seconds": 0.01, "jitter_seconds": 0.0, "bytes_per_second": 1e6}
     cluster, scripts = scripted(links=links, training={"payload_bytes": 2_000_000})
-    name, payload = cluster.driver.make_payload(cluster.nodes[1], 1, 0)
+    name, payload = cluster.executor.payloads.make(cluster.nodes[1], 1, 0)
     assert payload.attachment == b""
     cluster.nodes[1].shelf.add(name)
     do(cluster, 0, ev.Fetch(name, 2_000_000, (cluster.nodes[1].key,)))
@@ -182,9 +185,9 @@ def test_a_history_that_does_not_come_fails() -> None:
     keys = [node.key for node in cluster.nodes]
     cluster.kill(cluster.nodes[2])
     for peer in keys[1:]:
-        do(cluster, 0, ev.AskHistory(peer, cluster.run_id, 0))
+        do(cluster, 0, ev.AskHistory(peer, cluster.setup.run_id, 0))
     cluster.run()
-    assert scripts[1].heard[0][1] == ev.HistoryAsked(keys[0], cluster.run_id, 0)
+    assert scripts[1].heard[0][1] == ev.HistoryAsked(keys[0], cluster.setup.run_id, 0)
     assert of_kind(scripts[0], ev.HistoryFailed) == [
         (DIAL_SECONDS, ev.HistoryFailed(keys[2], "no answer")),
         (HISTORY_SECONDS, ev.HistoryFailed(keys[1], "no answer")),
@@ -194,12 +197,12 @@ def test_a_history_that_does_not_come_fails() -> None:
 def test_a_history_arrives_as_it_was_sent_and_only_where_it_was_asked_for() -> None:
     cluster, scripts = scripted()
     keys = [node.key for node in cluster.nodes]
-    history = History((Stage(cluster.run_id, 0),), 0, (), None, ())
+    history = History((Stage(cluster.setup.run_id, 0),), 0, (), None, ())
     scripts[1].replies[ev.HistoryAsked] = lambda asked: [
         ev.SendHistory(asked.peer, history),
         ev.SendHistory(keys[2], history),
     ]
-    do(cluster, 0, ev.AskHistory(keys[1], cluster.run_id, 0))
+    do(cluster, 0, ev.AskHistory(keys[1], cluster.setup.run_id, 0))
     cluster.run()
     assert [event for _, event in scripts[0].heard] == [ev.HistoryArrived(keys[1], history)]
     assert scripts[2].heard == []
@@ -208,14 +211,14 @@ def test_a_history_arrives_as_it_was_sent_and_only_where_it_was_asked_for() -> N
 def test_a_history_in_another_encoding_fails() -> None:
     cluster, scripts = scripted()
     cluster.nodes[0].process.questions[1] = 5
-    cluster.driver._history_came(cluster.nodes[0], cluster.nodes[1], b"\x00")
+    cluster.executor._history_came(cluster.nodes[0], cluster.nodes[1], b"\x00")
     assert isinstance(scripts[0].heard[0][1], ev.HistoryFailed)
 
 
 def test_a_state_is_fetched_from_a_source_that_has_it() -> None:
     cluster, scripts = scripted()
     root = b"r" * 32
-    cluster.nodes[2].device.kept[7, root] = None
+    cluster.nodes[2].state.kept[7, root] = None
     sources = tuple(node.key for node in cluster.nodes[1:])
     first, second = ev.CatchUp(((9, root),), sources), ev.CatchUp(((8, root), (7, root)), sources, 1)
     do(cluster, 0, first, second)  # which ends the first
@@ -226,11 +229,11 @@ def test_a_state_is_fetched_from_a_source_that_has_it() -> None:
         ev.CaughtUp(7, root, 1),
         ev.CatchUpFailed("nobody has it", 2),
     ]
-    assert (cluster.nodes[0].device.round, cluster.nodes[0].device.root) == (7, root)
+    assert (cluster.nodes[0].state.round, cluster.nodes[0].state.root) == (7, root)
 
 
 def manifest(cluster: Cluster, taken: Sequence[Taken] = ()) -> Manifest:
-    state = cluster.genesis
+    state = cluster.setup.genesis
     return Manifest(
         state.branch, 1, state.head, state.digest, 0, state.root, tuple(taken), (), (), (), (), (), b"", (), ()
     )
@@ -244,14 +247,14 @@ def test_the_same_manifest_makes_the_same_state_of_the_same_state() -> None:
     one, other = (script.heard[0][1] for script in scripts[:2])
     assert isinstance(one, ev.Applied)
     assert one == other
-    assert (one.branch, one.round) == (cluster.run_id, 1)
-    assert one.root not in (cluster.genesis.root, bytes(32))
-    assert cluster.nodes[0].applied == [(cluster.run_id, 1, manifest(cluster).digest, one.root)]
+    assert (one.branch, one.round) == (cluster.setup.run_id, 1)
+    assert one.root not in (cluster.setup.genesis.root, bytes(32))
+    assert cluster.nodes[0].state.applied == [(cluster.setup.run_id, 1, manifest(cluster).digest, one.root)]
 
 
 def test_the_same_manifest_makes_another_state_of_another_state() -> None:
     cluster, scripts = scripted()
-    cluster.nodes[1].device.root = b"x" * 32
+    cluster.nodes[1].state.root = b"x" * 32
     for index in range(2):
         do(cluster, index, ev.Apply(manifest(cluster)))
     cluster.run()
@@ -263,7 +266,7 @@ def test_the_same_manifest_makes_another_state_of_another_state() -> None:
 
 def test_applying_without_a_payload_is_caught() -> None:
     cluster, _ = scripted()
-    name, _ = cluster.driver.make_payload(cluster.nodes[1], 1, 0)
+    name, _ = cluster.executor.payloads.make(cluster.nodes[1], 1, 0)
     apply = ev.Apply(manifest(cluster, [Taken(cluster.nodes[1].key, 1, 0, name, 40)]))
     with pytest.raises(Violation, match="node 0 applies round 1 and lacks a payload"):
         do(cluster, 0, apply)
@@ -352,7 +355,7 @@ def test_a_clock_that_jumps_takes_its_deadlines_along() -> None:
     node.clock.offset = 0.0
     due(scripts[0], 50.0)
     cluster.give(node, ev.Asked(b"", ()))
-    cluster.at(10.0, cluster.set_clock, node, 35.0, 1.0)  # local time 45 now
+    cluster.calendar.at(10.0, cluster.set_clock, node, 35.0, 1.0)  # local time 45 now
     cluster.run()
     assert [at for at, event in scripts[0].heard if isinstance(event, ev.Tick)] == pytest.approx([15.0], abs=1e-4)
 
@@ -384,7 +387,7 @@ def test_a_machine_that_sleeps_hears_everything_when_it_wakes_up() -> None:
     begin_faults(cluster)
     do(cluster, 0, ev.Train(1, 0, 0, 1))
     for time, view in ((0.5, 0), (10.0, 1), (20.0, 2)):
-        cluster.at(time, do, cluster, 1, ev.Publish(vote(cluster, 1, view)))
+        cluster.calendar.at(time, do, cluster, 1, ev.Publish(vote(cluster, 1, view)))
     cluster.run()
     views = [(at, event.received.message.view) for at, event in of_kind(scripts[0], ev.MessageReceived)]
     assert views == [(0.51, 0), (60.0, 1), (60.0, 2)]
@@ -394,7 +397,7 @@ def test_a_machine_that_sleeps_hears_everything_when_it_wakes_up() -> None:
 def test_what_waits_for_a_machine_that_sleeps_is_bounded() -> None:
     cluster, _ = scripted()
     node = cluster.nodes[0]
-    node.process.asleep_until = 50.0
+    node.process.sleep(50.0)
     for _ in range(HELD_UP_MAX + 10):
         cluster.give(node, ev.Tick())
     assert len(node.process.held_up) == HELD_UP_MAX

@@ -1,4 +1,4 @@
-"""Swarm testing: what is drawn is what is promised to be borne, what fails is told and shrunk."""
+"""Swarm testing: draws only faults that the protocol promises to bear; reports and shrinks failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_at_most_f_lie_or_are_gone_for_good() -> None:
         crashes = [fault for fault in scenario.fault if isinstance(fault, sc.Crash)]
         dead = {node for fault in crashes if fault.until is None for node in scenario.pick(fault.nodes)}
         forgetful = {node for fault in crashes if fault.forgetful for node in scenario.pick(fault.nodes)}
-        left = {node for fault in scenario.fault if isinstance(fault, sc.Leave) for node in scenario.pick(fault.nodes)}
+        left = {
+            node for fault in scenario.fault if isinstance(fault, sc.Departure) for node in scenario.pick(fault.nodes)
+        }
         assert len(liars | dead | left | forgetful) <= tolerated_by(scenario.nodes)
         assert not (liars & dead or liars & left or dead & left)
         assert scenario.end_of_faults < scenario.seconds
@@ -80,7 +82,12 @@ def test_a_failure_is_told_with_its_seed_and_command_and_shrunk(monkeypatch: pyt
     assert failed.failures == [f"clogged, with {swarm.draw(failed.seed).nodes} nodes"]
     shrunk = failed.scenario
     assert (shrunk.nodes, shrunk.rounds, [type(fault) for fault in shrunk.fault]) == (5, 5, [sc.Clog])
-    assert (shrunk.links, shrunk.training, shrunk.disk, shrunk.agreement) == (sc.Links(), sc.Training(), sc.Disk(), {})
+    assert (shrunk.links, shrunk.training, shrunk.disk, shrunk.agreement) == (
+        sc.Links(),
+        sc.Workload(),
+        sc.Durability(),
+        {},
+    )
     assert failed.shrunk_failures == ["clogged, with 5 nodes"]
     text = str(failed)
     assert f"p2ptrain simulate --swarm 1 --seed {failed.seed}" in text
@@ -101,7 +108,7 @@ def test_taking_a_node_away_leaves_a_scenario_that_can_run(seed: int) -> None:
 def test_a_run_beyond_what_is_promised_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def beyond(scenario: Scenario, seed: int, *_: Any) -> Outcome:
         outcome = simulate(scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1}), seed)
-        outcome.cluster.is_beyond = True
+        outcome.cluster.watch.is_beyond = True
         return replace(outcome, failures=["the world has ended"])
 
     monkeypatch.setattr(swarm, "simulate", beyond)
@@ -113,7 +120,7 @@ def test_a_run_beyond_what_is_promised_has_no_verdict(monkeypatch: pytest.Monkey
 def test_two_histories_are_told_also_beyond_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     def forked(scenario: Scenario, seed: int, *_: Any) -> Outcome:
         outcome = simulate(scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1}), seed)
-        outcome.cluster.is_beyond = True
+        outcome.cluster.watch.is_beyond = True
         return replace(outcome, failures=["two manifests"], error=TwoHistories("two manifests"))
 
     monkeypatch.setattr(swarm, "simulate", forked)

@@ -1,4 +1,4 @@
-"""Traps: without the rule that was made for it, each scenario falls again.
+"""Traps: each scenario fails without the rule that was made for it.
 
 The rule is broken in the running core, and the scenario of that name has to fail; with the rule the same seed passes
 (test_sim_scenarios.py).
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from sim_known import Log
 
 from p2ptrain.core import catchup, manifest, regroup, roster
 from p2ptrain.core import round as core_round
@@ -196,8 +197,9 @@ def test_without_the_rule_the_scenario_falls_again(name: str, monkeypatch: pytes
 
 def proposers_of(scenario: Scenario) -> tuple[Cluster, dict[int, int]]:
     """Who proposed in the first view of each round."""
-    cluster = simulate(scenario, SEED, (), lambda cluster: cluster.log_messages()).cluster
-    said = [(index, received.message) for _, index, each in cluster.log if (received := cluster.decode(each))]
+    log = Log()
+    cluster = simulate(scenario, SEED, [log]).cluster
+    said = [(index, received.message) for _, index, each in log.messages if (received := cluster.decode(each))]
     return cluster, {
         message.round: index for index, message in said if isinstance(message, Proposal) and not message.view
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,10 @@ TELL_SECONDS = 60.0  # between two lines of progress in a log
 
 def simulate(
     file: Annotated[Path | None, typer.Argument(help="A scenario, such as those in scenarios/.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**48, help="Everything that is left to chance comes from it.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**48, help="Decides all that is random; default: 0, with --swarm the time."),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, max=4096, help="Instead of the scenario's.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw rounds over time, a line for a node.")] = None,
     trace_node: Annotated[int | None, typer.Option(min=0, help="Write the events of this node to --events.")] = None,
@@ -37,7 +41,7 @@ def simulate(
         given = {"--nodes": nodes, "--plot": plot, "--trace-node": trace_node, "--events": events}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise typer.BadParameter("belongs to a scenario, not to --swarm", param_hint=wrong[0])
-        _simulate_swarm(swarm or 0, seed, seconds)
+        _simulate_swarm(swarm or 0, int(time.time()) if seed is None else seed, seconds)
         return
     if seconds is not None:
         raise typer.BadParameter("belongs to --swarm; a scenario says itself how long it takes", param_hint="--seconds")
@@ -47,7 +51,7 @@ def simulate(
     from p2ptrain.sim.report import plot as draw
     from p2ptrain.sim.scenario import load_scenario
 
-    scenario = load_scenario(file, nodes)
+    scenario, seed = load_scenario(file, nodes), seed or 0
     if plot is not None:
         check_plot(plot)
     outcome = _simulate_file(scenario, seed, trace_node, events)
@@ -76,30 +80,31 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
 
 
 def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
-    from p2ptrain.sim.swarm import Tally, swarm
+    from p2ptrain.sim.swarm import SwarmSummary, swarm
 
-    done = Tally()
+    done = SwarmSummary()
     terminal, told = sys.stderr.isatty(), 0.0
+    typer.echo(f"seed {seed}")
 
-    def tell(tally: Tally) -> None:
+    def tell(summary: SwarmSummary) -> None:
         nonlocal done, told
-        done = tally
+        done = summary
         if terminal:
-            typer.echo(f"\r{tally}", err=True, nl=False)
-        elif tally.seconds >= told + TELL_SECONDS:
-            told = tally.seconds
-            typer.echo(tally, err=True)
+            typer.echo(f"\r{summary}", err=True, nl=False)
+        elif summary.seconds >= told + TELL_SECONDS:
+            told = summary.seconds
+            typer.echo(summary, err=True)
 
     try:
-        tally = swarm(rounds, seed, seconds, tell)
+        summary = swarm(rounds, seed, seconds, tell)
     except KeyboardInterrupt:
         typer.echo(f"\n{done}; to go on: --seed {seed + done.seeds}")
         raise
     if terminal:
         typer.echo(err=True)
-    typer.echo(tally)
-    if tally.failed:
-        typer.echo(f"\n{tally.failed}")
+    typer.echo(summary)
+    if summary.failed:
+        typer.echo(f"\n{summary.failed}")
         raise typer.Exit(ExitStatus.FAILED)
 
 

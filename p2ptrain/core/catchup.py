@@ -94,12 +94,13 @@ class CatchingUp:
 
     @property
     def is_behind(self) -> bool:
-        """Whether to take it that others are further on. A stranger's word is good until it has been looked at in vain:
-        else any two keys could keep a newcomer for ever from asking to be admitted."""
+        """Whether to take it that others are further on. The word of strangers, and of no more members than may lie, is
+        good until it has been looked at in vain: else they could keep a newcomer for ever from asking to be admitted,
+        each with a claim of its own while the other's is looked at."""
         if not self.was_in_vain:
             return bool(self.ahead)
-        place = self.line.state.place
-        return any(peer in place for peer in self.ahead)
+        roster = self.line.state.roster
+        return sum(peer in roster.seat for peer in self.ahead) > roster.tolerated
 
     @property
     def is_split(self) -> bool:

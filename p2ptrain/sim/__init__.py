@@ -1,6 +1,6 @@
 """The simulator: many nodes in one process, under virtual time and every fault we can think of, from one seed.
 
-What runs is the production core; network, disk, trainer and clock are models. After the simulators of FoundationDB
+The production core runs here; network, disk, trainer and clock are models. After the simulators of FoundationDB
 (Zhou et al. 2021) and TigerBeetle: a seed repeats a run exactly, options themselves are drawn from seeds (`swarm.py`,
 after Groce et al. 2012), and checkers look on.
 """

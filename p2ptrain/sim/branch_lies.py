@@ -1,6 +1,6 @@
-"""What one liar does about branches and histories: calls, coups, answers, and claims to be ahead.
+"""Lies about branches and histories: calls, coups, answers, and claims to be ahead.
 
-Each class is an honest node but for one thing; liars.py gives them their names.
+Each class is an honest node that misbehaves in one way; liars.py names them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from p2ptrain.core.node import Node
     from p2ptrain.sim.cluster import Cluster
 
-JUMP_ROUNDS = 20  # of a branch of its own that a liar makes up
+JUMP_ROUNDS = 20  # length of the branch that a liar makes up
 
 
 class DoubleCalls(Liar):
@@ -79,7 +79,7 @@ class FalseHistories(Liar):
         return [SendHistory(effect.peer, rng.choice(ways)())]
 
     def _bent(self, step: Step) -> Step:
-        """With a signature that nobody made in place of the last."""
+        """The same step with its last signature replaced by random bytes."""
         if not isinstance(step, Entry):
             return step
         signatures = (*step.certificate.signatures[:-1], self.rng.randbytes(64))
@@ -91,7 +91,7 @@ class FalseHistories(Liar):
 
 
 class ClaimsToBeAhead(Unasked):
-    """And has nothing to show for it: it does not answer, or answers that it is far on."""
+    """Says that it is ahead, and does not answer when asked, or answers without proof."""
 
     a_second = 2
 
@@ -111,7 +111,7 @@ class ClaimsToBeAhead(Unasked):
 
 
 class EndlessHistories(ClaimsToBeAhead):
-    """Its lineage is another one in each answer, so that each leads to one more question, about another place."""
+    """Gives another lineage in each answer, so that each answer leads to another question."""
 
     def __init__(self, rng: Random, signer: FakeSigner) -> None:
         super().__init__(rng, signer)
@@ -125,8 +125,8 @@ class EndlessHistories(ClaimsToBeAhead):
 
 
 class FalseJumps(ClaimsToBeAhead):
-    """To a branch of which it is the only member, begun from where the one who asks is, from later, or from where the
-    branch of that one began; all that can be proved of it is."""
+    """Answers with a jump to a branch of which it is the only member. The branch begins where the asker is, later, or
+    where the asker's branch began, and every signature in it is genuine."""
 
     def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
         victim = cluster.nodes[cluster.key_index[effect.peer]].core
@@ -150,7 +150,7 @@ class FalseJumps(ClaimsToBeAhead):
         return History(lineage, entry.manifest.round, (*changes, beginning), base, (entry,))
 
     def _start(self, core: Node, line: Line) -> tuple[AgreedState, tuple[Step, ...]]:
-        """Where our branch begins, and what leads there from where the one who asks is."""
+        """The state that our branch begins from, and the steps to it from the state of the asker."""
         state = line.state
         fork = line.forks.get(state.branch)
         entry, later = core.line.entry(state.round + 1), core.line.state_at(state.branch, state.round + 1)
@@ -167,7 +167,7 @@ class FalseJumps(ClaimsToBeAhead):
         return Beginning(state.branch, state.round, state.head, 0, members, members, (signature,))
 
     def _alone(self, state: AgreedState, run: RunConfig) -> tuple[Entry, AgreedState]:
-        """A round of our own: the roster is ours, and so is its quorum."""
+        """A round that we certify alone, as the only member of the roster."""
         place = state.branch, state.round + 1
         manifest = Manifest(
             branch=state.branch,
@@ -192,5 +192,5 @@ class FalseJumps(ClaimsToBeAhead):
 
 
 def _hello(branch: bytes, number: int, author: bytes) -> Hello:
-    """As of somebody who stands there and has heard of nothing yet."""
+    """The hello of a node that is in this round and has heard nothing yet."""
     return Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", False, author)

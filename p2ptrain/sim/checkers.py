@@ -1,9 +1,8 @@
-"""Checkers: what must hold in every simulation, looked at after every event that made an honest node do something.
+"""Checkers: the invariants of every simulation, checked after each event that an honest node acted on.
 
-They see what nodes decide to do (their effects) and what they have said. Of the messages that a node only takes in,
-which are most, they see one in a while, for the sake of its buffers; in a large swarm, of the rest, only what decides
-or applies a round (cluster.py). Each does little for an event and nothing for most of them; what they promise for a
-round depends on how many members lie in it (ledger.py).
+They see the effects of nodes and the messages that nodes have sent; which events they are shown is up to watch.py. Each
+does little for an event and nothing for most of them; what they promise for a round depends on how many members lie in
+it (ledger.py).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Availability, Message, Proposal, Regroup, Vote
 from p2ptrain.sim.ledger import (
     Checker,
+    Guarantee,
     Ledger,
-    Trust,
     TwoHistories,
     Violation,
     are_liars,
@@ -45,13 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["Checker", "Violation", "safety", "standard"]
 
 PLACES_MAX = 100_000  # messages that are remembered: those of many rounds, in a swarm of any size
-ROUNDS_KEPT = 64  # of certificates that were checked
-EVENTS_BETWEEN = 16  # of a node, between two looks at its buffers; what leaks is found a little later
+ROUNDS_KEPT = 64  # for which the signatures of certificates are remembered
+EVENTS_BETWEEN = 16  # between two looks at a node's buffers; a leak is found a little later
 VIEWS_MORE = 12  # than members, after the faults: to find together again, and a second turn of the honest
 
 
 def safety() -> list[Checker]:
-    """What must never happen, whatever befalls a swarm."""
+    """The checkers of safety: these hold whatever the faults."""
     ledger = Ledger()
     return [
         ledger,
@@ -88,7 +87,7 @@ class OneHistory(Checker):
         found = ledger.decided.get((manifest.branch, manifest.round))
         if found is None:
             raise TwoHistories(f"node {index} applies round {manifest.round}, which no honest node has decided")
-        if found[0] != manifest.digest and ledger.promises(manifest.parent) >= Trust.ONE_HISTORY:
+        if found[0] != manifest.digest and ledger.promises(manifest.parent) >= Guarantee.ONE_HISTORY:
             raise TwoHistories(
                 f"nodes {found[1]} and {index} have different manifests for round {manifest.round} of branch "
                 f"{manifest.branch.hex()[:8]}: {found[0].hex()[:8]} and {manifest.digest.hex()[:8]}"
@@ -144,7 +143,7 @@ class RealQuorums(Checker):
         known = self.expected.setdefault(fields, {})
         for key, signature in zip(signers, signatures, strict=True):
             if key not in known:
-                known[key] = signature_under(cluster.run_id, [*fields, key], key)
+                known[key] = signature_under(cluster.setup.run_id, [*fields, key], key)
             if known[key] != signature:
                 raise Violation(f"{what} has a signature that node {cluster.key_index[key]} never made")
         while len(self.expected) > ROUNDS_KEPT:
@@ -152,7 +151,7 @@ class RealQuorums(Checker):
 
 
 class EqualRoots(Checker):
-    """Equal branch and round, equal root; and what is certified as a root is one."""
+    """Nodes at the same round of the same branch have the same root, and only such roots are certified."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -160,7 +159,7 @@ class EqualRoots(Checker):
         self.known: set[tuple[int, bytes]] = set()
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if type(event) is Applied and cluster.nodes[index].device.is_wrong:
+        if type(event) is Applied and cluster.nodes[index].state.is_wrong:
             pass  # a fault of the scenario's: its root is not one that may be certified
         elif type(event) is Applied:
             place = event.branch, event.round
@@ -175,12 +174,12 @@ class EqualRoots(Checker):
             if isinstance(step, Entry) and step.manifest.root_round > 0:
                 manifest = step.manifest
                 is_known = (manifest.root_round, manifest.root) in self.known
-                if not is_known and self.ledger.promises(manifest.parent) is Trust.EVERYTHING:
+                if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
                     raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
 
     def _is_promised(self, place: tuple[bytes, int]) -> bool:
         decided = self.ledger.decided.get(place)
-        return decided is not None and self.ledger.promises(decided[0]) is Trust.EVERYTHING
+        return decided is not None and self.ledger.promises(decided[0]) is Guarantee.EVERYTHING
 
 
 class OnlyForward(Checker):
@@ -231,12 +230,12 @@ class NobodyHonestBanned(Checker):
             banned = step.manifest.banned if isinstance(step, Entry) else ()
             for key in banned:
                 node = cluster.nodes[cluster.key_index[key]]
-                if node.honest and self.ledger.promises(step.manifest.parent) is Trust.EVERYTHING:  # type: ignore[union-attr]
+                if node.honest and self.ledger.promises(step.manifest.parent) is Guarantee.EVERYTHING:  # type: ignore[union-attr]
                     raise Violation(f"round {record.state.round} bans node {node.index}, which is honest")
 
 
 class BoundedBuffers(Checker):
-    """Every buffer stays within its bound, also when a flood is only taken in."""
+    """Every buffer stays within its bound, also in a flood of messages that change nothing."""
 
     def __init__(self) -> None:
         self.events: dict[int, int] = {}
@@ -255,7 +254,7 @@ class BoundedBuffers(Checker):
 
 
 class NothingCensored(Checker):
-    """What the availability of every honest member names is in the manifest, or its author is out."""
+    """A contribution that every honest member holds is in the manifest, unless its author is out."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -285,7 +284,7 @@ class NothingCensored(Checker):
                 del self.offers[old]
 
     def _attested(self, index: int, message: Availability) -> None:
-        """What stands in all availabilities of this member for this round: after a restart it may say another."""
+        """Keep what all availabilities of this member for this round name: after a restart it may send another."""
         place = message.branch, message.round
         if place in self.ledger.decided:
             return  # too late for the manifest
@@ -296,7 +295,7 @@ class NothingCensored(Checker):
 
     def _decided(self, cluster: Cluster, manifest: Manifest) -> None:
         members = self.held.pop((manifest.branch, manifest.round), None)
-        if not members or self.ledger.promises(manifest.parent) is not Trust.EVERYTHING:
+        if not members or self.ledger.promises(manifest.parent) is not Guarantee.EVERYTHING:
             return
         taken = {each.author: each.round for each in manifest.taken}
         out = {*manifest.banned, *manifest.leaves}
@@ -310,33 +309,26 @@ class NothingCensored(Checker):
 
 
 class OneVoice(Checker):
-    """No honest node says two different things in one place, whatever becomes of its process."""
+    """No honest node sends two different messages for one place, not even across restarts."""
 
     def __init__(self) -> None:
-        self.read = 0
-        self.said: dict[tuple[object, ...], bytes] = {}
+        self.places: dict[tuple[object, ...], bytes] = {}
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if not cluster.is_logging:
-            cluster.log_messages()
-        log = cluster.log
-        while self.read < len(log):
-            _, speaker, envelope = log[self.read]
-            self.read += 1
-            received = cluster.decode(envelope)
-            place = _place(received.message) if received else None
-            if received is None or place is None or place[-1] != cluster.nodes[speaker].key:
-                continue  # handed over for somebody else
-            if self.said.setdefault(place, received.digest) != received.digest:
-                what = f"{place[0]} of round {getattr(received.message, 'round', '?')}"
-                raise Violation(f"node {speaker}, which is honest, has made two of the same place: {what}")
-        if len(self.said) > PLACES_MAX:
-            for old in list(self.said)[: PLACES_MAX // 2]:
-                del self.said[old]
+    def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
+        received = cluster.decode(envelope)
+        place = _place(received.message) if received else None
+        if received is None or place is None or place[-1] != cluster.nodes[index].key:
+            return  # handed over for somebody else
+        if self.places.setdefault(place, received.digest) != received.digest:
+            what = f"{place[0]} of round {getattr(received.message, 'round', '?')}"
+            raise Violation(f"node {index}, which is honest, has made two of the same place: {what}")
+        if len(self.places) > PLACES_MAX:
+            for old in list(self.places)[: PLACES_MAX // 2]:
+                del self.places[old]
 
 
 def _place(message: Message) -> tuple[object, ...] | None:
-    """Where a message may be said only once; its author comes last."""
+    """The place that a message takes, for which there may be one only; its author comes last."""
     match message:
         case Announcement(branch=branch, round=number, author=author):
             return "announcement", branch, number, author
@@ -355,14 +347,14 @@ def _place(message: Message) -> tuple[object, ...] | None:
 
 
 class Recovered(Checker):
-    """Once the faults are over, everyone goes on, soon, and on one history."""
+    """Once the faults are over, everyone soon goes on, on one history."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.view_then: int | None = None  # the highest when the faults ended
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if cluster.now < cluster.scenario.end_of_faults:
+        if cluster.calendar.now < cluster.setup.scenario.end_of_faults:
             return
         if self.view_then is None:
             cores = [node.core for node in cluster.nodes if node.honest and node.core is not None]
@@ -373,9 +365,9 @@ class Recovered(Checker):
                 self._compare(step, self.view_then)
 
     def _compare(self, entry: Entry, view_then: int) -> None:
-        """Views of rounds that were decided since. One that had begun before has those views behind it."""
+        """Check the views of a round decided since. A round that had begun before has used some already."""
         members = self.ledger.rosters.get(entry.manifest.parent, ())
-        is_promised = self.ledger.promises(entry.manifest.parent) is Trust.EVERYTHING
+        is_promised = self.ledger.promises(entry.manifest.parent) is Guarantee.EVERYTHING
         views = entry.certificate.view - view_then
         if is_promised and views > len(members) + VIEWS_MORE:
             raise Violation(f"round {entry.manifest.round} took {views} views after the faults were over")
@@ -386,17 +378,19 @@ class Recovered(Checker):
         late = [
             node.index
             for node in cluster.nodes
-            if node.honest and not node.is_gone and (not node.alive or node.device.round < cluster.goal)
+            if node.honest and not node.is_gone and (not node.alive or node.state.round < cluster.goal.round)
         ]
-        if late and not cluster.is_done:
-            raise Violation(f"{cluster.now:.0f} s, and nodes {late} have not applied round {cluster.goal}")
+        if late and not cluster.calendar.is_over:
+            raise Violation(
+                f"{cluster.calendar.now:.0f} s, and nodes {late} have not applied round {cluster.goal.round}"
+            )
         self._one_line(cluster)
 
     def _is_promised(self, cluster: Cluster) -> bool:
-        return all(self.ledger.promises(head.head) is Trust.EVERYTHING for head in self._heads(cluster).values())
+        return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(cluster).values())
 
     def _heads(self, cluster: Cluster) -> dict[int, AgreedState]:
-        """Of honest nodes, but for those that just now believe in a branch of liars alone."""
+        """The states of honest nodes, except those that currently believe in a branch of liars alone."""
         heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
         return {index: head for index, head in heads.items() if not are_liars(cluster, head.members)}
 
@@ -414,7 +408,7 @@ class Recovered(Checker):
 
 
 def standard() -> list[Checker]:
-    """All of them: what must never happen, and that after the faults the swarm goes on."""
+    """All checkers: safety, and that the swarm goes on after the faults."""
     checkers = safety()
     ledger = checkers[0]
     assert isinstance(ledger, Ledger), "the ledger comes first, since the others ask it"

@@ -1,4 +1,4 @@
-"""Collusion: what several liars do together.
+"""Collusion: lies that several nodes tell together.
 
 They share a plan, which the first of them keeps, and each signs with its own key only.
 """
@@ -30,7 +30,7 @@ MOODS = (
 
 
 class Plan:
-    """What colluders share: who hears what, the availabilities that only they know, and the manifests to vote for."""
+    """The plan that colluders share: who hears what, secret availabilities, and the manifests to vote for."""
 
     def __init__(self, salt: bytes) -> None:
         self.salt = salt
@@ -38,7 +38,7 @@ class Plan:
         self.pairs: dict[tuple[bytes, int, int], tuple[bytes, bytes]] = {}
 
     def forget(self) -> None:
-        """What is long past."""
+        """Drop old entries."""
         while len(self.secrets) > TWINS_MAX:
             del self.secrets[next(iter(self.secrets))]
         while len(self.pairs) > TWINS_MAX:
@@ -55,7 +55,7 @@ class Forks(Proposer):
         self.fellows: set[bytes] = set()
 
     def _join(self, cluster: Cluster) -> None:
-        """The plan is that of the first of us."""
+        """Take over the plan of the first colluder."""
         ours = [node for node in cluster.nodes if isinstance(fork_of(node.liar), Forks)]
         first = fork_of(ours[0].liar) if ours else self
         assert isinstance(first, Forks)
@@ -78,7 +78,7 @@ class Forks(Proposer):
                 return [Publish(received.envelope)]
 
     def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
-        """What the core inside has said is not what we said."""
+        """Leave out our own messages: the core inside does not know what we sent instead."""
         others = tuple(each for each in effect.envelopes if not self._is_mine(cluster, each))
         return [Send(effect.peer, others)] if others else []
 
@@ -108,7 +108,7 @@ class Forks(Proposer):
         return [*self._secrets(message), *self.two_faced(cluster, message.round, first, second)]
 
     def _secrets(self, message: Proposal) -> list[Said]:
-        """What our proposals may rest on."""
+        """The availabilities that our proposals may name."""
         return [Publish(each.envelope) for each in self.plan.secrets.get((message.branch, message.round), {}).values()]
 
     def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
@@ -118,18 +118,18 @@ class Forks(Proposer):
         return self.two_faced(cluster, message.round, first, second)
 
     def _proposed(self, core: Node, vote: Vote) -> bytes:
-        """What stands to the vote in this view; else what we would have voted for."""
+        """The manifest proposed in this view; else the one that we would have voted for."""
         view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
         proposal = view.proposal.message if view and view.proposal else None
         return proposal.manifest if isinstance(proposal, Proposal) else vote.manifest
 
 
 class ProposesAnew(Forks):
-    """Lets a few decide on what is proposed, and then proposes something else, as if nothing had been voted.
+    """Lets a few decide on a proposal, and then proposes something else, as if nobody had voted.
 
-    What an honest member proposes we prevote before all and precommit before those few: they may decide, and the others
-    may not. What one of us proposes is the poorest manifest there is, and all of us vote for it. Our contributions
-    reach one other member besides those few, so that there is a poorer manifest.
+    We prevote an honest member's proposal to everyone and precommit it to a few only: those may decide, the others may
+    not. Our own proposals are for the poorest manifest there is, and all of us vote for it. Our contributions reach one
+    other member besides those few, so that there is a poorer manifest.
     """
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
@@ -140,7 +140,7 @@ class ProposesAnew(Forks):
         return super().say(cluster, core, received)
 
     def _few(self, cluster: Cluster, core: Node, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Whom the fewest hear, and everybody else but us."""
+        """The members that the fewest others hear, and the rest of them without us."""
         others = [node for node in cluster.nodes if node.key not in self.fellows]
 
         def heard_by(node: SimNode) -> int:
@@ -172,14 +172,14 @@ class ProposesAnew(Forks):
 
 
 class Schedule(Liar):
-    """Another lie every few seconds, all of us the same at the same time."""
+    """Changes its lie every few seconds, in step with its fellows."""
 
     def __init__(self, rng: Random, signer: FakeSigner, moods: Mapping[str, Liar]) -> None:
         super().__init__(rng, signer)
         self.moods = moods  # by name, "fork" among them
 
     def _mood(self, cluster: Cluster) -> Liar:
-        return self.moods[MOODS[int(cluster.now // MOOD_SECONDS) % len(MOODS)]]
+        return self.moods[MOODS[int(cluster.calendar.now // MOOD_SECONDS) % len(MOODS)]]
 
     def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
         return self._mood(cluster).rewrite(cluster, index, effects)
@@ -189,5 +189,5 @@ class Schedule(Liar):
 
 
 def fork_of(liar: Liar | None) -> Liar | None:
-    """The forking side of a liar."""
+    """The forking part of a liar."""
     return liar.moods["fork"] if isinstance(liar, Schedule) else liar

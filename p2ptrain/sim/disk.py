@@ -1,4 +1,4 @@
-"""The disk of a node: what was persisted, and what the store would give back at a start.
+"""The disk of a node: persists records, and gives back what the store would at a start.
 
 It keeps the journal that a real store keeps, and a few of the trainer's checkpoints. A checkpoint that is not on the
 saved history any more (its branch has lost) is passed over for an older one.
@@ -15,30 +15,30 @@ from p2ptrain.core.state import AgreedState
 CHECKPOINTS_KEPT = 4
 
 
-class Checkpoint(NamedTuple):
+class SavedState(NamedTuple):
     round: int
     root: bytes
     head: bytes  # the manifest after which it was made; of one that was fetched, its certified root stands for it
 
 
 class Disk(Journal):
-    """Of one node."""
+    """One node's disk."""
 
-    def __init__(self, first: Checkpoint, base: AgreedState, kept: int) -> None:
+    def __init__(self, first: SavedState, base: AgreedState, kept: int) -> None:
         super().__init__(base, kept)
         self.first = first  # the first weights: everyone has them
-        self.checkpoints: list[Checkpoint] = []
+        self.checkpoints: list[SavedState] = []
 
-    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def save_checkpoint(self, checkpoint: SavedState) -> None:
         self.checkpoints.append(checkpoint)
         del self.checkpoints[:-CHECKPOINTS_KEPT]
 
     def saved(self) -> Saved:
-        """What a start begins with."""
+        """The saved state that a process starts from."""
         checkpoint = self._newest_checkpoint()
         return self.saved_at(checkpoint.round, checkpoint.root)
 
-    def _newest_checkpoint(self) -> Checkpoint:
+    def _newest_checkpoint(self) -> SavedState:
         for checkpoint in reversed(self.checkpoints):
             if self.judge(checkpoint.round, checkpoint.head, checkpoint.root).is_on_history:
                 return checkpoint

@@ -1,6 +1,6 @@
-"""Faults: what a scenario's faults do to the cluster, and when.
+"""Faults: schedules the faults of a scenario.
 
-Each is a few actions on the heap. After the last one has ended, the swarm has to recover by itself.
+Each is a few actions in the calendar. After the last one has ended, the swarm has to recover by itself.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from p2ptrain.digest import digest
 from p2ptrain.sim import liars
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.network import bits
 
 SLEEP_SECONDS = 10.0  # after which the connections of a machine that sleeps are gone
 START_SECONDS = 0.2  # within which all processes start
-LAST_ROUND = 2**40  # in which an invitation is good: none of a simulation is later
-FUSE_MAX = 12  # effects that a node still carries out before a SIGKILL between two of them
+LAST_ROUND = 2**40  # until which an invitation is good: later than any round of a simulation
+FUSE_MAX = 12  # effects before a SIGKILL that hits between two of them
 
 
 def begin(cluster: Cluster) -> None:
-    """Put the start of all nodes, and every fault, on the heap."""
+    """Schedule the start of all nodes, and every fault."""
     for node in cluster.nodes:
-        cluster.after(0.0, START_SECONDS, cluster.start, node)
-    for number, fault in enumerate(cluster.scenario.fault):
+        cluster.calendar.after(0.0, START_SECONDS, cluster.start, node)
+    for number, fault in enumerate(cluster.setup.scenario.fault):
         _ACTIONS[type(fault)](cluster, number, fault)
-    cluster.at(cluster.scenario.end_of_faults, cluster.faults_ended)
+    cluster.calendar.at(cluster.setup.scenario.end_of_faults, cluster.goal.faults_ended)
 
 
 def _picked(cluster: Cluster, nodes: sc.Nodes) -> list[SimNode]:
-    """The nodes that are there by now."""
-    return [cluster.nodes[index] for index in cluster.scenario.pick(nodes) if index < len(cluster.nodes)]
+    """The named nodes that exist by now."""
+    return [cluster.nodes[index] for index in cluster.setup.scenario.pick(nodes) if index < len(cluster.nodes)]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -49,11 +50,12 @@ def _crash(cluster: Cluster, number: int, fault: sc.Crash) -> None:
     def down() -> None:
         for node in _picked(cluster, fault.nodes):
             cluster.kill(node)
-            node.is_gone = fault.until is None
+            if fault.until is None:
+                node.die()
 
-    cluster.at(fault.at, down)
+    cluster.calendar.at(fault.at, down)
     if fault.until is not None:
-        cluster.at(fault.until, _bring_back, cluster, fault.nodes, fault.forgetful)
+        cluster.calendar.at(fault.until, _bring_back, cluster, fault.nodes, fault.forgetful)
 
 
 def _bring_back(cluster: Cluster, nodes: sc.Nodes, forgetful: bool = False) -> None:
@@ -67,15 +69,15 @@ def _restart(cluster: Cluster, node: SimNode, forgetful: bool = False) -> None:
 
 
 def _storm(cluster: Cluster, number: int, fault: sc.Storm) -> None:
-    draw = cluster.stream("storm", number)
-    for index in cluster.scenario.pick(fault.nodes):
+    draw = cluster.setup.stream("storm", number)
+    for index in cluster.setup.scenario.pick(fault.nodes):
         _next_kill(cluster, fault, draw, index, fault.at)
 
 
 def _next_kill(cluster: Cluster, fault: sc.Storm, draw: Random, index: int, now: float) -> None:
     at = now + draw.expovariate(1.0 / fault.every_seconds)
     if at < fault.until:
-        cluster.at(at, _kill, cluster, fault, draw, index)
+        cluster.calendar.at(at, _kill, cluster, fault, draw, index)
 
 
 def _kill(cluster: Cluster, fault: sc.Storm, draw: Random, index: int) -> None:
@@ -85,10 +87,10 @@ def _kill(cluster: Cluster, fault: sc.Storm, draw: Random, index: int) -> None:
         if draw.random() < 0.5:
             cluster.kill(node)
         else:
-            node.process.fuse = draw.randint(1, FUSE_MAX)
+            node.process.light_fuse(draw.randint(1, FUSE_MAX))
         seconds = draw.expovariate(1.0 / fault.down_seconds) if fault.down_seconds else 0.0
-        cluster.at(min(cluster.now + seconds, fault.until), _after_kill, cluster, fault, node)
-    _next_kill(cluster, fault, draw, index, cluster.now)
+        cluster.calendar.at(min(cluster.calendar.now + seconds, fault.until), _after_kill, cluster, fault, node)
+    _next_kill(cluster, fault, draw, index, cluster.calendar.now)
 
 
 def _after_kill(cluster: Cluster, fault: sc.Storm, node: SimNode) -> None:
@@ -101,15 +103,15 @@ def _sleep(cluster: Cluster, number: int, fault: sc.Sleep) -> None:
     def fall_asleep() -> None:
         for node in _picked(cluster, fault.nodes):
             if node.alive:
-                node.process.asleep_until = fault.until
-                cluster.timer(node, fault.until, cluster.wake, node)
-        cluster.at(min(fault.at + SLEEP_SECONDS, fault.until), reconnect)
+                node.process.sleep(fault.until)
+                cluster.calendar.timer(node, fault.until, cluster.wake, node)
+        cluster.calendar.at(min(fault.at + SLEEP_SECONDS, fault.until), reconnect)
 
     def reconnect() -> None:
-        cluster.connections.refresh(*_picked(cluster, fault.nodes))
+        cluster.topology.refresh(*_picked(cluster, fault.nodes))
 
-    cluster.at(fault.at, fall_asleep)
-    cluster.at(fault.until, reconnect)
+    cluster.calendar.at(fault.at, fall_asleep)
+    cluster.calendar.at(fault.until, reconnect)
 
 
 def _clock(cluster: Cluster, number: int, fault: sc.Clock) -> None:
@@ -117,35 +119,36 @@ def _clock(cluster: Cluster, number: int, fault: sc.Clock) -> None:
         for node in _picked(cluster, fault.nodes):
             cluster.set_clock(node, fault.jump_seconds, fault.rate)
 
-    cluster.at(fault.at, jump)
+    cluster.calendar.at(fault.at, jump)
 
 
 def _stall(cluster: Cluster, number: int, fault: sc.Stall) -> None:
     def stall() -> None:
         for node in _picked(cluster, fault.nodes):
-            node.device.stalled_until = max(node.device.stalled_until, fault.until)
+            node.accelerator.stall(fault.until)
 
-    cluster.at(fault.at, stall)
+    cluster.calendar.at(fault.at, stall)
 
 
 def _flip(cluster: Cluster, number: int, fault: sc.Flip) -> None:
     def flip() -> None:
         for node in _picked(cluster, fault.nodes):
-            node.device.root, node.device.is_wrong = digest("simulated flip", node.device.root), True
+            node.state.flip_a_bit()
 
-    cluster.at(fault.at, flip)
+    cluster.calendar.at(fault.at, flip)
 
 
 def _slow_disk(cluster: Cluster, number: int, fault: sc.SlowDisk) -> None:
-    def change(seconds: float | None) -> None:
+    def slow() -> None:
         for node in _picked(cluster, fault.nodes):
-            if seconds is None:
-                cluster.driver.slow_disks.pop(node.index, None)
-            else:
-                cluster.driver.slow_disks[node.index] = seconds
+            cluster.executor.slow_disk(node, fault.fsync_seconds)
 
-    cluster.at(fault.at, change, fault.fsync_seconds)
-    cluster.at(fault.until, change, None)
+    def mend() -> None:
+        for node in _picked(cluster, fault.nodes):
+            cluster.executor.mend_disk(node)
+
+    cluster.calendar.at(fault.at, slow)
+    cluster.calendar.at(fault.until, mend)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -153,7 +156,7 @@ def _slow_disk(cluster: Cluster, number: int, fault: sc.SlowDisk) -> None:
 
 
 def _partition(cluster: Cluster, number: int, fault: sc.Partition) -> None:
-    groups = [bits(cluster.scenario.pick(group)) for group in fault.groups]
+    groups = [bits(cluster.setup.scenario.pick(group)) for group in fault.groups]
     if fault.one_way:
         pairs = [(other, groups[0]) for other in groups[1:]]
     else:
@@ -163,84 +166,81 @@ def _partition(cluster: Cluster, number: int, fault: sc.Partition) -> None:
         is_cut = number in cluster.network.cuts
         if bool(wanted) != is_cut:
             cluster.network.cut(number, wanted)
-            cluster.connections.refresh(*cluster.nodes)
+            cluster.topology.refresh(*cluster.nodes)
 
     times = [fault.at]
     while fault.flap_seconds and times[-1] + fault.flap_seconds < fault.until:
         times.append(times[-1] + fault.flap_seconds)
     for place, time in enumerate(times):
-        cluster.at(time, change, [] if place % 2 else pairs)
-    cluster.at(fault.until, change, [])
+        cluster.calendar.at(time, change, [] if place % 2 else pairs)
+    cluster.calendar.at(fault.until, change, [])
 
 
 def _clog(cluster: Cluster, number: int, fault: sc.Clog) -> None:
-    sources = bits(cluster.scenario.pick(fault.nodes))
-    cluster.at(fault.at, cluster.network.clog, number, sources, fault.until)
-    cluster.at(fault.until, cluster.network.unclog, number)
+    sources = bits(cluster.setup.scenario.pick(fault.nodes))
+    cluster.calendar.at(fault.at, cluster.network.clog, number, sources, fault.until)
+    cluster.calendar.at(fault.until, cluster.network.unclog, number)
 
 
 def _lossy(cluster: Cluster, number: int, fault: sc.Lossy) -> None:
-    links = cluster.scenario.links
+    links = cluster.setup.scenario.links
     worse = replace(links, loss=fault.loss, duplicate=fault.duplicate, reorder=fault.reorder)
-    cluster.at(fault.at, cluster.network.change, worse)
-    cluster.at(fault.until, cluster.network.change, links)
+    cluster.calendar.at(fault.at, cluster.network.change, worse)
+    cluster.calendar.at(fault.until, cluster.network.change, links)
 
 
 def _lose(cluster: Cluster, number: int, fault: sc.Lose) -> None:
-    authors, kinds = bits(cluster.scenario.pick(fault.nodes)), frozenset(fault.messages)
-
-    def change(is_losing: bool) -> None:
-        cluster.network.losing.pop(number, None)
-        if is_losing:
-            cluster.network.losing[number] = authors, kinds
-
-    cluster.at(fault.at, change, True)
-    cluster.at(fault.until, change, False)
+    authors, kinds = bits(cluster.setup.scenario.pick(fault.nodes)), frozenset(fault.messages)
+    cluster.calendar.at(fault.at, cluster.network.lose, number, authors, kinds)
+    cluster.calendar.at(fault.until, cluster.network.lose, number, 0, frozenset())
 
 
 # ---------------------------------------------------------------------------------------------------
 # Membership and lies
 
 
-def _join(cluster: Cluster, number: int, fault: sc.Join) -> None:
+def _join(cluster: Cluster, number: int, fault: sc.Newcomers) -> None:
     def join() -> None:
         for _ in range(fault.count):
-            node = cluster.add_node()
-            node.ticket = _ticket(cluster, node, fault.ticket)
-            cluster.connections.introduce(node)
+            newcomer = cluster.setup.signer(len(cluster.nodes))
+            node = cluster.add_node(_ticket(cluster, newcomer, fault.ticket))
+            cluster.topology.introduce(node)
             cluster.start(node)
 
-    cluster.at(fault.at, join)
+    cluster.calendar.at(fault.at, join)
 
 
-def _ticket(cluster: Cluster, newcomer: SimNode, kind: str) -> bytes:
-    """What a newcomer shows."""
+def _ticket(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
+    """The invitation that a newcomer shows."""
     if kind == "none":
         return b""
     if kind == "spent":
         return next((node.ticket for node in reversed(cluster.nodes) if node.ticket), b"")
-    hosts = [cluster.nodes[index] for index in cluster.scenario.pick(cluster.scenario.admission_keys)[:1]]
+    hosts = [
+        cluster.nodes[index].signer for index in cluster.setup.scenario.pick(cluster.setup.scenario.admission_keys)[:1]
+    ]
     signer = newcomer if kind == "false" or not hosts else hosts[0]
     serial = digest("simulated invitation", newcomer.key)[: len(NO_SERIAL)]
-    return make_ticket(signer.key, signer.signer.sign, cluster.run_id, serial, 1 if kind == "expired" else LAST_ROUND)
+    return make_ticket(signer.key, signer.sign, cluster.setup.run_id, serial, 1 if kind == "expired" else LAST_ROUND)
 
 
-def _leave(cluster: Cluster, number: int, fault: sc.Leave) -> None:
+def _leave(cluster: Cluster, number: int, fault: sc.Departure) -> None:
     def leave() -> None:
         for node in _picked(cluster, fault.nodes):
             cluster.give(node, StopRequested())
 
-    cluster.at(fault.at, leave)
+    cluster.calendar.at(fault.at, leave)
 
 
 def _lie(cluster: Cluster, number: int, fault: sc.Lie) -> None:
     def lie(is_lying: bool) -> None:
         for node in _picked(cluster, fault.nodes):
-            node.liar = liars.make(fault.how, cluster.stream("liar", node.index), node.signer) if is_lying else None
+            rng = cluster.setup.stream("liar", node.index)
+            node.lie(liars.make(fault.how, rng, node.signer) if is_lying else None)
 
-    cluster.at(fault.at, lie, True)
+    cluster.calendar.at(fault.at, lie, True)
     if fault.until is not None:
-        cluster.at(fault.until, lie, False)
+        cluster.calendar.at(fault.until, lie, False)
 
 
 _ACTIONS: dict[type, Callable[[Cluster, int, Any], None]] = {
@@ -255,7 +255,7 @@ _ACTIONS: dict[type, Callable[[Cluster, int, Any], None]] = {
     sc.Clog: _clog,
     sc.Lossy: _lossy,
     sc.Lose: _lose,
-    sc.Join: _join,
-    sc.Leave: _leave,
+    sc.Newcomers: _join,
+    sc.Departure: _leave,
     sc.Lie: _lie,
 }

@@ -1,4 +1,4 @@
-"""Keys and signatures for simulations: as strong as needed among nodes that all run in this process, and cheap.
+"""Keys and signatures for simulations: cheap, and strong enough among nodes of one process.
 
 Ed25519 takes a hundred times as long. A signature here is the keyed BLAKE3 of what is signed; its key is derived from
 the author's public key, so that anyone verifies by doing it again. A liar could do that too, so it must not: it is
@@ -18,7 +18,7 @@ KEYS_MAX = 8_192  # signing keys that are remembered: those of the largest simul
 
 
 def node_key(seed: int, index: int) -> bytes:
-    """The public key of a node; its place among others is left to chance."""
+    """The public key of a node; its rank among the others is random."""
     return digest("simulated key", seed.to_bytes(16, "little", signed=True), index.to_bytes(8, "little"))
 
 

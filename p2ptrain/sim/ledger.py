@@ -1,6 +1,6 @@
-"""The ledger: which rosters came into force in a simulation, what they decided, and what that promises.
+"""The ledger: the rosters that came into force, their decisions, and the guarantees that follow.
 
-Quorums, rosters and signed bytes are worked out here again, so that the checkers (checkers.py) share no judgement
+Quorums, rosters and signed bytes are computed here again, so that the checkers (checkers.py) share no judgement
 with the core that they check. What is promised depends on how many members lie. As long as no roster had more than f
 liars, everything holds. Beyond, but while any two quorums still share an honest member, honest nodes decide alike, and
 no more. Beyond that, anything goes.
@@ -28,27 +28,30 @@ Members: TypeAlias = tuple[bytes, ...]
 
 
 class Violation(Exception):  # noqa: N818
-    """Something happened that must never happen."""
+    """An invariant is broken."""
 
 
 class TwoHistories(Violation):
-    """Honest nodes have decided differently."""
+    """Honest nodes have decided on different manifests for one round."""
 
 
 class Checker:
-    """Looks on."""
+    """Base of all checkers: called about honest nodes, and raises Violation."""
 
     holds_beyond = False  # also once a roster has more than f faulty members
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         """An honest node has handled an event."""
 
+    def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
+        """An honest node has sent a message in its own name."""
+
     def at_end(self, cluster: Cluster) -> None:
         """The simulation is over."""
 
 
 # ---------------------------------------------------------------------------------------------------
-# Quorums and signatures, worked out again
+# Quorums and signatures, computed again
 
 
 def quorum(size: int) -> int:
@@ -60,18 +63,18 @@ def may_lie(size: int) -> int:
 
 
 def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
-    """What this key's signature under a message looks like; `body` is its kind and its fields."""
+    """The signature of this key under a message; `body` is the message's kind and fields."""
     kind = body[0]
     name = blake3(msgspec.msgpack.encode(body), derive_key_context=f"p2ptrain 1 message {kind}").digest()
     return sign_as(run_id, key, f"p2ptrain 1 {kind}".encode() + b"\0" + run_id + name)
 
 
 # ---------------------------------------------------------------------------------------------------
-# What was decided
+# Decisions
 
 
-class Trust(IntEnum):
-    """What a roster promises, given how many of its members and of those before it lie."""
+class Guarantee(IntEnum):
+    """The guarantees of a roster, given how many of its members, and of the rosters before it, lie."""
 
     NOTHING = 0
     ONE_HISTORY = 1  # two quorums share an honest member
@@ -79,20 +82,20 @@ class Trust(IntEnum):
 
 
 class Ledger(Checker):
-    """Rosters and decisions of honest nodes, by the manifest or branch that led to them. The others ask it."""
+    """Records rosters and decisions of honest nodes, by the manifest or branch that led to them, for other checkers."""
 
     holds_beyond = True
 
     def __init__(self) -> None:
         self.rosters: dict[bytes, Members] = {}
         self.parents: dict[bytes, bytes] = {}
-        self.trust: dict[bytes, Trust] = {}
+        self.guarantees: dict[bytes, Guarantee] = {}
         self.decided: dict[tuple[bytes, int], tuple[bytes, int]] = {}  # manifest, and who decided it first
-        self._trust_of: dict[Members, Trust] = {}
+        self._by_members: dict[Members, Guarantee] = {}
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if not self.rosters:
-            self._note(cluster, cluster.genesis.head, cluster.genesis.members, b"")
+            self._note(cluster, cluster.setup.genesis.head, cluster.setup.genesis.members, b"")
         for record in certified(effects):
             step = record.step
             if record.trunk is not None and record.trunk.base is not None:
@@ -118,7 +121,7 @@ class Ledger(Checker):
         self._note(cluster, head, members, manifest.parent)
 
     def _jumped(self, cluster: Cluster, base: AgreedState) -> None:
-        """Who has no seat may believe in a branch of liars alone, of which nobody honest has decided anything."""
+        """Note a branch of liars alone, which a node without a seat may believe in."""
         if base.head not in self.rosters and are_liars(cluster, base.members):
             self._note(cluster, base.head, base.members, b"")
 
@@ -129,28 +132,28 @@ class Ledger(Checker):
         return members
 
     def _note(self, cluster: Cluster, head: bytes, members: Members, parent: bytes) -> None:
-        if members not in self._trust_of:
-            self._trust_of[members] = _trust(cluster, members)
+        if members not in self._by_members:
+            self._by_members[members] = _guarantee(cluster, members)
         self.rosters[head], self.parents[head] = members, parent
-        self.trust[head] = min(self._trust_of[members], self.trust.get(parent, Trust.EVERYTHING))
+        self.guarantees[head] = min(self._by_members[members], self.guarantees.get(parent, Guarantee.EVERYTHING))
 
-    def promises(self, head: bytes) -> Trust:
-        """What holds for the round or the branch after this manifest."""
-        return self.trust.get(head, Trust.NOTHING)
+    def promises(self, head: bytes) -> Guarantee:
+        """The guarantee for the round or branch after this manifest."""
+        return self.guarantees.get(head, Guarantee.NOTHING)
 
 
 def are_liars(cluster: Cluster, members: Members) -> bool:
-    """Whether all of them are: then what they decide is nothing but a lie, and concerns nobody who is honest."""
+    """Whether all members are liars: their decisions bind nobody who is honest."""
     return not any(cluster.nodes[cluster.key_index[key]].honest for key in members)
 
 
-def _trust(cluster: Cluster, members: Members) -> Trust:
+def _guarantee(cluster: Cluster, members: Members) -> Guarantee:
     liars = sum(not cluster.nodes[cluster.key_index[key]].honest for key in members)
     if liars <= may_lie(len(members)):
-        return Trust.EVERYTHING
-    return Trust.ONE_HISTORY if liars < 2 * quorum(len(members)) - len(members) else Trust.NOTHING
+        return Guarantee.EVERYTHING
+    return Guarantee.ONE_HISTORY if liars < 2 * quorum(len(members)) - len(members) else Guarantee.NOTHING
 
 
 def certified(effects: Sequence[Effect]) -> list[Certified]:
-    """What a node has decided or adopted."""
+    """The rounds and branches that a node has decided on or adopted."""
     return [effect.record for effect in effects if type(effect) is Persist and type(effect.record) is Certified]

@@ -1,7 +1,7 @@
-"""The liars: all kinds of lies by name.
+"""The liars: every kind of lie by name.
 
-In a roster with more than f liars nothing is promised; with less, nothing that any of these kinds does may make
-honest nodes apply different things, or stop them for good.
+With up to f liars in a roster, no lie may make honest nodes apply different manifests or stop them for good. With more,
+nothing is promised.
 """
 
 from __future__ import annotations
@@ -83,5 +83,5 @@ KINDS: dict[str, Kind] = {
 
 
 def make(name: str, rng: Random, signer: FakeSigner) -> Liar:
-    """A liar of this kind."""
+    """Make a liar of this kind."""
     return KINDS[name].make(rng, signer)

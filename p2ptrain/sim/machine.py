@@ -1,6 +1,6 @@
-"""A simulated machine: one node of the core with its clock, disk, device and connections.
+"""A simulated machine: one node of the core with its clock, disk and device.
 
-What survives a SIGKILL stands in `disk` and `shelf`; the rest belongs to one life of the process.
+`disk` and `shelf` survive a SIGKILL; the rest belongs to one life of the process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.events import CatchUp, Effect, Event, Train
 from p2ptrain.core.node import Node
+from p2ptrain.digest import digest
 from p2ptrain.sim.disk import Disk
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.rewriting import Liar, ToSome
@@ -21,7 +22,7 @@ HELD_UP_MAX = 20_000  # events that wait for a machine that sleeps: what the buf
 
 
 class Shelf:
-    """Payloads that are held. Whatever is older than `rounds` rounds goes, some time within as many again."""
+    """Holds payloads. Those older than `rounds` rounds are dropped some time within as many again."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -36,7 +37,7 @@ class Shelf:
         self.new.add(payload)
 
     def turn(self, number: int) -> None:
-        """A round has passed."""
+        """Drop old payloads as rounds pass."""
         if number >= self.turned_at + self.rounds:
             self.old, self.new, self.turned_at = self.new, set(), number
 
@@ -45,19 +46,17 @@ class Shelf:
 
 
 @dataclass(slots=True)
-class Device:
-    """The trainer, as far as agreement is concerned: which state it has, and what it is busy with."""
+class ModelState:
+    """The state of the model on one machine: a chain of digests. The same manifest applied to the same state gives the
+    same state, and nothing else does."""
 
     round: int
     root: bytes
     head: bytes  # the manifest that was applied last
-    pace: float  # this machine's own, as a multiple of the scenario's seconds
     kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can hand to others
     is_wrong: bool = False  # a bit has flipped, and no state was fetched since
-    training: Train | None = None
-    catching: CatchUp | None = None  # the last attempt
-    stalled_until: float = 0.0
-    busy_until: float = 0.0  # with applying and fetching, one after the other
+    applied: list[tuple[bytes, int, bytes, bytes]] = field(default_factory=list)  # branch, round, manifest, root
+    moved_at: float = 0.0  # when it last changed
 
     def become(self, number: int, root: bytes, head: bytes, kept: int) -> None:
         self.round, self.root, self.head = number, root, head
@@ -66,10 +65,52 @@ class Device:
         while len(self.kept) > kept:
             del self.kept[next(iter(self.kept))]
 
+    def moved(self, now: float) -> None:
+        """Note when the state changed."""
+        self.moved_at = now
+
+    def mend(self) -> None:
+        """A state was fetched: no bit is wrong any more."""
+        self.is_wrong = False
+
+    def flip_a_bit(self) -> None:
+        self.root, self.is_wrong = digest("simulated flip", self.root), True
+
+
+@dataclass(slots=True)
+class Accelerator:
+    """The device that trains, applies and loads states."""
+
+    pace: float  # this machine's own, as a multiple of the scenario's seconds
+    training: Train | None = None
+    catching: CatchUp | None = None  # the last attempt
+    stalled_until: float = 0.0
+    busy_until: float = 0.0  # with applying and fetching, one after the other
+
+    def begin(self, effect: Train) -> None:
+        self.training = effect
+
+    def finish(self) -> None:
+        self.training = None
+
+    def catch_up(self, effect: CatchUp) -> None:
+        self.catching = effect
+
+    def book(self, now: float, seconds: float) -> float:
+        """Take so long for one more job, after those before it; returns when it is done."""
+        self.busy_until = max(self.busy_until, now) + seconds
+        return self.busy_until
+
+    def stall(self, until: float) -> None:
+        self.stalled_until = max(self.stalled_until, until)
+
+    def reset(self) -> None:
+        self.training, self.busy_until = None, 0.0
+
 
 @dataclass(slots=True)
 class Lifetime:
-    """One life of a node: what is gone when it ends."""
+    """One life of a process: everything here is gone when it ends."""
 
     core: Node | None = None  # None: the process is down
     queue: EffectQueue[Effect | ToSome] = field(default_factory=EffectQueue)
@@ -82,10 +123,23 @@ class Lifetime:
     busy: int = 0  # ticks in a row that left another one due
     swallowed: int = 0  # messages that were only taken in
 
+    def sleep(self, until: float) -> None:
+        self.asleep_until = until
+
+    def light_fuse(self, effects: int) -> None:
+        """Have the process killed after so many effects more."""
+        self.fuse = effects
+
+    def burn(self) -> bool:
+        """Whether the effect that was just carried out was the last one."""
+        if self.fuse is not None:
+            self.fuse -= 1
+        return self.fuse is not None and self.fuse <= 0
+
 
 @dataclass(slots=True)
 class LocalClock:
-    """A machine's own: local time is offset + rate * virtual time."""
+    """A machine's own clock: local time is offset + rate * virtual time."""
 
     offset: float
     rate: float = 1.0
@@ -102,23 +156,29 @@ class LocalClock:
         self.offset = here - rate * now
 
 
+@dataclass(slots=True, eq=False)
 class SimNode:
-    """One node in the simulation."""
+    """One machine and what runs on it."""
 
-    def __init__(
-        self, index: int, signer: FakeSigner, disk: Disk, device: Device, shelf: Shelf, clock: LocalClock, honest: bool
-    ) -> None:
-        self.index, self.key, self.signer, self.honest = index, signer.key, signer, honest
-        self.disk, self.device, self.shelf, self.clock = disk, device, shelf, clock
-        self.process = Lifetime()
-        self.life = 0  # how often it was started, and has ended
-        self.liar: Liar | None = None
-        self.ticket = b""  # the invitation that it shows
-        self.has_left = self.has_forgotten = False
-        self.is_gone = False  # and will not come back
-        self.applied: list[tuple[bytes, int, bytes, bytes]] = []  # branch, round, manifest, root
-        self.moved_at = 0.0  # when its state was last another one
-        self.peers: set[int] = set()  # whom it is connected with
+    index: int
+    signer: FakeSigner
+    honest: bool
+    ticket: bytes  # the invitation that it shows
+    clock: LocalClock
+    disk: Disk
+    shelf: Shelf
+    state: ModelState
+    accelerator: Accelerator
+    process: Lifetime = field(default_factory=Lifetime)
+    life: int = 0  # how often it was started, and has ended
+    liar: Liar | None = None  # rewrites its effects
+    has_left: bool = False
+    is_dead: bool = False  # crashed for good
+    has_forgotten: bool = False  # lost its disk
+
+    @property
+    def key(self) -> bytes:
+        return self.signer.key
 
     @property
     def core(self) -> Node | None:
@@ -127,3 +187,34 @@ class SimNode:
     @property
     def alive(self) -> bool:
         return self.process.core is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it will not come back."""
+        return self.has_left or self.is_dead
+
+    def begin(self, core: Node) -> None:
+        """Start a process."""
+        self.process = Lifetime(core)
+
+    def end(self) -> None:
+        """End the process; events and timers that wait for it are void."""
+        self.process.queue.clear()  # it may be at it just now
+        self.process = Lifetime()
+        self.life += 1
+        self.accelerator.reset()
+
+    def forget(self, disk: Disk) -> None:
+        """Go on with an empty disk."""
+        self.disk, self.has_forgotten = disk, True
+        self.shelf.keep(())
+
+    def leave(self) -> None:
+        self.has_left = True
+
+    def die(self) -> None:
+        self.is_dead = True
+
+    def lie(self, liar: Liar | None) -> None:
+        """Rewrite effects from now on; None: no longer."""
+        self.liar = liar

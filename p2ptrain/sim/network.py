@@ -1,7 +1,7 @@
-"""The network: when what a node sends arrives, if it does.
+"""The network: when messages arrive, if they do.
 
-Each node reaches every other over a link of its own, so gossip is a message a link and what relays would mend is left
-broken: harsher than the real thing. A node's uplink is shared by all that it sends; gossip costs it FANOUT copies,
+Each node reaches every other over a link of its own, so gossip is a message a link and what gossip would repair stays
+broken: harsher than the real thing. A node's uplink is shared by all its messages; gossip costs it FANOUT copies,
 since others pass them on. Streams (what is sent to one peer) are not lost, but take longer where messages get lost;
 while the link is cut they fail.
 """
@@ -16,13 +16,13 @@ from p2ptrain.core.messages import Message, Vote, kind_of
 from p2ptrain.sim.scenario import Links
 
 FANOUT = 8  # copies of a message that gossip makes its publisher send
-RETRANSMISSIONS_MAX = 8  # of a stream's packet, before it gets through
+RETRANSMISSIONS_MAX = 8  # until a packet of a stream gets through
 
 Arrival = tuple[float, int]  # when, to whom
 
 
-class Network:
-    """All links."""
+class LinkModel:
+    """Computes arrival times on all links."""
 
     def __init__(self, links: Links, rng: Random) -> None:
         self.links, self.rng = links, rng
@@ -55,6 +55,12 @@ class Network:
     def unclog(self, fault: int) -> None:
         del self.clogs[fault]
         self._settle()
+
+    def lose(self, fault: int, authors: int, kinds: frozenset[str]) -> None:
+        """Lose messages of these kinds by these authors (bits); no kinds ends it."""
+        self.losing[fault] = authors, kinds
+        if not kinds:
+            del self.losing[fault]
 
     def is_open(self, source: int, target: int) -> bool:
         """Whether the link from one to the other is not cut."""
@@ -115,7 +121,7 @@ class Network:
         return at
 
     def stream(self, source: int, target: int, now: float, size: int) -> float | None:
-        """When what is sent to one peer arrives; None: the link is cut."""
+        """When a message on a stream arrives; None: the link is cut."""
         if not self.is_open(source, target):
             return None
         links, draw = self.links, self.rng.random
@@ -128,7 +134,7 @@ class Network:
 
 
 def bits(nodes: Sequence[int]) -> int:
-    """Nodes as bits."""
+    """Nodes as a bit mask."""
     found = 0
     for node in nodes:
         found |= 1 << node

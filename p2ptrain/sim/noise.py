@@ -1,6 +1,6 @@
-"""Noise: what nobody asked for. Replays, floods, forgeries, and questions without end.
+"""Noise: replays, floods, forgeries, and endless questions.
 
-Each class is an honest node but for one thing; liars.py gives them their names.
+Each class is an honest node that misbehaves in one way; liars.py names them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from p2ptrain.sim.cluster import Cluster
 
 MEMORY_MAX = 400  # old messages that a replaying liar has at hand
-WORDS_MAX = 40  # of one member, that a liar remembers to say them again when the member is gone
+WORDS_MAX = 40  # messages of one member that are kept, to be repeated when the member is gone
 FLOOD_A_SECOND = 60  # messages: enough to fill every buffer that has no bound, and the simulation stays fast
 
 
@@ -60,7 +60,7 @@ class Replays(Liar):
 
 
 class Unasked(Liar):
-    """Of the liars who do things that no honest node would: `thing` makes one, at most so many a second."""
+    """Sends what `thing` makes, without being asked, at most `a_second` a second."""
 
     a_second = FLOOD_A_SECOND
 
@@ -69,8 +69,8 @@ class Unasked(Liar):
         self.last, self.tokens = 0.0, 0.0
 
     def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        self.tokens = min(float(self.a_second), self.tokens + (cluster.now - self.last) * self.a_second)
-        self.last = cluster.now
+        self.tokens = min(float(self.a_second), self.tokens + (cluster.calendar.now - self.last) * self.a_second)
+        self.last = cluster.calendar.now
         count, self.tokens = int(self.tokens), self.tokens % 1.0
         return [said for _ in range(count) for said in self.thing(cluster, core)]
 
@@ -107,7 +107,7 @@ class KeepsTheDead(Unasked):
 
 
 class Asks(Unasked):
-    """One member for messages and histories, without waiting for an answer."""
+    """Asks one member for messages and histories, without waiting for answers."""
 
     def thing(self, cluster: Cluster, core: Node) -> list[Said]:
         rng, here, context = self.rng, core.here, core.context
@@ -126,7 +126,7 @@ class Asks(Unasked):
 
 
 class Floods(Unasked):
-    """`quietly`: without a message that would prove anything."""
+    """Floods the others with absurd messages; `quietly`: with none that would be evidence against it."""
 
     def __init__(self, rng: Random, signer: FakeSigner, quietly: bool = False) -> None:
         super().__init__(rng, signer)
@@ -183,6 +183,6 @@ class Forges(Unasked):
         return [Publish(rng.choice(makes)())]
 
     def _framed(self, vote: Vote) -> bytes:
-        """Evidence against somebody who said neither of these things."""
+        """False evidence: two conflicting votes in the name of a member that sent neither."""
         first, second = sorted((self.signed(vote).envelope, self.signed(replace(vote, manifest=NOTHING)).envelope))
         return encode(Evidence(first, second))

@@ -1,7 +1,7 @@
-"""The outcome of a simulation: run a scenario, and hold what happened against what it expects.
+"""The outcome of a simulation: runs a scenario and compares the result with its expectations.
 
-What always holds (one history, equal roots, no honest node banned) is the checkers' business; here it is the goal, and
-what the scenario's own `expect` says.
+The checkers watch the invariants (one history, equal roots, no honest node banned); here it is the goal, and the
+scenario's own `expect`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.replay import FAILURES
 from p2ptrain.sim import faults
 from p2ptrain.sim.checkers import Checker, Violation
-from p2ptrain.sim.cluster import CheckEvery, Cluster
+from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.machine import SimNode
-from p2ptrain.sim.scenario import Expect, Links, Scenario, Training
+from p2ptrain.sim.scenario import Expect, Links, Scenario, Workload
+from p2ptrain.sim.watch import CheckEvery
 
 CHECK_ROUNDS_FROM = 64  # nodes: from here on checkers look once a node and round, below after every event
 
@@ -29,12 +30,12 @@ Prepare = Callable[[Cluster], None]
 
 
 class Outcome(Struct):
-    """What came of one run."""
+    """The result of one run."""
 
     cluster: Cluster
     clean_rate: float | None  # rounds a minute of the clean twin, if that was asked for
     failures: list[str]
-    error: Exception | None = None  # that ended the run
+    error: Exception | None = None  # the exception that ended the run
 
     @property
     def is_good(self) -> bool:
@@ -46,16 +47,16 @@ def simulate(
 ) -> Outcome:
     """Run a scenario; its failures are sentences. `prepare` may look at the cluster before it starts."""
     check_every: CheckEvery = "round" if scenario.nodes >= CHECK_ROUNDS_FROM else "event"
-    cluster = Cluster(scenario.nodes, seed, scenario, checkers, check_every)
+    cluster = Cluster(seed, scenario, checkers, check_every)
     if prepare is not None:
         prepare(cluster)
     faults.begin(cluster)
     try:
         cluster.run()
     except Violation as violation:
-        return Outcome(cluster, None, [f"at {cluster.now:.3f} s: {violation}"], violation)
+        return Outcome(cluster, None, [f"at {cluster.calendar.now:.3f} s: {violation}"], violation)
     except FAILURES as error:  # the core has caught itself in a contradiction, or stumbled
-        text = f"at {cluster.now:.3f} s, {type(error).__name__}: {error} ({_where(error)})"
+        text = f"at {cluster.calendar.now:.3f} s, {type(error).__name__}: {error} ({_where(error)})"
         return Outcome(cluster, None, [text], error)
     clean = rate(simulate(clean_twin(scenario), seed).cluster) if scenario.expect.rate_share_min is not None else None
     return Outcome(cluster, clean, list(_failures(cluster, scenario.expect, clean)))
@@ -69,12 +70,12 @@ def _where(error: Exception) -> str:
 def clean_twin(scenario: Scenario) -> Scenario:
     """The same swarm with nothing slow, lost or broken."""
     training = scenario.training
-    even = Training(training.seconds, training.spread, training.payload_bytes, training.state_bytes)
+    even = Workload(training.seconds, training.spread, training.payload_bytes, training.state_bytes)
     return replace(scenario, training=even, links=Links(), fault=[], expect=Expect())
 
 
 def rate(cluster: Cluster) -> float:
-    """Rounds a virtual minute, as the honest node in the middle came to them; branches that lost do not count."""
+    """Rounds a virtual minute of the median honest node; branches that lost do not count."""
     rates = [
         60.0 * applied[-1][1] / applied[-1][0]
         for node in cluster.nodes
@@ -84,13 +85,13 @@ def rate(cluster: Cluster) -> float:
 
 
 def final_members(cluster: Cluster) -> list[int]:
-    """The roster in the end, as the one sees it who is furthest on."""
+    """The final roster, as seen by the honest node that is furthest on."""
     last = _furthest(cluster)
     return sorted(cluster.key_index[key] for key in last.disk.state.members) if last else []
 
 
 def history(cluster: Cluster) -> list[Manifest]:
-    """What was decided on the way to the end, as the one sees it who is furthest on: without the branches that lost."""
+    """The decided manifests, as seen by the honest node that is furthest on: without branches that lost."""
     last, metrics = _furthest(cluster), cluster.metrics
     if last is None:
         return []
@@ -114,11 +115,12 @@ def _furthest(cluster: Cluster) -> SimNode | None:
 
 
 def _failures(cluster: Cluster, expect: Expect, clean: float | None) -> Iterator[str]:
-    if not cluster.is_done:
+    if not cluster.calendar.is_over:
         left = [node for node in cluster.nodes if node.honest and not node.is_gone]
-        laggard = min(left, key=lambda node: node.device.round, default=None)
-        yield f"round {cluster.goal} was not reached by everyone within {cluster.scenario.seconds:g} s: " + (
-            f"node {laggard.index} has applied {laggard.device.round}" if laggard else "nobody honest is left"
+        laggard = min(left, key=lambda node: node.state.round, default=None)
+        yield (
+            f"round {cluster.goal.round} was not reached by everyone within {cluster.setup.scenario.seconds:g} s: "
+            + (f"node {laggard.index} has applied {laggard.state.round}" if laggard else "nobody honest is left")
         )
     if expect.rate_share_min is not None and clean is not None and rate(cluster) < expect.rate_share_min * clean:
         yield f"{rate(cluster):.2f} rounds a minute, of {clean:.2f} when nothing is wrong"
@@ -132,7 +134,7 @@ def _failures(cluster: Cluster, expect: Expect, clean: float | None) -> Iterator
 
 
 def _over_time(cluster: Cluster, expect: Expect) -> Iterator[str]:
-    pick, between = cluster.scenario.pick, cluster.metrics.rounds_between
+    pick, between = cluster.setup.scenario.pick, cluster.metrics.rounds_between
     for pause in expect.paused:
         for index in pick(pause.nodes):
             if count := between(index, pause.since, pause.until):
@@ -146,14 +148,16 @@ def _over_time(cluster: Cluster, expect: Expect) -> Iterator[str]:
                     f"expected {progress.rounds} at least"
                 )
     if expect.resumed_seconds_max is not None:
-        took = None if cluster.resumed_at is None else cluster.resumed_at - cluster.scenario.end_of_faults
+        took = (
+            None if cluster.goal.resumed_at is None else cluster.goal.resumed_at - cluster.setup.scenario.end_of_faults
+        )
         if took is None or took > expect.resumed_seconds_max:
             words = "not at all" if took is None else f"after {took:.1f} s"
             yield f"rounds resumed {words}, expected within {expect.resumed_seconds_max:g} s of the faults' end"
 
 
 def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
-    pick, metrics = cluster.scenario.pick, cluster.metrics
+    pick, metrics = cluster.setup.scenario.pick, cluster.metrics
     banned = sorted(cluster.key_index[key] for key in metrics.banned)
     if expect.banned is not None and banned != pick(expect.banned):
         yield f"banned are {banned}, expected {pick(expect.banned)}"
@@ -161,7 +165,7 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
         yield f"members in the end are {final_members(cluster)}, expected {pick(expect.members)}"
     kept = {manifest.digest for manifest in history(cluster)} if expect.kept is not None else set()
     for index in pick(expect.kept) if expect.kept is not None else ():
-        lost = [number for _, number, manifest, _ in cluster.nodes[index].applied if manifest not in kept]
+        lost = [number for _, number, manifest, _ in cluster.nodes[index].state.applied if manifest not in kept]
         if lost:
             yield f"{len(lost)} rounds that node {index} applied, from {lost[0]} on, are not in the history in the end"
     for index in pick(expect.left) if expect.left is not None else ():
@@ -175,7 +179,7 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
 
 
 def _counts(cluster: Cluster, expect: Expect) -> Iterator[tuple[str, float, float | None, float | None]]:
-    """What is counted, how much, and the limits."""
+    """Each count with its name, value and limits."""
     metrics, decided = cluster.metrics, history(cluster)
     rounds, taken = max(1, len(decided)), sum(len(manifest.taken) for manifest in decided)
     views = max(metrics.views.values(), default=0)

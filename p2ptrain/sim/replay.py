@@ -14,7 +14,7 @@ SIMULATED = "simulated"
 
 
 def watch(cluster: Cluster, index: int, log: EventLog) -> None:
-    """Write down what happens to a node of a simulation."""
+    """Write the events of one simulated node to a log."""
     life = 0
 
     def note(node: SimNode, event: Event, effects: Sequence[object] | None, local: float) -> None:
@@ -23,13 +23,17 @@ def watch(cluster: Cluster, index: int, log: EventLog) -> None:
             return
         if node.life != life:
             life = node.life
-            run = cluster.run_config.canonical().decode()
-            log.begin(Header(FORMAT, run, cluster.run_id, node.key, cluster.rng_name(index, life), SIMULATED))
+            run = cluster.setup.run_config.canonical().decode()
+            log.begin(
+                Header(
+                    FORMAT, run, cluster.setup.run_id, node.key, cluster.setup.rng_name("node", index, life), SIMULATED
+                )
+            )
         log.note(local, event, effects)
 
-    cluster.observers.append(note)
+    cluster.watch.observers.append(note)
 
 
 def signer_of(header: Header) -> FakeSigner:
-    """What signs and verifies as the node's keys did."""
+    """The signer that the simulated node had."""
     return FakeSigner(header.run_id, header.me)

@@ -13,9 +13,9 @@ NAMED_MAX = 12  # nodes that a line names one by one
 
 
 def summary(outcome: Outcome, seed: int) -> str:
-    """What happened, line by line."""
-    cluster, metrics = outcome.cluster, outcome.cluster.metrics
-    scenario, decided = cluster.scenario, history(cluster)
+    """The outcome, line by line."""
+    cluster, metrics, calendar = outcome.cluster, outcome.cluster.metrics, outcome.cluster.calendar
+    scenario, decided = cluster.setup.scenario, history(cluster)
     rounds, lost = max(1, len(decided)), len(metrics.manifests) - len(decided)
     losers = f", and {lost} on branches that lost" if lost else ""
     nodes = len(cluster.nodes)
@@ -26,7 +26,10 @@ def summary(outcome: Outcome, seed: int) -> str:
     empty = sum(not manifest.taken for manifest in decided)
     lines = [
         ("scenario", scenario.sentence),
-        ("nodes", f"{nodes}, seed {seed}, {cluster.now:.1f} virtual seconds, {cluster.deliveries:,} messages arrived"),
+        (
+            "nodes",
+            f"{nodes}, seed {seed}, {calendar.now:.1f} virtual seconds, {calendar.deliveries:,} messages arrived",
+        ),
         ("rounds", f"{len(decided)} decided{losers}, {rate(cluster):.1f} a minute{share}"),
         ("views", f"{later} rounds took more than one, the longest {max(views, default=0) + 1}"),
         ("taken", f"{taken:,} contributions, {taken / rounds:.1f} a round; {empty} empty rounds"),
@@ -43,7 +46,7 @@ def summary(outcome: Outcome, seed: int) -> str:
         ("shut out", _shut_out(outcome)),
         ("members", f"{len(final_members(cluster))} in the end"),
     ]
-    if cluster.is_beyond:
+    if cluster.watch.is_beyond:
         lines.append(("beyond", "more than f of a roster were faulty: but for one history, nothing is promised"))
     lines += [("FAILED", failure) for failure in outcome.failures]
     return "\n".join(f"{name:12}{text}" for name, text in lines)
@@ -64,7 +67,7 @@ def _named(nodes: Iterable[int]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Whether a picture can be written there: known before a simulation that may take minutes, not after."""
+    """Raise ConfigError unless a picture can be written there, before a simulation that may take minutes."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (an extra, and slow to import)
     except ImportError as error:
@@ -90,9 +93,11 @@ def plot(outcome: Outcome, path: Path) -> None:
 
     cluster = outcome.cluster
     figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
-    for fault in cluster.scenario.fault:
+    for fault in cluster.setup.scenario.fault:
         until = getattr(fault, "until", None) or fault.at
-        axes.axvspan(fault.at, max(until, fault.at + 0.002 * cluster.now), color="tab:red", alpha=0.08, linewidth=0)
+        axes.axvspan(
+            fault.at, max(until, fault.at + 0.002 * cluster.calendar.now), color="tab:red", alpha=0.08, linewidth=0
+        )
     for node in cluster.nodes:
         applied = cluster.metrics.timeline.get(node.index, [])
         times, numbers = [0.0, *(at for at, _ in applied)], [0, *(number for _, number in applied)]
@@ -100,7 +105,7 @@ def plot(outcome: Outcome, path: Path) -> None:
         axes.step(times, numbers, where="post", color=colour, alpha=0.5, linewidth=1)
     axes.set_xlabel("virtual seconds")
     axes.set_ylabel("round applied")
-    axes.set_title(cluster.scenario.sentence, wrap=True, fontsize=10)
+    axes.set_title(cluster.setup.scenario.sentence, wrap=True, fontsize=10)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

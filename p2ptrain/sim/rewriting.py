@@ -1,11 +1,11 @@
 """Rewriting: a Byzantine node is an honest one whose effects are rewritten before they are carried out.
 
-The honest core inside does what makes a liar dangerous: it keeps up with the run, holds payloads, knows whose turn it
-is. What it says is then doubled, bent, kept back or addressed to some only. A liar has its own signing key and no
+The honest core inside is what makes a liar dangerous: it keeps up with the run, holds payloads, knows whose turn it
+is. Its messages are then doubled, bent, kept back or addressed to some only. A liar has its own signing key and no
 other, may know everything (the simulation included), and may agree with other liars on what to do.
 
-Here is what all liars share. What they do about a round stands in round_lies.py, about branches and histories in
-branch_lies.py; noise.py is what nobody asked for, collusion.py what several do together. liars.py names them all.
+This is the base of all liars. Lies about a round are in round_lies.py, those about branches and histories in
+branch_lies.py, floods and forgeries in noise.py, those of several together in collusion.py; liars.py names them all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Said: TypeAlias = Effect | ToSome
 
 
 class Liar:
-    """An honest node, so far: what it says is passed on as it is."""
+    """Base of all liars: passes everything on as the honest core has it."""
 
     is_two_faced = False  # whether its second versions are for one half of the swarm, or for everyone
 
@@ -60,7 +60,7 @@ class Liar:
         self.twins: dict[bytes, Received] = {}  # by the digest of what it stands beside
 
     def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
-        """What this node does instead of these effects."""
+        """Replace the effects of the honest core."""
         core = cluster.nodes[index].core
         assert core is not None, "a node that is down has no effects"
         said: list[Said] = []
@@ -78,11 +78,11 @@ class Liar:
         return [*said, *self.add(cluster, core)]
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
-        """Instead of publishing this message."""
+        """Replace the publication of a message."""
         return [Publish(received.envelope)]
 
     def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
-        """Instead of sending these messages to a peer: where there are two versions, the one that it may see."""
+        """Replace messages to one peer: of two versions, it gets the one that it may see."""
         if not self.twins:
             return [effect]
         return [Send(effect.peer, tuple(self._version(cluster, effect.peer, each) for each in effect.envelopes))]
@@ -96,22 +96,22 @@ class Liar:
         return envelope if is_first else twin.envelope
 
     def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
-        """Instead of answering a peer that asks for history."""
+        """Replace the answer to a peer that asks for history."""
         return [effect]
 
     def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        """Unasked."""
+        """Effects to add on the liar's own account."""
         return []
 
     def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
-        """Whether this peer gets a payload, or a state, from us."""
+        """Whether to serve a payload or a state to this peer."""
         return True
 
     # -----------------------------------------------------------------------------------------------
     # Tools
 
     def signed(self, message: Authored, attachment: bytes = b"") -> Received:
-        """A message of our own; in another's name, one that nobody takes."""
+        """Sign a message; in another's name, one that nobody takes."""
         signature = self.signer.sign(signed_bytes(self.signer.run_id, message))
         return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
 
@@ -132,7 +132,7 @@ class Liar:
         return tuple(key for key in keys if key in left), tuple(key for key in keys if key not in left)
 
     def two_faced(self, cluster: Cluster, number: int, first: Received, second: Received | None) -> list[Said]:
-        """One thing to these, and another to those."""
+        """Publish one version to one half of the swarm, and the other to the rest."""
         if second is None:
             return [Publish(first.envelope)]
         left, right = self.sides(cluster, number)
@@ -144,7 +144,7 @@ class Liar:
 
 
 def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], object]) -> tuple[Received, ...]:
-    """The q availabilities that come first, one of each member; fewer if there are not so many."""
+    """The first q availabilities by rank, one of each member; fewer if there are not so many."""
     ordered = sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest))
     one_each: dict[bytes, Received] = {}
     for received in ordered:
@@ -153,7 +153,7 @@ def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], 
 
 
 def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
-    """What these availabilities lead to, as far as we know what they name."""
+    """The manifest that these availabilities lead to; None if we lack something that they name."""
     context = core.context
     availabilities = [availability_of(received) for received in named]
     if len(availabilities) != core.here.roster.quorum:
@@ -179,7 +179,7 @@ def is_here(core: Node, message: Availability | Proposal | Vote) -> bool:
 
 
 class Proposer(Liar):
-    """Of the lies about proposals: `pick` says which availabilities to name."""
+    """Base of the liars that bend proposals: `rank` orders the availabilities to name."""
 
     def propose(self, core: Node, proposal: Proposal, pool: Iterable[Received]) -> Received | None:
         """Our proposal with other availabilities; None if there is no such thing."""

@@ -1,6 +1,6 @@
-"""What one liar does about a round: proposals, contributions, availabilities, votes, and silence.
+"""Lies about a round: proposals, contributions, availabilities, votes, and silence.
 
-Each class is an honest node but for one thing; liars.py gives them their names.
+Each class is an honest node that misbehaves in one way; liars.py names them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ProposesTheUnavailable(Proposer):
 
 
 class Censors(Proposer):
-    """The victim is the first other member."""
+    """Keeps the contributions of the first other member out where it can."""
 
     hidden: frozenset[bytes] = frozenset()  # its announcements
 
@@ -98,7 +98,7 @@ class EquivocatesAnnouncements(Liar):
 
     def _another(self, cluster: Cluster, message: Announcement, good: bool = True) -> Received:
         node = cluster.nodes[cluster.key_index[self.me]]
-        name, payload = cluster.driver.make_payload(node, message.round, message.base_round, good)
+        name, payload = cluster.executor.payloads.make(node, message.round, message.base_round, good)
         node.shelf.add(name)
         return self.signed(replace(message, payload=name, payload_bytes=payload.payload_bytes), payload.attachment)
 
@@ -115,7 +115,7 @@ class BadPayloads(EquivocatesAnnouncements):
 
 
 class FalseLengths(Liar):
-    """Of its own payload, or of another's of the same round, which it announces as its own."""
+    """Announces a payload with a false length: its own, or another's of the same round as its own."""
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
         message = received.message
@@ -200,7 +200,7 @@ class EquivocatesVotes(Liar):
 
 
 class VotesForAll(Liar):
-    """Without a lock, and without a look."""
+    """Votes for any proposal, whatever it is locked on."""
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
         message = received.message
@@ -219,7 +219,7 @@ class VotesForAll(Liar):
 
 
 class Silent(Liar):
-    """Says nothing of some kinds, neither to all nor to one."""
+    """Sends no messages of some kinds, neither by gossip nor on a stream."""
 
     def __init__(self, rng: Random, signer: FakeSigner, phase: str = "all") -> None:
         super().__init__(rng, signer)

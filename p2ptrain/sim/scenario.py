@@ -1,6 +1,6 @@
-"""Scenarios: what a simulation is made of, as data with a file format.
+"""Scenarios: simulations as data, with a file format.
 
-A scenario is a sentence that says what it shows, a swarm, a network, the faults that befall it, and what is expected.
+A scenario is a sentence that says what it shows, a swarm, a network, faults, and expectations.
 It is written as TOML and read strictly, so that a typo is an error and not a fault that never happened. Times are
 virtual seconds since the start. Nodes are numbered from 0; those that join later are numbered on from there. Where a
 key takes nodes, it takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
@@ -48,13 +48,13 @@ class Slow(Struct, frozen=True, forbid_unknown_fields=True):
     times: Annotated[float, Meta(gt=0)]
 
 
-class Training(Struct, frozen=True, forbid_unknown_fields=True):
-    """The device: how long a contribution takes, and how large it is."""
+class Workload(Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a contribution takes, and how large it is."""
 
     seconds: Seconds = 1.0
-    spread: Share = 0.1  # of it, each way; a machine's own pace, and each round's, are drawn within
+    spread: Share = 0.1  # of `seconds`, each way; a machine's pace, and each round's, are drawn within
     payload_bytes: Annotated[int, Meta(ge=1, lt=2**32)] = 40
-    state_bytes: Count = 1_000_000  # that a node which catches up has to fetch
+    state_bytes: Count = 1_000_000  # fetched by a node that catches up
     apply_seconds: Seconds = 0.01
     slow: list[Slow] = []
 
@@ -71,8 +71,8 @@ class Links(Struct, frozen=True, forbid_unknown_fields=True):
     reorder_seconds: Seconds = 1.0  # mean
 
 
-class Disk(Struct, frozen=True, forbid_unknown_fields=True):
-    """Every node's disk."""
+class Durability(Struct, frozen=True, forbid_unknown_fields=True):
+    """How long writes take, and how much of them survives a crash."""
 
     fsync_seconds: Seconds = 0.002  # mean
     kept: Share = 0.5  # chance that what was being written at a crash is there afterwards
@@ -84,7 +84,7 @@ class Disk(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """Something that happens at a time."""
+    """Base of all faults."""
 
     at: Seconds
 
@@ -108,7 +108,7 @@ class Storm(Fault, frozen=True, tag="storm"):
 
 
 class Partition(Fault, frozen=True, tag="partition"):
-    """Groups that do not hear one another. Who is in none of them hears, and is heard by, everyone."""
+    """Groups that do not hear one another. A node in none of them hears, and is heard by, everyone."""
 
     groups: list[Nodes]
     until: Seconds
@@ -141,14 +141,14 @@ class Lose(Fault, frozen=True, tag="lose"):
 
 
 class Sleep(Fault, frozen=True, tag="sleep"):
-    """SIGSTOP, or a lid that is closed: nothing happens until `until`, and then everything that waited."""
+    """SIGSTOP, or a closed lid: events wait until `until`, and then all come in."""
 
     nodes: Nodes
     until: Seconds
 
 
 class Clock(Fault, frozen=True, tag="clock"):
-    """The node's clock jumps, and goes at another rate from then on."""
+    """The node's clock jumps, and runs at another rate from then on."""
 
     nodes: Nodes
     jump_seconds: float = 0.0
@@ -156,35 +156,35 @@ class Clock(Fault, frozen=True, tag="clock"):
 
 
 class Stall(Fault, frozen=True, tag="stall"):
-    """A training that is under way at `at`, or begins before `until`, is over after `until` at the earliest."""
+    """A training that runs at `at`, or begins before `until`, ends after `until` at the earliest."""
 
     nodes: Nodes
     until: Seconds
 
 
 class Flip(Fault, frozen=True, tag="flip"):
-    """A bit flips in the device: its state is another one from then on, and nobody tells it."""
+    """A bit flips in the device: the state is wrong from then on, unnoticed."""
 
     nodes: Nodes
 
 
 class SlowDisk(Fault, frozen=True, tag="slow disk"):
-    """The disk takes long."""
+    """Writes take long for a while."""
 
     nodes: Nodes
     until: Seconds
     fsync_seconds: Seconds
 
 
-class Join(Fault, frozen=True, tag="join"):
-    """Newcomers. What they show: nothing, an invitation each, one that the last newcomer before has shown, one whose
-    last round is over, or one that they signed themselves."""
+class Newcomers(Fault, frozen=True, tag="join"):
+    """Newcomers join with a ticket each: none, a new invitation, the one that the last newcomer spent, an expired one,
+    or one that they signed themselves."""
 
     count: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
     ticket: Literal["none", "new", "spent", "expired", "false"] = "none"
 
 
-class Leave(Fault, frozen=True, tag="leave"):
+class Departure(Fault, frozen=True, tag="leave"):
     """A user's Ctrl-C."""
 
     nodes: Nodes
@@ -199,12 +199,25 @@ class Lie(Fault, frozen=True, tag="liar"):
 
 
 AnyFault: TypeAlias = (
-    Crash | Storm | Partition | Clog | Lossy | Lose | Sleep | Clock | Stall | Flip | SlowDisk | Join | Leave | Lie
+    Crash
+    | Storm
+    | Partition
+    | Clog
+    | Lossy
+    | Lose
+    | Sleep
+    | Clock
+    | Stall
+    | Flip
+    | SlowDisk
+    | Newcomers
+    | Departure
+    | Lie
 )
 
 
 # ---------------------------------------------------------------------------------------------------
-# What is expected
+# Expectations
 
 
 class Pause(Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,7 +228,7 @@ class Pause(Struct, frozen=True, forbid_unknown_fields=True):
     until: Seconds
 
 
-class Progress(Struct, frozen=True, forbid_unknown_fields=True):
+class ExpectedRounds(Struct, frozen=True, forbid_unknown_fields=True):
     """Each of these nodes applies at least so many rounds in this time."""
 
     nodes: Nodes
@@ -225,13 +238,13 @@ class Progress(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Expect(Struct, frozen=True, forbid_unknown_fields=True):
-    """What must hold at the end, beside what the checkers always hold. Absent: anything goes."""
+    """Expectations of the end, besides the checkers' invariants. Absent: anything goes."""
 
     rate_share_min: Share | None = None  # of rounds a minute, over the same swarm with nothing slow and no fault
     taken_share_min: Share | None = None  # contributions taken, over those that could have been, one a member and round
     taken_from: dict[str, Count] = {}  # by node: contributions taken from it, at least
     paused: list[Pause] = []
-    progress: list[Progress] = []
+    progress: list[ExpectedRounds] = []
     resumed_seconds_max: Seconds | None = None  # after the faults ended, until everyone has applied another round
     regroups_min: Count | None = None
     regroups_max: Count | None = None
@@ -239,8 +252,8 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True):
     members: Nodes | None = None  # exactly these, in the end
     left: Nodes | None = None  # these are gone, and in nobody's roster
     kept: Nodes | None = None  # all that these have applied is in the history in the end: their branch has won
-    views_max: Count | None = None  # that a round took
-    views_min: Count | None = None  # that some round took
+    views_max: Count | None = None  # of any round
+    views_min: Count | None = None  # of the longest round
     empty_rounds_max: Count | None = None  # manifests that took nothing
     stalls_max: Count | None = None
     stalls_min: Count | None = None
@@ -248,21 +261,21 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True):
     mismatches_min: Count | None = None  # nodes that found their own root to differ
     mismatches_max: Count | None = None
     returned_max: Count | None = None  # contributions that came too late for good
-    events_max: Annotated[float, Meta(gt=0)] | None = None  # that are no messages, a node and round
+    events_max: Annotated[float, Meta(gt=0)] | None = None  # ticks a node and round
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """One simulation, but for its seed."""
+    """One simulation without its seed."""
 
-    sentence: Annotated[str, Meta(min_length=1, max_length=400)]  # what it shows
+    sentence: Annotated[str, Meta(min_length=1, max_length=400)]  # says what the scenario shows
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)]
     rounds: Annotated[int, Meta(ge=1)]  # it ends when everybody who runs has applied so many
     seconds: Annotated[float, Meta(gt=0, le=1e9)] = 3_600.0  # by then it must have ended
-    rounds_after: Count = 5  # that everybody must apply after the faults have ended
+    rounds_after: Count = 5  # everybody must apply so many after the faults have ended
     faults_end: Seconds | None = None  # default: the end of the last fault
-    training: Training = Training()
+    training: Workload = Workload()
     links: Links = Links()
-    disk: Disk = Disk()
+    disk: Durability = Durability()
     agreement: dict[str, Any] = {}  # of the run's config
     admission: dict[str, Any] = {}
     admission_keys: Nodes = []  # whose keys stand in `admission.keys`: of who may invite, or of who is on the allowlist
@@ -277,21 +290,21 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def end_of_faults(self) -> float:
-        """From here on the network is as `links` has it, and everybody who is to come back is there."""
+        """When the last fault is over: the network is as in `links`, and all nodes that come back are there."""
         if self.faults_end is not None:
             return self.faults_end
         return max((getattr(fault, "until", None) or fault.at for fault in self.fault), default=0.0)
 
     @property
     def size(self) -> int:
-        """Nodes there will ever be."""
-        return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Join))
+        """The number of nodes, with all newcomers."""
+        return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Newcomers))
 
     def _no_node(self, node: int) -> ConfigError:
         return ConfigError(f"there is no node {node}", key="nodes", fix=f"Name nodes from 0 to {self.size - 1}")
 
     def pick(self, nodes: Nodes) -> list[int]:
-        """The nodes that a key names, rising."""
+        """The indices of the nodes that a key names, sorted."""
         if isinstance(nodes, list):
             return sorted(set(nodes))
         found: set[int] = set()
@@ -334,7 +347,7 @@ def load_scenario(path: Path, nodes: int | None = None) -> Scenario:
 
 
 def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
-    """A scenario from what a file says."""
+    """A scenario from the table in a file."""
     try:
         scenario = msgspec.convert(table, Scenario)
     except msgspec.ValidationError as error:
@@ -351,7 +364,7 @@ def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
 
 
 def _check_nodes(scenario: Scenario) -> None:
-    """Every node that is named must be there at some time, and faults must end after they began."""
+    """Raise ConfigError if a key names a node that never exists, or a fault ends before it begins."""
     expect = scenario.expect
     places: list[tuple[str, Nodes]] = [
         (f"training.slow[{at}]", slow.nodes) for at, slow in enumerate(scenario.training.slow)
@@ -385,7 +398,7 @@ def _check_nodes(scenario: Scenario) -> None:
 
 
 def _mistake(text: str, source: str) -> ConfigError:
-    """msgspec's words in ours: "Object contains unknown field `x` - at `$.links`"."""
+    """Turn msgspec's message into ours: "Object contains unknown field `x` - at `$.links`"."""
     what, _, place = text.partition(" - at `$")
     key = place.rstrip("`").lstrip(".").replace("[...]", "")
     known = _keys_at(key)
@@ -423,14 +436,14 @@ def _structs_in(hint: Any) -> list[type[Struct]]:
 
 
 def to_toml(scenario: Scenario) -> str:
-    """The text that reads back as this scenario, without what is as by default."""
+    """The text that reads back as this scenario, without defaults."""
     lines: list[str] = []
     _write_table(_plain(scenario), "", lines)
     return "\n".join(lines).strip() + "\n"
 
 
 def _plain(struct: Struct) -> dict[str, Any]:
-    """What differs from the defaults, as tables."""
+    """The values that differ from the defaults, as tables."""
     found: dict[str, Any] = {}
     tag = struct.__struct_config__.tag
     if tag is not None:

@@ -34,7 +34,7 @@ LIAR_KINDS = sorted(liars.KINDS)
 
 
 class Failed(Struct, frozen=True):
-    """A seed that found something."""
+    """A seed that fails, and its scenario."""
 
     seed: int
     failures: list[str]
@@ -50,8 +50,8 @@ class Failed(Struct, frozen=True):
         )
 
 
-class Tally(Struct):
-    """What a swarm test has done so far."""
+class SwarmSummary(Struct):
+    """Totals of a swarm test so far."""
 
     seeds: int = 0
     rounds: int = 0
@@ -72,31 +72,31 @@ def swarm(
     rounds: int,
     seed: int,
     seconds: float | None = None,
-    progress: Callable[[Tally], None] | None = None,
-) -> Tally:
+    progress: Callable[[SwarmSummary], None] | None = None,
+) -> SwarmSummary:
     """Simulate drawn scenarios until there were so many rounds, or for so long, or until one fails."""
-    tally, began = Tally(), time.monotonic()
-    while tally.rounds < rounds and (seconds is None or tally.seconds < seconds):
-        at = seed + tally.seeds
+    summary, began = SwarmSummary(), time.monotonic()
+    while summary.rounds < rounds and (seconds is None or summary.seconds < seconds):
+        at = seed + summary.seeds
         outcome = run(draw(at), at)
-        tally.seeds += 1
-        tally.rounds += outcome.cluster.rounds
-        tally.deliveries += outcome.cluster.deliveries
-        tally.beyond += outcome.cluster.is_beyond
-        tally.seconds = time.monotonic() - began
+        summary.seeds += 1
+        summary.rounds += outcome.cluster.rounds
+        summary.deliveries += outcome.cluster.calendar.deliveries
+        summary.beyond += outcome.cluster.watch.is_beyond
+        summary.seconds = time.monotonic() - began
         if not outcome.is_good:
             scenario, failures = shrink(draw(at), at, outcome.failures)
-            tally.failed = Failed(at, outcome.failures, scenario, failures)
+            summary.failed = Failed(at, outcome.failures, scenario, failures)
             break
         if progress is not None:
-            progress(tally)
-    return tally
+            progress(summary)
+    return summary
 
 
 def run(scenario: sc.Scenario, seed: int) -> Outcome:
-    """One run with every checker; with more faulty members than are promised to be borne, for one history alone."""
+    """One run with every checker; if more members were faulty than may be, only two histories are a failure."""
     outcome = simulate(scenario, seed, checkers.standard())
-    if outcome.cluster.is_beyond and not isinstance(outcome.error, TwoHistories):
+    if outcome.cluster.watch.is_beyond and not isinstance(outcome.error, TwoHistories):
         return replace(outcome, failures=[])
     return outcome
 
@@ -111,7 +111,7 @@ def draw(seed: int) -> sc.Scenario:
 
 
 class _Draw:
-    """The dice, and what they have shown so far."""
+    """Draws the parts of a scenario."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, Random(f"swarm {seed}")
@@ -311,7 +311,7 @@ class _Draw:
 
 
 def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Scenario, list[str]]:
-    """A smaller scenario that fails with the same seed, and how it does."""
+    """Find a smaller scenario that fails with the same seed; returns its failures, too."""
     until = time.monotonic() + SHRINK_SECONDS
     is_smaller = True
     while is_smaller and time.monotonic() < until:
@@ -330,7 +330,7 @@ def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
     """Ways to make it simpler by one step, the largest first."""
     for place in range(len(scenario.fault)):
         yield replace(scenario, fault=scenario.fault[:place] + scenario.fault[place + 1 :])
-    for name, plain in (("links", sc.Links()), ("training", sc.Training()), ("disk", sc.Disk())):
+    for name, plain in (("links", sc.Links()), ("training", sc.Workload()), ("disk", sc.Durability())):
         if getattr(scenario, name) != plain:
             yield replace(scenario, **{name: plain})
     if scenario.admission:
@@ -344,7 +344,7 @@ def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
 
 
 def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
-    """The same with a node less; those behind it move up."""
+    """The scenario without one node; those after it move up."""
 
     def rest(nodes: sc.Nodes) -> list[int]:
         return [node - (node > gone) for node in scenario.pick(nodes) if node != gone]
@@ -354,7 +354,7 @@ def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
         if isinstance(fault, sc.Partition):
             groups: list[sc.Nodes] = [left for group in fault.groups if (left := rest(group))]
             changed += [replace(fault, groups=groups)] if len(groups) > 1 else []
-        elif isinstance(fault, sc.Lossy | sc.Join):
+        elif isinstance(fault, sc.Lossy | sc.Newcomers):
             changed.append(fault)
         else:
             changed += [replace(fault, nodes=rest(fault.nodes))] if rest(fault.nodes) else []

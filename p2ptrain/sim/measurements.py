@@ -1,4 +1,4 @@
-"""What a simulation measures: rounds, messages, views, and who was taken, shut out or fetched.
+"""Measurements of a simulation: rounds, messages, views, contributions taken, bans, states fetched.
 
 Messages and bytes are counted before gossip's own duplication: a published message counts once for its sender and
 once for every receiver.
@@ -15,14 +15,14 @@ from p2ptrain.core.messages import Message, Vote, kind_of
 from p2ptrain.sim.machine import SimNode
 
 
-class Metrics:
-    """Of one run."""
+class Measurements:
+    """Counts what happens in one run."""
 
     def __init__(self) -> None:
         self.timeline: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)  # by node: when it applied what
         self.heard_messages = 0  # by all together
         self.heard_bytes = 0
-        self.kinds: Counter[str] = Counter()  # what was published or sent, by kind
+        self.kinds: Counter[str] = Counter()  # messages published or sent, by kind
         self.ticks: Counter[int] = Counter()
         self.views: dict[tuple[bytes, int], int] = {}  # by branch and round: the last view
         self.manifests: dict[tuple[bytes, int], Manifest] = {}
@@ -31,14 +31,14 @@ class Metrics:
         self.unseated: Counter[bytes] = Counter()
         self.branches: dict[bytes, Beginning] = {}
         self.returned: Counter[int] = Counter()
-        self.states_fetched: Counter[int] = Counter()  # that came, by node
+        self.states_fetched: Counter[int] = Counter()  # from other nodes, by node
         self.disconnects: Counter[int] = Counter()
         self.stalls: Counter[int] = Counter()
         self.mismatches: Counter[int] = Counter()  # states that came out wrong, by node
         self.payloads_fetched = 0  # that came from another node
 
     # -----------------------------------------------------------------------------------------------
-    # What the driver tells
+    # Recorded while the simulation runs
 
     def published(self, node: SimNode, message: Message, size: int, receivers: int) -> None:
         kind = message.ballot.name.lower() if type(message) is Vote else kind_of(message)
@@ -52,7 +52,7 @@ class Metrics:
         self.heard_bytes += size
 
     def certified(self, node: SimNode, record: Certified) -> None:
-        """A node knows of a round that was decided, or of a branch."""
+        """A node has adopted a decided round, or a branch."""
         if not node.honest:
             return
         step = record.step
@@ -82,7 +82,7 @@ class Metrics:
         node.process.was_stalled = is_stalled
 
     # -----------------------------------------------------------------------------------------------
-    # What comes of it
+    # Evaluated afterwards
 
     def rounds_between(self, index: int, since: float, until: float) -> int:
         return sum(since < at <= until for at, _ in self.timeline.get(index, ()))

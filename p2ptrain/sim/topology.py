@@ -1,6 +1,6 @@
-"""Connections: who is connected with whom, and when nodes notice that a peer has come or gone.
+"""The topology: who is connected with whom, and when nodes notice that a peer has come or gone.
 
-Messages reach everyone over links of their own; a connection is what a node knows of. It is there while both processes
+Messages reach everyone over links of their own; a connection is what the core hears of. It exists while both processes
 run and are awake and the link is open one way at least, and either change is noticed only after a while.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from p2ptrain.core.events import PeerLost, PeerSeen
+from p2ptrain.core.events import Event, PeerLost, PeerSeen
 from p2ptrain.sim.machine import SimNode
 
 if TYPE_CHECKING:
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 PEERS_MAX = 32  # connections of a node that the core hears of; gossip reaches everyone
 ALL_CONNECTED_MAX = 33  # nodes: up to here everyone is connected with everyone
 NOTICE_SECONDS = (1.0, 4.0)  # until a lost or a new connection is noticed
+DIAL_SECONDS = 3.0  # until an unreachable peer is given up
+REQUEST_BYTES = 100  # a request on a stream
 
 
-class Connections:
-    """Of all nodes of a cluster."""
+class Topology:
+    """Connections between all nodes of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         size = len(cluster.nodes)
         self.possible: list[set[int]] = [set() for _ in range(size)]  # peers of a node when both are there
+        self.connected: list[set[int]] = [set() for _ in range(size)]  # peers that it knows to be there
         for index in range(size):
             others = [other for other in range(size) if other != index]
             if size > ALL_CONNECTED_MAX:
@@ -35,49 +38,66 @@ class Connections:
                 self.possible[other].add(index)
 
     def introduce(self, node: SimNode) -> None:
-        """A newcomer finds peers."""
+        """Find peers for a newcomer."""
         cluster = self.cluster
         others = [other for other in range(node.index) if not cluster.nodes[other].is_gone]
         found = cluster.rng.sample(others, min(len(others), PEERS_MAX))
         self.possible.append(set(found))
+        self.connected.append(set())
         for other in found:
             self.possible[other].add(node.index)
 
     def refresh(self, *nodes: SimNode) -> None:
-        """Something has changed for these nodes: after a while they and their peers notice."""
+        """Let these nodes and their peers notice, after a while, what has changed for them."""
         cluster = self.cluster
         for node in nodes:
             for other in sorted(self.possible[node.index]):
-                if self._is_possible(node, cluster.nodes[other]) != (other in node.peers):
-                    low, high = NOTICE_SECONDS if cluster.now > 0 else (0.0, 0.2)
-                    cluster.after(low, high, self._notice, node, cluster.nodes[other])
+                if self._is_possible(node, cluster.nodes[other]) != (other in self.connected[node.index]):
+                    low, high = NOTICE_SECONDS if cluster.calendar.now > 0 else (0.0, 0.2)
+                    cluster.calendar.after(low, high, self._notice, node, cluster.nodes[other])
 
     def _is_possible(self, one: SimNode, other: SimNode) -> bool:
         network = self.cluster.network
         is_open = network.is_open(one.index, other.index) or network.is_open(other.index, one.index)
-        is_awake = max(one.process.asleep_until, other.process.asleep_until) <= self.cluster.now
+        is_awake = max(one.process.asleep_until, other.process.asleep_until) <= self.cluster.calendar.now
         return one.alive and other.alive and is_awake and is_open
+
+    def reach(self, node: SimNode, peer: bytes, size: int) -> tuple[SimNode, float] | None:
+        """The peer, and when a message to it on a stream arrives; None if it cannot be reached."""
+        cluster = self.cluster
+        index = cluster.key_index.get(peer)
+        if index is None or not cluster.nodes[index].alive:
+            return None
+        at = cluster.network.stream(node.index, index, cluster.calendar.now, size)
+        return None if at is None else (cluster.nodes[index], at)
+
+    def tell(self, node: SimNode, peer: bytes, event: Event) -> bool:
+        """Let an event arrive at a peer, on a stream; False if it cannot be reached."""
+        reached = self.reach(node, peer, REQUEST_BYTES)
+        if reached:
+            self.cluster.calendar.timer(reached[0], reached[1], self.cluster.give, reached[0], event)
+        return reached is not None
 
     def _notice(self, one: SimNode, other: SimNode) -> None:
         if not self._is_possible(one, other):
             self._lose(one, other)
-        elif other.index not in one.peers:
+        elif other.index not in self.connected[one.index]:
             for here, peer in ((one, other), (other, one)):
-                here.peers.add(peer.index)
+                self.connected[here.index].add(peer.index)
                 self.cluster.give(here, PeerSeen(peer.key))
 
     def _lose(self, one: SimNode, other: SimNode) -> None:
-        if other.index in one.peers:
+        if other.index in self.connected[one.index]:
             for here, peer in ((one, other), (other, one)):
-                here.peers.discard(peer.index)
+                self.connected[here.index].discard(peer.index)
                 self.cluster.give(here, PeerLost(peer.key))
 
     def drop(self, node: SimNode) -> None:
-        """Connections of a process that was killed, if nobody has noticed before it starts again."""
-        for other in sorted(node.peers):
+        """Close the connections of a killed process that nobody has noticed before it starts again."""
+        for other in sorted(self.connected[node.index]):
             self._lose(node, self.cluster.nodes[other])
 
     def disconnect(self, one: SimNode, other: SimNode, seconds: float) -> None:
         """Close a connection; it is there again after a while."""
         self._lose(one, other)
-        self.cluster.after(seconds, 2 * seconds, self._notice, one, other)
+        self.cluster.calendar.after(seconds, 2 * seconds, self._notice, one, other)

@@ -1,0 +1,123 @@
+"""The calendar: virtual time, and one heap that holds everything that is going to happen.
+
+A published message is one entry, however many it reaches: it walks a list of arrivals, one at a time, and all receivers
+share one event. That is half of what makes millions of deliveries a minute possible; the other is the decoder's
+(cluster.py).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush, heapreplace
+from itertools import count
+from random import Random
+from typing import Any
+
+from p2ptrain.core.events import Event
+from p2ptrain.sim.machine import SimNode
+
+Action = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class Flight:
+    """A published message on its way: one entry on the heap, one event for all."""
+
+    __slots__ = ("arrivals", "event", "payload")
+
+    def __init__(self, arrivals: list[tuple[float, int]], event: Event, payload: bytes) -> None:
+        self.arrivals, self.event = arrivals, event
+        self.payload = payload  # that rides along; empty: none
+
+
+class Timer:
+    """An action that one life of a node waits for."""
+
+    __slots__ = ("action", "arguments", "life", "node")
+
+    def __init__(self, node: SimNode, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.node, self.life = node, node.life
+        self.action, self.arguments = action, arguments
+
+
+class Calendar:
+    """Runs actions and deliveries in the order of their virtual times."""
+
+    def __init__(self, rng: Random) -> None:
+        self.now = 0.0
+        self.deliveries = 0
+        self.is_over = False
+        self._rng = rng
+        self._heap: list[tuple[float, int, Flight | Timer | Action]] = []
+        self._order = count()
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Schedule an action."""
+        heappush(self._heap, (max(time, self.now), next(self._order), (action, arguments)))
+
+    def after(self, low: float, high: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Schedule an action after a delay drawn from between these two."""
+        self.at(self.now + self._rng.uniform(low, high), action, *arguments)
+
+    def timer(self, node: SimNode, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Schedule an action of a node: dropped if its process ends before, put off while it sleeps."""
+        heappush(self._heap, (max(time, self.now), next(self._order), Timer(node, action, arguments)))
+
+    def fly(self, arrivals: list[tuple[float, int]], event: Event, payload: bytes) -> None:
+        """Let an event arrive at several nodes; the last arrival comes first in the list."""
+        if arrivals:
+            self.deliveries += len(arrivals)
+            heappush(self._heap, (arrivals[-1][0], next(self._order), Flight(arrivals, event, payload)))
+
+    def stop(self) -> None:
+        """End the simulation after the current entry."""
+        self.is_over = True
+
+    def run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Event], None]) -> None:
+        """Run until it is stopped, or until this time.
+
+        The garbage collector is off meanwhile: it would look through millions of messages again and again, and what
+        a round leaves behind holds no cycles.
+        """
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            self._run(until, nodes, give)
+        finally:
+            if was_on:
+                gc.enable()
+
+    def _run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Event], None]) -> None:
+        heap = self._heap
+        while heap and not self.is_over:
+            time, place, item = heap[0]
+            if time > until:
+                break
+            self.now = time
+            if type(item) is Flight:
+                arrivals = item.arrivals
+                node = nodes[arrivals.pop()[1]]
+                if arrivals:
+                    heapreplace(heap, (arrivals[-1][0], place, item))
+                else:
+                    heappop(heap)
+                if item.payload and node.core is not None:
+                    node.shelf.add(item.payload)
+                give(node, item.event)
+                continue
+            heappop(heap)
+            if type(item) is Timer:
+                self._fire(item)
+            else:
+                action, arguments = item  # type: ignore[misc]
+                action(*arguments)
+        self.now = min(self.now, until)
+
+    def _fire(self, timer: Timer) -> None:
+        node = timer.node
+        if node.life != timer.life:
+            return
+        if node.process.asleep_until > self.now:
+            heappush(self._heap, (node.process.asleep_until, next(self._order), timer))
+            return
+        timer.action(*timer.arguments)

@@ -1,0 +1,125 @@
+"""The devices of simulated nodes: training, applying, and fetching a state take their time and come back as events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.core import events as ev
+from p2ptrain.digest import digest
+from p2ptrain.sim.checkers import Violation
+from p2ptrain.sim.disk import SavedState
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.payload_exchange import PayloadExchange
+from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from p2ptrain.sim.cluster import Cluster
+
+
+class Devices:
+    """Trains, applies and catches up, for every node."""
+
+    def __init__(self, cluster: Cluster, payloads: PayloadExchange, rng: Random) -> None:
+        self.cluster, self.payloads, self.rng = cluster, payloads, rng
+        self.states: dict[bytes, tuple[int, bytes]] = {}  # by root: the round, and the manifest that led to it
+
+    def train(self, node: SimNode, effect: ev.Train) -> None:
+        accelerator, training = node.accelerator, self.cluster.setup.scenario.training
+        if accelerator.training is not None:
+            raise Violation(f"node {node.index} began to train for round {effect.round} while it was training")
+        if effect.base_round > node.state.round:
+            raise Violation(f"node {node.index} trains from round {effect.base_round} and has {node.state.round}")
+        accelerator.begin(effect)
+        seconds = training.seconds * accelerator.pace * (1.0 + training.spread * self.rng.uniform(-0.5, 0.5))
+        self.cluster.calendar.timer(node, self.cluster.calendar.now + seconds, self._trained, node, effect)
+
+    def _trained(self, node: SimNode, effect: ev.Train) -> None:
+        cluster, accelerator = self.cluster, node.accelerator
+        if accelerator.stalled_until > cluster.calendar.now:
+            cluster.calendar.timer(node, accelerator.stalled_until, self._trained, node, effect)
+            return
+        accelerator.finish()
+        name, payload = self.payloads.make(node, effect.round, effect.base_round)
+        node.shelf.add(name)
+        cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment))
+
+    def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something once the node's device has finished this job, after those before it."""
+        done_at = node.accelerator.book(self.cluster.calendar.now, seconds)
+        self.cluster.calendar.timer(node, done_at, action, node, *arguments)
+
+    def apply(self, node: SimNode, effect: ev.Apply) -> None:
+        for taken in effect.manifest.taken if node.honest else ():
+            if taken.payload not in node.shelf:
+                raise Violation(f"node {node.index} applies round {effect.manifest.round} and lacks a payload of it")
+        self._on_device(node, self.cluster.setup.scenario.training.apply_seconds, self._applied, effect)
+
+    def _applied(self, node: SimNode, effect: ev.Apply) -> None:
+        cluster, state, manifest = self.cluster, node.state, effect.manifest
+        follows = manifest.parent in (state.head, manifest.branch)
+        if node.honest and (manifest.round != state.round + 1 or not follows):
+            raise Violation(f"node {node.index} applies round {manifest.round} to the state of round {state.round}")
+        root = digest("simulated state", state.root, manifest.digest)
+        self.states[root] = (manifest.round, manifest.digest)
+        self._become(node, manifest.round, root)
+        node.state.applied.append((manifest.branch, manifest.round, manifest.digest, root))
+        cluster.metrics.applied(node, manifest, cluster.calendar.now)
+        cluster.give(node, ev.Applied(manifest.branch, manifest.round, root))
+        cluster.goal.look()
+
+    def _become(self, node: SimNode, number: int, root: bytes) -> None:
+        _, head = self.states.get(root, (number, self.cluster.setup.genesis.head))
+        node.state.become(number, root, head, node.disk.kept)
+        node.state.moved(self.cluster.calendar.now)
+        if number % self.cluster.setup.scenario.disk.checkpoint_rounds == 0:
+            node.disk.save_checkpoint(SavedState(number, root, head))
+
+    def catch_up(self, node: SimNode, effect: ev.CatchUp) -> None:
+        """Load the newest state that anyone serves. Pieces are checked on arrival: no wrong state gets in."""
+        cluster, seconds = self.cluster, 0.0
+        node.accelerator.catch_up(effect)
+        saved = {checkpoint.root for checkpoint in node.disk.checkpoints}
+        found = next((place for place in effect.roots if place[1] in saved), None)
+        is_mine = found is not None
+        for key in effect.sources:
+            source = cluster.nodes[cluster.key_index[key]]
+            served = next((place for place in effect.roots if self._serves_state(source, place, node)), None)
+            reached = cluster.topology.reach(node, key, REQUEST_BYTES)
+            if reached is None:
+                seconds += DIAL_SECONDS
+            elif served is None or (found is not None and served[0] <= found[0]):
+                seconds += 0.1
+            else:
+                size = cluster.setup.scenario.training.state_bytes
+                at = cluster.network.stream(source.index, node.index, cluster.calendar.now, size)
+                seconds += at - cluster.calendar.now if at is not None else DIAL_SECONDS
+                if at is not None:
+                    found, is_mine = served, False
+        if found:
+            self._on_device(node, seconds, self._caught_up, effect, *found, is_mine)
+        else:
+            self._on_device(node, seconds, self._not_caught_up, effect)
+
+    def _serves_state(self, source: SimNode, place: tuple[int, bytes], node: SimNode) -> bool:
+        """Whether a node has this state for others: it keeps the newest, and that of every few rounds."""
+        kept, (number, root) = source.state.kept, place
+        is_kept = place in kept and (
+            number % self.cluster.setup.scenario.disk.checkpoint_rounds == 0 or place == [*kept][-1]
+        )
+        return is_kept and (source.liar is None or source.liar.serves(self.cluster, source.index, root, node.key))
+
+    def _caught_up(self, node: SimNode, effect: ev.CatchUp, number: int, root: bytes, is_mine: bool) -> None:
+        if node.accelerator.catching is not effect:
+            return  # another attempt has begun
+        self.cluster.metrics.states_fetched[node.index] += not is_mine
+        node.state.mend()
+        self._become(node, number, root)
+        self.cluster.give(node, ev.CaughtUp(number, root, effect.attempt))
+        self.cluster.goal.look()
+
+    def _not_caught_up(self, node: SimNode, effect: ev.CatchUp) -> None:
+        if node.accelerator.catching is effect:
+            self.cluster.give(node, ev.CatchUpFailed("nobody has it", effect.attempt))

@@ -1,0 +1,225 @@
+"""The executor of simulated nodes: carries out effects, as the daemon does with the real world.
+
+The effect queue decides the order and what waits for the disk, here as there (core/effect_queue.py). What takes a
+device or moves payloads is in devices.py and payload_exchange.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.history import History, decode_history, encode_history
+from p2ptrain.core.messages import Message
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.sim.checkers import Violation
+from p2ptrain.sim.devices import Devices
+from p2ptrain.sim.liars import ToSome
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.payload_exchange import PayloadExchange
+from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
+
+if TYPE_CHECKING:
+    from p2ptrain.sim.cluster import Cluster
+
+HISTORY_SECONDS = 8.0  # until an answer is given up
+REDIAL_SECONDS = 20.0  # until a peer that was disconnected is there again
+Actions = dict[type, Callable[[SimNode, Any], None]]
+
+
+class Executor:
+    """Carries out the effects of all nodes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.rng = cluster.setup.stream("driver")  # named so in all seeds that were kept
+        self.payloads = PayloadExchange(cluster)
+        self.devices = Devices(cluster, self.payloads, self.rng)
+        self._slow_disks: dict[int, float] = {}  # by node: mean seconds of an fsync
+        self._questions = count()
+        self._actions: Actions = {
+            ev.Publish: self._publish,
+            ToSome: self._publish_to_some,
+            ev.Send: self._send,
+            ev.Ask: self._ask,
+            ev.Fetch: self.payloads.fetch,
+            ev.Train: self.devices.train,
+            ev.Apply: self.devices.apply,
+            ev.Return: self._return,
+            ev.Persist: lambda node, effect: None,  # it is on the disk
+            ev.NoteWrongState: self._note_wrong_state,
+            ev.CatchUp: self.devices.catch_up,
+            ev.AskHistory: self._ask_history,
+            ev.SendHistory: self._send_history,
+            ev.Disconnect: self._disconnect,
+            ev.Stop: self._stop,
+        }
+
+    # -----------------------------------------------------------------------------------------------
+    # The order of effects, and the disk
+
+    def carry_out(self, node: SimNode, effects: Sequence[ev.Effect | ToSome]) -> None:
+        node.process.queue.add(effects)
+        self._go_on(node)
+
+    def _go_on(self, node: SimNode) -> None:
+        """Carry out queued effects, as far as the disk allows."""
+        process = node.process
+
+        def act(effect: ev.Effect | ToSome) -> None:
+            self._actions[type(effect)](node, effect)
+            if process.fuse is not None and process.burn():
+                self.cluster.kill(node)
+
+        if records := process.queue.carry_out(act):
+            calendar = self.cluster.calendar
+            mean = self._slow_disks.get(node.index, self.cluster.setup.scenario.disk.fsync_seconds)
+            seconds = self.rng.expovariate(1.0 / mean) if mean else 0.0
+            calendar.timer(node, calendar.now + seconds, self._written, node, records)
+
+    def slow_disk(self, node: SimNode, fsync_seconds: float) -> None:
+        """Set the mean fsync time of this node's disk."""
+        self._slow_disks[node.index] = fsync_seconds
+
+    def mend_disk(self, node: SimNode) -> None:
+        self._slow_disks.pop(node.index, None)
+
+    def _written(self, node: SimNode, records: Sequence[ev.Record]) -> None:
+        self.write(node, records)
+        node.process.queue.written()
+        self._go_on(node)
+
+    def write(self, node: SimNode, records: Sequence[ev.Record]) -> None:
+        """Put records on the disk."""
+        for record in records:
+            message: Message | None = None
+            if type(record) is ev.Said:
+                received = self.cluster.decode(record.envelope)
+                message = received.message if received else None
+            members = node.disk.state.members
+            node.disk.write(record, message)
+            if type(record) is ev.Certified:
+                if node.honest and record.state.members != members:
+                    was_lost = any(map(self._has_lost_the_quorum, self.cluster.honest))
+                    self.cluster.watch.roster_came_into_force(self.cluster, record.state, was_lost)
+                self.cluster.metrics.certified(node, record)
+                node.shelf.turn(record.state.round)
+
+    def _has_lost_the_quorum(self, node: SimNode) -> bool:
+        """Whether it ever did: then others may have had good reason to follow whoever was left."""
+        counters = node.core.view().counters if node.core else {}
+        return bool(self.cluster.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
+
+    # -----------------------------------------------------------------------------------------------
+    # Messages
+
+    def _publish(self, node: SimNode, effect: ev.Publish) -> None:
+        self._spread(node, effect.envelope, range(len(self.cluster.nodes)))
+
+    def _publish_to_some(self, node: SimNode, effect: ToSome) -> None:
+        cluster = self.cluster
+        self._spread(node, effect.envelope, [cluster.key_index[key] for key in effect.recipients])
+
+    def _spread(self, node: SimNode, envelope: bytes, targets: Sequence[int]) -> None:
+        cluster = self.cluster
+        event, payload = self._event_of(node, envelope)
+        if type(event) is ev.MessageReceived:
+            message = event.received.message
+            cluster.metrics.published(node, message, len(envelope), len(targets) - 1)
+            if cluster.network.losing and cluster.network.loses(node.index, message):
+                return
+        arrivals = cluster.network.spread(node.index, targets, cluster.calendar.now, len(envelope))
+        cluster.calendar.fly(arrivals, event, payload)
+
+    def _event_of(self, node: SimNode, envelope: bytes) -> tuple[ev.Event, bytes]:
+        """The event of a message by this node for its receivers, and the payload that comes with it."""
+        cluster = self.cluster
+        received = cluster.decode(envelope)
+        if received is None:
+            if node.honest:
+                raise Violation(f"node {node.index} is honest and said what nobody can decode: {envelope[:80]!r}")
+            return ev.MalformedReceived(node.key, "not a message"), b""
+        if node.honest and getattr(received.message, "author", node.key) == node.key:
+            cluster.watch.said(cluster, node, envelope)
+        if not received.attachment:
+            return ev.MessageReceived(node.key, received), b""
+        name = received.message.payload  # type: ignore[union-attr]
+        return ev.MessageReceived(node.key, received, self.payloads.is_good(name)), name
+
+    def _send(self, node: SimNode, effect: ev.Send) -> None:
+        size = sum(map(len, effect.envelopes))
+        for envelope in effect.envelopes:
+            self.cluster.metrics.sent(node, "sent to one", len(envelope))
+        reached = self.cluster.topology.reach(node, effect.peer, size)
+        if reached:
+            peer, at = reached
+            events = [self._event_of(node, each) for each in effect.envelopes]
+            self.cluster.calendar.timer(peer, at, self._arrive, peer, events)
+
+    def _arrive(self, peer: SimNode, events: list[tuple[ev.Event, bytes]]) -> None:
+        life = peer.life
+        for event, payload in events:
+            if peer.life == life:
+                if payload:
+                    peer.shelf.add(payload)
+                self.cluster.give(peer, event)
+
+    def _ask(self, node: SimNode, effect: ev.Ask) -> None:
+        self.cluster.metrics.sent(node, "asked", REQUEST_BYTES + 16 * len(effect.names))
+        self.cluster.topology.tell(node, effect.peer, ev.Asked(node.key, effect.names))
+
+    # -----------------------------------------------------------------------------------------------
+    # Histories
+
+    def _ask_history(self, node: SimNode, effect: ev.AskHistory) -> None:
+        cluster = self.cluster
+        cluster.metrics.sent(node, "asked", REQUEST_BYTES)
+        index = cluster.key_index.get(effect.peer, -1)
+        question = node.process.questions[index] = next(self._questions)
+        is_there = self.cluster.topology.tell(node, effect.peer, ev.HistoryAsked(node.key, effect.branch, effect.round))
+        seconds = HISTORY_SECONDS if is_there else DIAL_SECONDS
+        cluster.calendar.timer(node, cluster.calendar.now + seconds, self._give_up, node, index, question, effect.peer)
+
+    def _give_up(self, node: SimNode, index: int, question: int, peer: bytes) -> None:
+        if node.process.questions.get(index) == question:
+            del node.process.questions[index]
+            self.cluster.give(node, ev.HistoryFailed(peer, "no answer"))
+
+    def _send_history(self, node: SimNode, effect: ev.SendHistory) -> None:
+        encoded = encode_history(effect.history)
+        self.cluster.metrics.sent(node, "history", len(encoded))
+        reached = self.cluster.topology.reach(node, effect.peer, len(encoded))
+        if reached:
+            peer, at = reached
+            self.cluster.calendar.timer(peer, at, self._history_came, peer, node, encoded)
+
+    def _history_came(self, node: SimNode, peer: SimNode, encoded: bytes) -> None:
+        if node.process.questions.pop(peer.index, None) is None:
+            return  # nobody asked
+        event: ev.Event
+        try:
+            history: History = decode_history(encoded)
+            event = ev.HistoryArrived(peer.key, history)
+        except RemoteProtocolError as error:
+            event = ev.HistoryFailed(peer.key, error.why)
+        self.cluster.give(node, event)
+
+    # -----------------------------------------------------------------------------------------------
+    # The rest
+
+    def _return(self, node: SimNode, effect: ev.Return) -> None:
+        self.cluster.metrics.returned[node.index] += 1
+
+    def _note_wrong_state(self, node: SimNode, effect: ev.NoteWrongState) -> None:
+        self.cluster.metrics.mismatches[node.index] += 1
+
+    def _disconnect(self, node: SimNode, effect: ev.Disconnect) -> None:
+        cluster = self.cluster
+        cluster.metrics.disconnects[node.index] += 1
+        peer = cluster.nodes[cluster.key_index[effect.peer]]
+        cluster.calendar.at(cluster.calendar.now, cluster.topology.disconnect, node, peer, REDIAL_SECONDS)
+
+    def _stop(self, node: SimNode, effect: ev.Stop) -> None:
+        self.cluster.stop(node)

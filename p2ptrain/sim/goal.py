@@ -1,0 +1,51 @@
+"""The goal: how far everyone has to come, also once the faults are over. Reaching it ends the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from p2ptrain.sim.calendar import Calendar
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.scenario import Scenario
+
+
+class Goal:
+    """The round that every honest node that will run has to apply."""
+
+    def __init__(self, scenario: Scenario, calendar: Calendar, nodes: Sequence[SimNode]) -> None:
+        self.round = scenario.rounds
+        self.resumed_at: float | None = None  # when everyone went on after the faults
+        self._scenario, self._calendar, self._nodes = scenario, calendar, nodes
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Check whether the goal is reached; called when a round was applied or a state was loaded."""
+        calendar = self._calendar
+        if calendar.is_over or calendar.now < self._next_look:
+            return
+        self._next_look = calendar.now + min(1.0, self._scenario.training.seconds / 4)
+        if calendar.now < self._scenario.end_of_faults:
+            return
+        waiting = [node for node in self._nodes if node.honest and not node.is_gone]
+        if self.resumed_at is None and not self._has_resumed(waiting):
+            return
+        # With nobody left there is nobody who has reached it.
+        if waiting and all(node.alive and node.state.round >= self.round for node in waiting):
+            calendar.stop()
+
+    def faults_ended(self) -> None:
+        """From here on the swarm has to recover."""
+        self._next_look = 0.0
+        self.look()
+
+    def _has_resumed(self, waiting: Sequence[SimNode]) -> bool:
+        """Whether everyone's state has moved on since the faults ended, on one branch."""
+        since = self._scenario.end_of_faults
+        branches = {node.disk.state.branch for node in waiting}
+        if len(branches) > 1 or not all(node.alive and node.state.moved_at > since for node in waiting):
+            return False
+        self.resumed_at = self._calendar.now
+        if self._scenario.fault:
+            highest = max((node.state.round for node in waiting), default=0)
+            self.round = max(self.round, highest + self._scenario.rounds_after)
+        return True

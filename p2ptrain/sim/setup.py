@@ -1,0 +1,68 @@
+"""The setup: all that a scenario and a seed determine before anything happens.
+
+Everything is drawn from generators that are seeded by the scenario's seed and a name, so that the same seed gives the
+same run on every machine.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from p2ptrain.core.state import Admitted, genesis
+from p2ptrain.digest import digest
+from p2ptrain.sim.disk import Disk, SavedState
+from p2ptrain.sim.keys import FakeSigner, node_key
+from p2ptrain.sim.machine import Accelerator, LocalClock, ModelState, Shelf, SimNode
+from p2ptrain.sim.scenario import Lie, Scenario
+
+
+class Setup:
+    """The run, its genesis, and machines as they are before they start."""
+
+    def __init__(self, seed: int, scenario: Scenario) -> None:
+        self.seed, self.scenario, self.run_config = seed, scenario, scenario.run(seed)
+        self.run_id = digest("simulated run", str(seed).encode())
+        keys = [node_key(seed, index) for index in range(scenario.nodes)]
+        members = tuple(keys[: self.run_config.admission.seats_max])
+        first = genesis(self.run_id, members, digest("simulated state", self.run_id))
+        admitted = tuple(Admitted(key, 0, 0, 0) for key in sorted(keys))
+        self.genesis = msgspec.structs.replace(first, admitted=admitted)
+        lies = [fault for fault in scenario.fault if isinstance(fault, Lie)]
+        self._liars = {index for lie in lies for index in scenario.pick(lie.nodes)}
+
+    def rng_name(self, *names: object) -> str:
+        """The seed of the generator for one use."""
+        return " ".join(map(str, (self.seed, *names)))
+
+    def stream(self, *names: object) -> Random:
+        """A generator of its own for each use, so that one more draw here changes nothing there."""
+        return Random(self.rng_name(*names))
+
+    def signer(self, index: int) -> FakeSigner:
+        return FakeSigner(self.run_id, node_key(self.seed, index))
+
+    def new_disk(self) -> Disk:
+        start = self.genesis
+        return Disk(SavedState(0, start.root, start.head), start, self.run_config.agreement.history_rounds)
+
+    def machine(self, index: int, ticket: bytes = b"") -> SimNode:
+        """A machine whose process has not started; `ticket` is the invitation that it shows."""
+        draw = self.stream("machine", index)
+        training = self.scenario.training
+        pace = 1.0 + training.spread * draw.uniform(-1.0, 1.0)
+        for slow in training.slow:
+            if index in self.scenario.pick(slow.nodes):
+                pace *= slow.times
+        return SimNode(
+            index,
+            self.signer(index),
+            honest=index not in self._liars,
+            ticket=ticket,
+            clock=LocalClock(draw.uniform(0.0, 10_000.0)),
+            disk=self.new_disk(),
+            shelf=Shelf(self.run_config.agreement.history_rounds),
+            state=ModelState(0, self.genesis.root, self.genesis.head),
+            accelerator=Accelerator(pace),
+        )

@@ -1,0 +1,84 @@
+"""The watch: shows checkers what honest nodes do and say, and observers everything.
+
+Of the messages that a node only takes in, which are most, checkers see one in a while; in a large swarm, of the rest,
+only what decides or applies a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from p2ptrain.core.events import Applied, Certified, Effect, Event, MessageReceived, Persist
+from p2ptrain.core.state import AgreedState
+from p2ptrain.sim.ledger import Checker, are_liars
+from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.rewriting import ToSome
+
+if TYPE_CHECKING:
+    from p2ptrain.sim.cluster import Cluster
+
+SWALLOWED_BETWEEN = 512  # messages that a node only takes in, for each that checkers see: a look costs as much as a few
+
+Observer = Callable[[SimNode, Event, Sequence[Effect | ToSome] | None, float], None]  # None: it did not survive
+
+CheckEvery = Literal["event", "round"]
+
+
+class Watch:
+    """The checkers and observers of one simulation."""
+
+    def __init__(self, checkers: Sequence[Checker], check_every: CheckEvery) -> None:
+        self.checkers = tuple(checkers)
+        self.observers: list[Observer] = []
+        self.is_beyond = False  # more than f members of a roster were faulty: at most one history is promised
+        self.is_sparing = check_every == "round"  # look only when a round was decided or applied
+
+    def observe(self, node: SimNode, event: Event, effects: Sequence[Effect | ToSome] | None, local: float) -> None:
+        for observer in self.observers:
+            observer(node, event, effects, local)
+
+    def after(self, cluster: Cluster, node: SimNode, event: Event, effects: Sequence[Effect | ToSome]) -> None:
+        """Show the checkers what a node has done about an event."""
+        if not effects and type(event) is MessageReceived:  # nothing was said, decided or applied
+            process = node.process
+            process.swallowed += 1
+            if process.swallowed % SWALLOWED_BETWEEN:
+                return
+        if self.checkers and node.honest and not (self.is_sparing and not _is_progress(event, effects)):
+            for checker in self.checkers:
+                checker.after(cluster, node.index, event, effects)  # type: ignore[arg-type]
+
+    def said(self, cluster: Cluster, node: SimNode, envelope: bytes) -> None:
+        """Show the checkers a message that an honest node has sent in its own name."""
+        for checker in self.checkers:
+            checker.said(cluster, node.index, envelope)
+
+    def at_end(self, cluster: Cluster) -> None:
+        for checker in () if self.is_beyond else self.checkers:
+            checker.at_end(cluster)
+
+    def roster_came_into_force(self, cluster: Cluster, state: AgreedState, was_lost: bool = True) -> None:
+        """With more than f faulty members in it, one history is all that is promised any more: the other checkers are
+        dismissed. Where two quorums need not share a member without fault, not even that is, and the run ends.
+
+        Liars are faulty, and so is a node that has lost its memory: it is silent for as long as it may have spoken. A
+        roster of liars alone does not come into force, and whoever believes in one is to be brought back; but where a
+        quorum was lost before, there may have been nothing better to follow.
+        """
+        if not was_lost and are_liars(cluster, state.members):
+            return
+        members, roster = [cluster.nodes[cluster.key_index[key]] for key in state.members], state.roster
+        faulty = sum(not node.honest or node.has_forgotten for node in members)
+        if faulty > roster.tolerated:
+            self.is_beyond = True
+            self.checkers = tuple(checker for checker in self.checkers if checker.holds_beyond)
+        if faulty >= 2 * roster.quorum - roster.size:
+            cluster.calendar.stop()
+
+
+def _is_progress(event: Event, effects: Sequence[Effect | ToSome]) -> bool:
+    """Whether a round was decided or applied, or the event stands for many that were only taken in."""
+    if type(event) is Applied or (type(event) is MessageReceived and not effects):
+        return True
+    return any(type(effect) is Persist and type(effect.record) is Certified for effect in effects)
