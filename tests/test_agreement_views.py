@@ -159,7 +159,7 @@ def test_in_a_view_that_was_left_without_votes_they_are_cast_for_nothing_when_a_
     assert member.go_on(0.0) == [Entered(3)]
     assert [member.agreement.pass_by(view) for view in (3, 4)] == [[], []]  # not left yet
     assert member.agreement.pass_by(1) == [Say(1, PREVOTE, NOTHING), Say(1, PRECOMMIT, NOTHING)]
-    assert member.agreement.pass_by(1) == [], "nothing is said twice"
+    assert member.agreement.pass_by(1) == [], "a member votes once per view and ballot"
     assert member.agreement.said == {(1, PREVOTE): NOTHING, (1, PRECOMMIT): NOTHING}
 
 

@@ -380,7 +380,7 @@ def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -
     meet(bench, other, KEYS[2])
     assert beginning.branch != mine.branch
     assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
-    assert "split: another branch went its own way too long ago, an operator has to choose" in bench.health
+    assert "split: another branch diverged too long ago, and an operator has to choose" in bench.health
 
 
 def parted(bench: Bench, rounds: int, *members: bytes) -> Line:
@@ -461,7 +461,7 @@ def test_two_certificates_for_one_round_stop_the_node() -> None:
     assert proof is not None
     assert ev.Persist(ev.Halted(*proof)) in effects
     assert proof == (bench.node.line.steps[0].step, line.steps[1].step)
-    assert bench.health[0] == "halted: two certificates for one round, more than f members lie"
+    assert bench.health[0] == "halted: two certificates exist for one round, so more than f members lie"
     bench.now += 10.0
     assert [effect for effect in bench.train(2) if not isinstance(effect, ev.Send)] == [ev.Return(2)]
 

@@ -212,7 +212,7 @@ def test_a_halt_outlives_a_restart() -> None:
     bench.start(halted=ev.Halted(first, second))
     assert bench.node.context.is_halted
     assert bench.node.catching_up.proof_of_lies == (first, second)
-    assert "halted: two certificates for one round, more than f members lie" in bench.health
+    assert "halted: two certificates exist for one round, so more than f members lie" in bench.health
     assert not bench.node.context.may_speak(RUN, 1)
 
 

@@ -102,7 +102,7 @@ def test_evidence_goes_into_the_availability_and_the_manifest_bans() -> None:
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
     assert (bench.state.members, bench.state.bans) == (KEYS[:3], (KEYS[3],))
-    assert "crash-only: fewer than four members, a liar is not tolerated" in bench.health
+    assert "crash-only: with fewer than four members, no liar is tolerated" in bench.health
 
 
 def test_messages_of_keys_that_are_not_admitted_are_dropped_unread() -> None:
@@ -358,7 +358,7 @@ def test_an_identity_that_has_lost_its_memory_is_silent_for_the_rounds_in_which_
     known = ev.Silence(b"", 7 + RECALL_MARGIN)
     assert bench.hear(bench.hello(KEYS[3], round=5))[:1] == [ev.Persist(known)]
     assert bench.node.context.silent_everywhere == 7 + RECALL_MARGIN
-    assert "silent: what this identity has said before is not known" in bench.health
+    assert "silent: it is unknown how this identity has voted before" in bench.health
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_a_node_whose_root_is_not_the_certified_one_catches_up_and_says_so() -> 
     kinds = [type(effect) for effect in effects]
     assert [effect for effect in effects if isinstance(effect, ev.NoteWrongState)] == [ev.NoteWrongState(1)]
     assert kinds.index(ev.Persist) < kinds.index(ev.NoteWrongState), "what certifies the other state is saved first"
-    assert bench.health == ("quarantined: own state is not the certified one",)
+    assert bench.health == ("quarantined: this node's state differs from the certified one",)
 
 
 def test_in_quarantine_nothing_is_contributed() -> None:

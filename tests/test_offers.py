@@ -146,7 +146,7 @@ def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: py
 
 def test_a_wrong_request_is_refused_with_a_reason() -> None:
     made = Requests(context())
-    with pytest.raises(RemoteProtocolError, match="an admitted key wants to join"):
+    with pytest.raises(RemoteProtocolError, match="the key that asks to join is already admitted"):
         made.add(signed(JoinRequest(RUN, 1, b"", KEYS[2])), STATE)
     assert made.by_name == {}
 

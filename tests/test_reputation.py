@@ -160,14 +160,14 @@ def test_a_forged_half_convicts_nobody(forged: int) -> None:
     pair = LIES["prevotes for two manifests"]
     halves = [signed(message).envelope for message in pair]
     halves[forged] = encode(pair[forged], FakeSigner(OTHER).sign(b"something else"))
-    with pytest.raises(RemoteProtocolError, match="a vote with a wrong signature"):
+    with pytest.raises(RemoteProtocolError, match="the vote has an invalid signature"):
         convict(Evidence(*sorted(halves)), SIGNER)
 
 
 def test_a_lie_in_another_run_convicts_nobody_here() -> None:
     elsewhere = FakeSigner()
     elsewhere.run_id = BRANCH
-    with pytest.raises(RemoteProtocolError, match="wrong signature"):
+    with pytest.raises(RemoteProtocolError, match="invalid signature"):
         convict(evidence(*LIES["prevotes for two manifests"]), elsewhere)
 
 

@@ -138,7 +138,7 @@ class Trust:
         if history.base is not None:
             jump(trial.state, history.changes, history.base, context.signer)
             if not history.steps or not isinstance(history.steps[0], Entry):
-                raise RemoteProtocolError("a jump that nothing certifies")
+                raise RemoteProtocolError("no certified round follows the jump")
             trial.rebase(history.changes, history.base)
         is_found = False
         for step in history.steps:
