@@ -1,4 +1,4 @@
-"""Admission: who may ask for what, under each policy, and invitations that one run accepts once."""
+"""Admission: which requests are allowed under each policy, and invitations that one run accepts once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOW = 1_000  # the round that the state is after
 
 
 def state(**changes: Any) -> AgreedState:
-    """After round 1,000: four members, one of whom came lately; a key that is banned, an invitation that is spent."""
+    """The state after round 1,000: four members, one of them recent, a banned key and a used invitation."""
     fields: dict[str, Any] = {
         "round": NOW,
         "admitted": tuple(Admitted(key, 990 if key == KEYS[3] else 0, 0, 0) for key in KEYS[:4]),
@@ -218,4 +218,4 @@ def test_evidence_against_who_is_not_here_is_refused() -> None:
 
 def test_evidence_that_proves_nothing_is_refused() -> None:
     halves = [signed(voted(KEYS[1], Ballot.PREVOTE, RUN, view)).envelope for view in (0, 1)]
-    assert refusal(prove(*halves)) == "evidence of two messages that an honest author may sign"
+    assert refusal(prove(*halves)) == "an honest author may have signed both messages of the evidence"

@@ -1,4 +1,4 @@
-"""One round's votes, by hand: views that follow one another, decisions, lies, bounds, and restarts."""
+"""The votes of one round, step by step: changes of view, decisions, lies, bounds and restarts."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_after_a_restart_the_newest_place_counts() -> None:
 
 
 def test_a_lie_about_a_prevote_does_not_hide_the_quorum_behind_a_proposal() -> None:
-    """One who lies to some of three honest members must not keep them apart for ever."""
+    """A liar towards some of three honest members must not keep them apart for ever."""
     member = Member()
     member.begin()
     member.hear(proposal(0, A))

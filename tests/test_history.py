@@ -1,4 +1,4 @@
-"""History: what a quorum signed leads on, and nothing else does, wherever it is bent."""
+"""History: steps signed by a quorum are followed, and no altered ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_round_does_not_follow_itself_or_the_one_after_it() -> None:
 
 @pytest.mark.parametrize("field", ["branch", "round", "parent", "state"])
 def test_a_manifest_follows_in_every_respect(field: str) -> None:
-    """Even if a quorum has signed it: it belongs elsewhere."""
+    """Even if a quorum has signed it, a manifest of another place is refused."""
     manifest = msgspec.structs.replace(ENTRY.manifest, **{field: 2 if field == "round" else OTHER})
     elsewhere = certified(manifest, START)
     assert refused(START, elsewhere) == f"the manifest of round {manifest.round} does not follow round 0"
@@ -167,7 +167,7 @@ def test_a_certificate_of_another_run_is_worth_nothing_here() -> None:
 
 
 def test_the_roster_that_decides_is_the_one_before_the_round() -> None:
-    """A newcomer has no vote on its own admission, and who goes still has one."""
+    """A newcomer has no vote on its own admission, and a leaving member still has one."""
     manifest = msgspec.structs.replace(plain_manifest(START, RUN_CONFIG), unseated=(KEYS[0],))
     entry = certified(manifest, START, signers=KEYS[:3])
     following = follow(START, entry, RUN_CONFIG, SIGNER)

@@ -1,4 +1,4 @@
-"""History: what may be left out of it, and its one encoding."""
+"""History: jumps over rounds that are left out, and the one encoding."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_jump_leads_to_who_got_a_seat_and_needs_its_vote() -> None:
 
 
 def test_a_change_needs_the_quorum_of_the_roster_before_it() -> None:
-    """Those whom the first change leaves are too few to have made it."""
+    """The members that remain after the first change are too few to have made it."""
     state = genesis(RUN, KEYS[:4], ROOT0)
     takeover = msgspec.structs.replace(plain_manifest(state, RUN_CONFIG), unseated=KEYS[1:4])
     entry = certified(takeover, state, signers=KEYS[:1])
@@ -149,7 +149,7 @@ def test_a_base_is_where_its_changes_lead(changes: dict[str, Any]) -> None:
 
 
 def test_what_else_a_base_says_is_proved_by_the_round_that_follows_it() -> None:
-    """A lie about anything but the roster gets through the jump, and no further."""
+    """A lie about anything but the roster passes the jump, and fails at the next round."""
     entry = certified(plain_manifest(END, RUN_CONFIG), END)
     assert follow(END, entry, RUN_CONFIG, SIGNER).round == 18
     for changes in ({"bans": (KEYS[0],)}, {"head": OTHER}, {"root": OTHER}, {"round": 18}, {"window": ()}):
@@ -253,7 +253,7 @@ def test_noise_is_no_history(data: bytes) -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_random_damage_never_proves_anything_new(seed: int) -> None:
-    """A bit, a byte or a stretch of them: what still decodes either fails a check or leads to the same states."""
+    """Flips a bit, a byte or a stretch of bytes: whatever still decodes fails a check or leads to the same states."""
     rng = random.Random(seed)
     for _ in range(100):
         octets = bytearray(ENCODED)

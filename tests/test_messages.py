@@ -1,4 +1,4 @@
-"""Wire messages: one encoding each, bounded, signed for one run, version and kind."""
+"""Wire messages: one encoding each, bounded, and signed for one run, version and kind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RUN = digest("test run")
 
 
 class FakeKeys:
-    """Signatures that are digests under the key: real enough where only their binding matters."""
+    """Fake signatures, made of digests over the key: sufficient where only their binding to key and data matters."""
 
     def __init__(self, run_id: bytes = RUN) -> None:
         self.run_id = run_id
@@ -132,7 +132,7 @@ def test_a_message_decodes_to_itself(kind: str, data: st.DataObject) -> None:
 
 
 def drawn(kind: str, seed: int) -> Message:
-    """A message of a kind, made without hypothesis, whose examples may not be drawn in a loop."""
+    """Draws a message of a kind without hypothesis, whose examples cannot be drawn in a loop."""
     generator = random.Random(seed)
 
     def key() -> bytes:
@@ -163,7 +163,7 @@ def drawn(kind: str, seed: int) -> Message:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_thousand_malformed_messages_are_refused_or_canonical(kind: str) -> None:
-    """Bit flips, cuts, growth, splices and noise; what passes is what `encode` writes, and its signature holds."""
+    """Bit flips, cuts, growth, splices and noise: whatever is accepted is canonical and has a valid signature."""
     generator = random.Random(kind)
     good = [enveloped(drawn(kind, seed)) for seed in range(8)]
     assert all(decode(one, KEYS).envelope == one for one in good)
@@ -346,7 +346,7 @@ def test_lengths_past_their_bound_are_refused_before_anything_is_read() -> None:
 
 @pytest.mark.parametrize("depth", [100, 3_000, 400_000])
 def test_nesting_without_end_is_refused(depth: int) -> None:
-    """A decoder that recurses must not take the process with it."""
+    """A recursive decoder must not crash the process."""
     nested = b"\x91" * depth + b"\xc0"
     body = b"\x95\xa5leave" + b"\xc4\x20" + bytes(32) + b"\x01" + b"\xc4\x20" + bytes(32) + nested
     for data in (nested, b"\x93" + nested, msgspec.msgpack.encode((body, bytes(64), b""))):

@@ -1,4 +1,4 @@
-"""What a node does when things go wrong: lies, floods, restarts, clocks, and states that differ."""
+"""A node under faults: lies, floods, restarts, clock jumps and differing states."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def test_a_clock_that_goes_back_is_taken_as_having_stood_still() -> None:
 
 
 def test_after_a_clock_has_gone_back_a_deadline_is_still_met() -> None:
-    """What is added and taken away again must not round to a moment before the one that was meant."""
+    """Adding and subtracting the shift must not round to just before the deadline."""
     bench = Bench(4, me=1)
     bench.do(ev.Tick(), 0.3)
     bench.hear(bench.hello(KEYS[0], round=2))  # we wait half a second, and then ask
@@ -403,7 +403,7 @@ def test_a_machine_that_slept_asks_where_the_others_are() -> None:
 
 @pytest.mark.parametrize("jump", [1_000.0, -90.0])
 def test_after_a_jump_of_the_clock_a_message_of_no_use_leaves_no_deadline_behind(jump: float) -> None:
-    """Once the deadline stayed as it was, and every further message was taken as another gap: time ran backwards."""
+    """Once the deadline was not updated, and every further message was taken for another gap: time ran backwards."""
     bench = Bench(4, me=1)
     bench.decide()
     for peer in bench.others:
@@ -423,7 +423,7 @@ def test_after_a_jump_of_the_clock_a_message_of_no_use_leaves_no_deadline_behind
 
 
 def astray() -> tuple[Bench, list[ev.Effect]]:
-    """A node whose root after round 1 is not what the others certify in round 2."""
+    """A node whose root after round 1 differs from the one that the others certify in round 2."""
     bench = Bench(4, me=1)
     bench.decide(apply=False)
     bench.do(ev.Applied(RUN, 1, digest("core test", b"another root")))

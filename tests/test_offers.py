@@ -1,4 +1,4 @@
-"""What is on offer and what was requested: how much of each author is kept, and for how long."""
+"""Offers and requests: how many per author are kept, and for how long."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def offers(staleness: int = 0) -> Offers:
 
 
 def held(made: Offers, offer: Announcement, good: bool = True) -> bytes:
-    """An announcement whose payload is here; its name."""
+    """Adds an announcement whose payload is here; returns its name."""
     made.add(signed(offer))
     made.payloads.held[offer.payload] = good
     return name_of(offer)

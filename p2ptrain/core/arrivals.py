@@ -80,7 +80,7 @@ class Arrivals:
         return in_time | {key for key in members if self.offsets.get(key, patience) <= patience}
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "round starts": (len(self.starts), STARTS_MAX + 1),
             "arrivals": (len(self.offsets), 2 * ADMITTED_MAX),

@@ -358,7 +358,7 @@ class Inbox:
             context.emit(Disconnect(sender, "its messages are of no use"))
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         admitted = len(self.node.line.state.admitted)
         return {
             "early messages of an author": (max(map(len, self.early.values()), default=0), EARLY_OF_AUTHOR_MAX),

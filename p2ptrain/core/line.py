@@ -210,7 +210,7 @@ class Line:
         return self._position_of(step.manifest.branch, step.manifest.round)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "history": (len(self.steps), self.kept),
             "changes of the roster": (len(self.changes), CHANGES_MAX),

@@ -171,7 +171,7 @@ class Payloads:
         self._reschedule()
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "payloads held": (len(self.held), PAYLOADS_MAX),
             "payloads whose length is known": (len(self.sizes), PAYLOADS_MAX),
