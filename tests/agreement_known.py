@@ -1,4 +1,4 @@
-"""A member of an agreement on its own: what it hears, what it says, and all that it has made up its mind about."""
+"""Test helpers for the agreement: a single member, its incoming and outgoing messages, and its state."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
 
 
 def proposal(view: int, manifest: bytes, valid_view: int = -1, which: bytes = ROOT0, size: int = 4) -> Proposal:
-    """By the proposer of the view."""
+    """A proposal by the view's proposer."""
     return Proposal(RUN, 1, view, valid_view, (which,), manifest, KEYS[view % size])
 
 
 @dataclass(frozen=True)
 class At:
-    """Everything that a member has made up its mind about."""
+    """The decisions and timers that make up a member's state."""
 
     view: int = 0
     stage: Stage = Stage.PROPOSE
@@ -46,7 +46,7 @@ class At:
 
 @dataclass
 class Member:
-    """A member of four; seat s proposes in view s. What it says, it also hears, as in a node."""
+    """One of four members; seat s proposes in view s. Its own messages are fed back to it, as in a node."""
 
     seat: int = 1
     size: int = 4
@@ -73,7 +73,7 @@ class Member:
         self.hear(*(voted(KEYS[seat], ballot, manifest, view) for seat in seats))
 
     def go_on(self, now: float) -> list[Act]:
-        """All that it wants to do, and does."""
+        """Carries out all actions that the agreement returns."""
         acts: list[Act] = []
         while (act := self.agreement.advance(now)) is not None and not isinstance(act, Decided):
             acts.append(act)
@@ -107,7 +107,7 @@ class Member:
 
 
 def locked_on_a() -> Member:
-    """A member that has precommitted A in view 0."""
+    """A member that precommitted A in view 0."""
     member = Member()
     member.begin()
     member.hear(proposal(0, A))
@@ -117,7 +117,7 @@ def locked_on_a() -> Member:
 
 
 def locked_on_a_in_view(view: int) -> Member:
-    """The same member, after the others precommitted nothing in view 0 and in those that followed."""
+    """The same member after the others precommitted nil in view 0 and in all views up to this one."""
     member = locked_on_a()
     for number in range(view):
         member.hear_votes(PREVOTE, NOTHING, 0, 2, 3, view=number)
@@ -128,7 +128,7 @@ def locked_on_a_in_view(view: int) -> Member:
 
 
 def late_of_seven() -> Member:
-    """One of seven that precommitted nothing at the timeout, and then hears of a quorum of prevotes for A."""
+    """One of seven members that precommitted nil at the timeout, and then learns of a quorum of prevotes for A."""
     member = Member(size=7)
     member.begin()
     member.hear(proposal(0, A, size=7))

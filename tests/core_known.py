@@ -1,4 +1,5 @@
-"""What tests of the core share: members with keys and a fake signer, and a node whose fellow members the test plays."""
+"""Test helpers for the core: members with keys and a fake signer, and a bench with one node whose peers the test
+plays."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ BYTES = 20_000  # of a payload that does not ride along
 
 
 class FakeSigner:
-    """Signatures that are digests under the key: real enough where only their binding matters."""
+    """Fake signatures, made of digests over the key: sufficient where only their binding to key and data matters."""
 
     def __init__(self, key: bytes = b"") -> None:
         self.run_id, self.key = RUN, key
@@ -67,7 +68,7 @@ def name_of(message: Message) -> bytes:
 
 
 def payload(author: bytes, number: int, which: bytes = b"") -> bytes:
-    """The bytes of a small contribution, which rides along."""
+    """The bytes of a contribution that is small enough to be attached."""
     return digest("core test payload", author, bytes([number]), which)
 
 
@@ -85,7 +86,7 @@ def announced(
 
 
 def root_of(number: int) -> bytes:
-    """What the trainer says after a round."""
+    """The root that the trainer reports after a round."""
     return digest("core test root", bytes([number])) if number else ROOT0
 
 
@@ -109,7 +110,7 @@ def begun(members: tuple[bytes, ...], signers: tuple[bytes, ...], state: AgreedS
 
 
 def certified(manifest: Manifest, state: AgreedState, view: int = 0, signers: tuple[bytes, ...] = ()) -> Entry:
-    """A manifest with the certificate of a quorum of the roster of `state`."""
+    """A manifest with a certificate by a quorum of the roster of `state`."""
     chosen = tuple(sorted(signers or state.members[: state.roster.quorum]))
     votes = [Vote(manifest.branch, manifest.round, view, Ballot.PRECOMMIT, manifest.digest, key) for key in chosen]
     signatures = tuple(FakeSigner(vote.author).sign(signed_bytes(RUN, vote)) for vote in votes)
@@ -118,7 +119,7 @@ def certified(manifest: Manifest, state: AgreedState, view: int = 0, signers: tu
 
 
 def plain_manifest(state: AgreedState, run: RunConfig, offers: list[Announcement] = [], **changes: Any) -> Manifest:  # noqa: B006
-    """What a quorum that holds these contributions, and nothing else, agrees on."""
+    """The manifest of a quorum that holds exactly these contributions."""
     names = tuple(sorted(name_of(offer) for offer in offers))
     by_name = {name_of(offer): offer for offer in offers}
     heard = bitmap(range(state.roster.size))
@@ -137,7 +138,7 @@ def plain_manifest(state: AgreedState, run: RunConfig, offers: list[Announcement
 def line_of(
     state: AgreedState, run: RunConfig, rounds: int, signers: tuple[bytes, ...] = (), which: bytes = b""
 ) -> list[tuple[Entry, AgreedState]]:
-    """So many rounds after a state, in each of which every member's contribution was taken."""
+    """A chain of `rounds` rounds after a state, each with a contribution by every member."""
     steps: list[tuple[Entry, AgreedState]] = []
     for number in range(state.round + 1, state.round + rounds + 1):
         root = {"root_round": number - 1, "root": root_of(number - 1)}
@@ -153,7 +154,7 @@ def run_of(agreement: dict[str, Any] | None = None, admission: dict[str, Any] | 
 
 
 class Bench:
-    """A node among `size` founders, all of whom but the node the test plays; and the node's clock."""
+    """A node among `size` founders, the others of which the test plays, and the node's clock."""
 
     def __init__(
         self,
@@ -203,13 +204,14 @@ class Bench:
         return self.node.handle(event, self.now)
 
     def tick(self, at: float | None = None) -> list[ev.Effect]:
-        """At a time, or at the deadline."""
+        """Ticks at a given time, or at the deadline."""
         deadline = self.node.deadline
         assert deadline is not None
         return self.do(ev.Tick(), max(self.now, deadline) if at is None else at)
 
     def wait(self, seconds: float) -> list[ev.Effect]:
-        """Ticks at every deadline until then, and one then: a longer silence would be taken for sleep."""
+        """Ticks at every deadline for this long and once at the end, because a longer silence would be taken for
+        sleep."""
         until, effects = self.now + seconds, []
         while self.node.deadline is not None and self.node.deadline < until:
             effects += self.tick()
@@ -218,7 +220,7 @@ class Bench:
     def hear(
         self, message: Message, sender: bytes = b"", attachment: bytes = b"", good: bool | None = None
     ) -> list[ev.Effect]:
-        """A message by gossip, or from a stream by `sender`; decoded as a driver does it."""
+        """Delivers a message by gossip, or from `sender` by stream, decoded as a driver does it."""
         received = decode(signed(message, attachment).envelope, FakeSigner())
         author = b"" if isinstance(message, Certificate | Evidence) else message.author
         return self.do(ev.MessageReceived(sender or author or self.others[0], received, good))
@@ -227,7 +229,7 @@ class Bench:
         return [effect for message in messages for effect in self.hear(message)]
 
     def hear_offer(self, offer: Announcement, which: bytes = b"", good: bool = True) -> list[ev.Effect]:
-        """A small contribution, which rides along."""
+        """Delivers an announcement with its payload attached."""
         return self.hear(offer, attachment=payload(offer.author, offer.round, which), good=good)
 
     def train(self, number: int = 1, inline: bool = False) -> list[ev.Effect]:
@@ -240,7 +242,7 @@ class Bench:
 
     @property
     def health(self) -> tuple[str, ...]:
-        """What the node complains of."""
+        """The texts of the node's complaints."""
         return tuple(each.text for each in self.node.view().complaints)
 
     @property
@@ -248,7 +250,8 @@ class Bench:
         return self.node.line.state
 
     def said(self, message: Authored, *backing: Message, manifest: Manifest | None = None) -> list[ev.Effect]:
-        """What may be said only once; with a prevote goes the manifest, whose payloads have to be on the disk."""
+        """The effects of a message that may be sent only once; a prevote comes with the payloads that have to be on
+        the disk."""
         received = signed(message)
         payloads = tuple(taken.payload for taken in manifest.taken) if manifest else ()
         if isinstance(message, Announcement):
@@ -260,7 +263,7 @@ class Bench:
         return proposers(RUN, at.branch, number, at.members)
 
     def available(self, author: bytes, offers: tuple[Announcement, ...] = (), **changes: Any) -> Availability:
-        """Of a member that holds these contributions and hears everyone, in the node's own round."""
+        """A member's availability in the node's current round, with these contributions held and every member heard."""
         at = self.state
         fields: dict[str, Any] = {
             "branch": at.branch,
@@ -277,7 +280,7 @@ class Bench:
     def proposed(
         self, named: list[Availability], offers: tuple[Announcement, ...] = (), view: int = 0, **changes: Any
     ) -> tuple[Proposal, Manifest]:
-        """By the proposer of a view of the node's own round; and its manifest."""
+        """A proposal by the proposer of a view of the current round, and its manifest."""
         at, requests = self.state, changes.pop("asked", {})
         by_name = {name_of(offer): offer for offer in offers}
         manifest = manifest_of(at, self.run, RUN, named, by_name.get, requests.get)
@@ -292,7 +295,7 @@ class Bench:
         return Proposal(branch=at.branch, round=at.round + 1, view=view, **(fields | changes)), manifest
 
     def hello(self, author: bytes, **changes: Any) -> Hello:
-        """Of a member at the node's own place that holds nothing yet."""
+        """A hello of a member in the same round that holds nothing yet."""
         at = self.state
         fields: dict[str, Any] = {"protocols": (1,), "branch": at.branch, "round": at.round + 1, "view": 0}
         bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
@@ -302,7 +305,7 @@ class Bench:
     # Whole rounds
 
     def collect(self, offers: tuple[Announcement, ...] | None = None) -> tuple[Announcement, ...]:
-        """Ten seconds of training, and everyone's contribution; the node has then said what it holds."""
+        """Plays ten seconds of training and everyone's contribution, until the node has published its availability."""
         self.now += 10.0
         number = self.state.round + 1
         mine = announced(self.me, number, branch=self.state.branch)
@@ -313,11 +316,11 @@ class Bench:
         return (*others, mine)
 
     def decide(self, apply: bool = True) -> list[ev.Effect]:
-        """A whole round without any fault; the effects of its decision and of what it leads to."""
+        """Plays a whole round without faults; returns the effects of its decision and everything after it."""
         return self.agree(self.collect(), apply)
 
     def agree(self, offers: tuple[Announcement, ...], apply: bool = True) -> list[ev.Effect]:
-        """What follows when the node has said what it holds."""
+        """Plays the rest of a round after the node has published its availability."""
         at, mine = self.state, self.node.here.mine
         number = at.round + 1
         assert mine is not None
@@ -342,7 +345,7 @@ class Bench:
 
 
 class Store:
-    """What a driver keeps on its disk, and what it gives back at a start."""
+    """A driver's disk: keeps records, and returns them at startup."""
 
     def __init__(self, base: AgreedState, kept: int = 256) -> None:
         self.base, self.kept = base, kept
@@ -375,7 +378,8 @@ class Store:
                     pass
 
     def _certify(self, certified: ev.Certified) -> None:
-        """A step replaces whatever came after the one that it follows; what follows nothing is a new base."""
+        """Stores a step, which replaces everything after the step that it follows; one that follows none is a new
+        base."""
         step = certified.step
         self.trunk = certified.trunk or self.trunk
         if certified.trunk and certified.trunk.base:
@@ -417,12 +421,12 @@ def envelopes(*messages: Message) -> tuple[bytes, ...]:
 
 
 def published(effects: list[ev.Effect]) -> list[Message]:
-    """The messages that go out to everyone."""
+    """The messages that are published to everyone."""
     return [decode(effect.envelope, FakeSigner()).message for effect in effects if isinstance(effect, ev.Publish)]
 
 
 def sent(effects: list[ev.Effect]) -> list[tuple[bytes, Message]]:
-    """The messages that go to one peer."""
+    """The messages that are sent to one peer."""
     return [
         (effect.peer, decode(envelope, FakeSigner()).message)
         for effect in effects

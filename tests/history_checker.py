@@ -1,13 +1,14 @@
-"""A judge of histories that knows nothing of the code that made them.
+"""A checker for histories that shares no code with the implementation.
 
-It reads the signed envelopes that nodes have sent, in any order, and the rosters as plain data, and says what no
-correct protocol would have let happen. It decodes the wire format by itself, from its description: an envelope is
-msgpack [body, signature, attachment], a body the array of the kind's name and its fields, and what is signed is
+It reads the signed envelopes that nodes have sent, in any order, and the rosters as plain data, and reports everything
+that a correct protocol would not have allowed. It decodes the wire format independently, from its description: an
+envelope is msgpack [body, signature, attachment], a body is the array of the kind's name and its fields, and the author
+signs
 
     "p2ptrain 1 <kind>" | 0 | run id | BLAKE3(body), derived for "p2ptrain 1 message <kind>"
 
-Votes that are not in the log count as the liars please: whatever at most so many of them could still sign, they are
-taken to have signed. So a history is refused as soon as it could have gone wrong, not only when it did.
+Votes that are not in the log count in the liars' favour: whatever at most f of them could still sign, they are assumed
+to have signed. So a history is refused as soon as it could have gone wrong, and not only when it did.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def quorum(size: int) -> int:
 
 @dataclass
 class Votes:
-    """Of one round: for which manifest each honest member voted, by view."""
+    """The votes of one round: the manifest that each honest member voted for, by view."""
 
     prevotes: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
     precommits: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
@@ -61,10 +62,10 @@ def check(
     honest: Iterable[bytes],
     verify: Verify,
 ) -> list[str]:
-    """What is wrong with a history, a sentence each; nothing, if it is sound.
+    """Returns the faults of a history, one sentence each; none if it is sound.
 
-    `rosters` are the members of every round, at most f of whom are not `honest`. Envelopes that the honest handed over
-    for others may be among them.
+    `rosters` are the members of every round, at most f of whom are not `honest`. Envelopes that honest nodes passed
+    on for others may be included.
     """
     trusted = set(honest)
     problems: list[str] = []
@@ -101,7 +102,7 @@ def check(
 def _opened(
     envelopes: Iterable[bytes], run_id: bytes, trusted: set[bytes], verify: Verify, problems: list[str]
 ) -> Iterable[bytes]:
-    """The bodies of envelopes that their authors signed; one in an honest name that it did not sign is left out."""
+    """Returns the bodies of envelopes with a valid signature; forgeries in an honest member's name are left out."""
     for envelope in envelopes:
         body, signature, _ = msgspec.msgpack.decode(envelope)
         kind, message = _read(body)
@@ -185,7 +186,8 @@ def _precommits_unbacked(votes: Votes, needed: int) -> Iterable[str]:
 
 
 def _locks_broken(votes: Votes, needed: int) -> Iterable[str]:
-    """Who has precommitted a manifest prevotes another only if a quorum prevoted that one since."""
+    """Finds members that precommitted a manifest and prevoted another without a quorum of prevotes for it in
+    between."""
     for locked_in, ballots in sorted(votes.precommits.items()):
         for member, locked in sorted(ballots.items()):
             if locked == NOTHING:

@@ -1,4 +1,4 @@
-"""What tests of the history share: certified rounds, bent certificates, and a long line whose roster changes."""
+"""Test helpers for the history: certified rounds, altered certificates, and a long chain whose roster changes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def refused(state: AgreedState, step: Step, signer: FakeSigner = SIGNER) -> str:
 
 
 def bent(entry: Entry, **changes: Any) -> Entry:
-    """The same manifest with another certificate."""
+    """The same manifest with an altered certificate."""
     return Entry(entry.manifest, msgspec.structs.replace(entry.certificate, **changes))
 
 
 def altered(entry: Entry, **changes: Any) -> Entry:
-    """Another manifest, with a certificate that names it and that nobody signed."""
+    """An altered manifest, with a certificate that names it but was signed for the original."""
     manifest = msgspec.structs.replace(entry.manifest, **changes)
     where = {"branch": manifest.branch, "round": manifest.round, "manifest": manifest.digest}
     return Entry(manifest, msgspec.structs.replace(entry.certificate, **where))
@@ -61,7 +61,7 @@ def dropping(state: AgreedState, key: bytes) -> tuple[Entry, AgreedState]:
 
 
 def long_way() -> tuple[list[Step], AgreedState]:
-    """Rounds, two changes of the roster, and a branch with the round before it; what changed, and the end."""
+    """Rounds, two changes of the roster, and a branch with the round before it; returns the changes and the end."""
     state = genesis(RUN, KEYS[:7], ROOT0)
     changes: list[Step] = []
     for gone in KEYS[5:7]:

@@ -1,4 +1,4 @@
-"""What tests of the manifest share: states, and what the members of a quorum say."""
+"""Test helpers for the manifest: states, and the availabilities of a quorum."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def start(size: int = 4, **changes: Any) -> AgreedState:
 
 
 def admitting(*entries: Admitted, size: int = 4, **changes: Any) -> AgreedState:
-    """A state with these entries beside, or instead of, those of its members."""
+    """A state with these entries added to those of its members, or in place of them."""
     given = {entry.key for entry in entries}
     members = (Admitted(key, 0, 0, 0) for key in KEYS[:size] if key not in given)
     return start(size, admitted=tuple(sorted((*members, *entries), key=lambda entry: entry.key)), **changes)
 
 
 def said(state: AgreedState, author: bytes, **changes: Any) -> Availability:
-    """An availability of the next round by one that holds nothing and hears everyone."""
+    """An availability of the next round by a member that holds nothing and hears everyone."""
     fields: dict[str, Any] = {"root_round": state.root_round, "root": state.root}
     fields |= {"held": (), "refused": (), "requests": (), "heard": bitmap(range(state.roster.size))}
     return Availability(state.branch, state.round + 1, author=author, **(fields | changes))
 
 
 def quorum(state: AgreedState, times: int | None = None, **changes: Any) -> list[Availability]:
-    """The availabilities of a quorum, so many of which (or all) have something to say."""
+    """The availabilities of a quorum, of which the given number (or all) have the given content."""
     named = state.members[: state.roster.quorum]
     return [said(state, key, **(changes if times is None or seat < times else {})) for seat, key in enumerate(named)]
 
@@ -92,4 +92,4 @@ def empty(state: AgreedState, **changes: Any) -> Manifest:
 
 
 def nobody(name: bytes) -> None:
-    """Has what is asked for."""
+    """A lookup that finds nothing."""

@@ -1,4 +1,4 @@
-"""Admission: who may ask for what, under each policy, and invitations that one run accepts once."""
+"""Admission: which requests are allowed under each policy, and invitations that one run accepts once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOW = 1_000  # the round that the state is after
 
 
 def state(**changes: Any) -> AgreedState:
-    """After round 1,000: four members, one of whom came lately; a key that is banned, an invitation that is spent."""
+    """The state after round 1,000: four members, one of them recent, a banned key and a used invitation."""
     fields: dict[str, Any] = {
         "round": NOW,
         "admitted": tuple(Admitted(key, 990 if key == KEYS[3] else 0, 0, 0) for key in KEYS[:4]),
@@ -75,7 +75,7 @@ def test_anyone_may_join_an_open_run() -> None:
 
 def test_who_is_on_the_allowlist_may_join_and_nobody_else() -> None:
     assert check_request(join(), state(), ALLOWLIST, SIGNER) == Request(join=Join(NEWCOMER, NO_SERIAL, 0))
-    assert refusal(join(HOST), ALLOWLIST) == "a key that is not on the allowlist wants to join"
+    assert refusal(join(HOST), ALLOWLIST) == "the key that asks to join is not on the allowlist"
 
 
 def test_who_shows_an_invitation_may_join() -> None:
@@ -86,8 +86,8 @@ def test_who_shows_an_invitation_may_join() -> None:
 @pytest.mark.parametrize("run", [OPEN, INVITE, ALLOWLIST], ids=["open", "invite", "allowlist"])
 def test_who_is_banned_or_here_or_finds_no_room_may_not_join_whatever_it_shows(run: Any) -> None:
     full = run_of(admission={"contributors_max": 4, "policy": run.admission.policy, "keys": run.admission.keys})
-    assert refusal(join(STRANGER, ticket=ticket()), run) == "a banned key wants to join"
-    assert refusal(join(KEYS[2], ticket=ticket()), run) == "an admitted key wants to join"
+    assert refusal(join(STRANGER, ticket=ticket()), run) == "the key that asks to join is banned"
+    assert refusal(join(KEYS[2], ticket=ticket()), run) == "the key that asks to join is already admitted"
     assert refusal(join(ticket=ticket()), full) == "the run is full"
 
 
@@ -108,12 +108,12 @@ def test_the_last_place_may_be_asked_for() -> None:
         (b"\x91" * TICKET_BYTES_MAX, "not an invitation"),
         (ticket()[:-1], "not an invitation"),
         (ticket() + b"\0", "not an invitation"),
-        (ticket(host=NEWCOMER), "an invitation by a key that may not invite"),
-        (ticket(run_id=BRANCH), "an invitation with a wrong signature"),
-        (ticket(SPENT, 2_000), "an invitation that was spent"),
-        (ticket(SPENT, 3_000), "an invitation that was spent"),
-        (ticket(last_round=NOW), "an invitation that has expired"),
-        (ticket(last_round=0), "an invitation that has expired"),
+        (ticket(host=NEWCOMER), "the invitation is signed by a key that may not invite"),
+        (ticket(run_id=BRANCH), "the invitation has an invalid signature"),
+        (ticket(SPENT, 2_000), "the invitation has already been used"),
+        (ticket(SPENT, 3_000), "the invitation has already been used"),
+        (ticket(last_round=NOW), "the invitation has expired"),
+        (ticket(last_round=0), "the invitation has expired"),
     ],
 )
 def test_an_invitation_that_is_worth_nothing_is_refused(shown: bytes, why: str) -> None:
@@ -169,14 +169,14 @@ def test_a_request_counts_for_a_while(make: Any) -> None:
         expected = Request(join=Join(NEWCOMER, NO_SERIAL, 0)) if make is join else Request(None, KEYS[0], number)
         assert found == expected
     for number in (0, oldest - 1, newest + 1, NUMBER_MAX - 1):
-        assert refusal(make(number=number)) == f"a request of round {number} in round {NOW + 1}"
+        assert refusal(make(number=number)) == f"the request is of round {number}, and this is round {NOW + 1}"
 
 
 @pytest.mark.parametrize("make", [join, leave])
 def test_a_request_to_another_branch_is_refused(make: Any) -> None:
     regrouped = state().regrouped(BRANCH, KEYS[:3])
-    assert refusal(make(branch=BRANCH)) == "a request to another branch"
-    assert refusal(make(), at=regrouped) == "a request to another branch"
+    assert refusal(make(branch=BRANCH)) == "the request is for another branch"
+    assert refusal(make(), at=regrouped) == "the request is for another branch"
     assert check_request(make(branch=BRANCH), regrouped, OPEN, SIGNER) == check_request(make(), state(), OPEN, SIGNER)
 
 
@@ -190,11 +190,11 @@ def test_who_is_admitted_may_leave() -> None:
 
 
 def test_an_old_leave_of_one_that_came_back_is_refused() -> None:
-    assert refusal(leave(KEYS[3], 989)) == "a leave of somebody who is not here, or has come back since"
+    assert refusal(leave(KEYS[3], 989)) == "the author of the leave is not admitted, or has joined again since"
 
 
 def test_a_stranger_cannot_leave() -> None:
-    assert refusal(leave(NEWCOMER)) == "a leave of somebody who is not here, or has come back since"
+    assert refusal(leave(NEWCOMER)) == "the author of the leave is not admitted, or has joined again since"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -218,4 +218,4 @@ def test_evidence_against_who_is_not_here_is_refused() -> None:
 
 def test_evidence_that_proves_nothing_is_refused() -> None:
     halves = [signed(voted(KEYS[1], Ballot.PREVOTE, RUN, view)).envelope for view in (0, 1)]
-    assert refusal(prove(*halves)) == "evidence of two messages that an honest author may sign"
+    assert refusal(prove(*halves)) == "an honest author may have signed both messages of the evidence"

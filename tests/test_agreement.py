@@ -1,4 +1,4 @@
-"""One round's votes, by hand: proposing, prevoting, precommitting and locking, as Tendermint has them."""
+"""The votes of one round, step by step: proposing, prevoting, precommitting and locking as in Tendermint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few agreements and f liars under random delivery, loss and time: never two decisions, and one at last."""
+"""Agreements with f liars under random delivery, loss and timing: never two decisions, and one in the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sealed(message: Proposal | Vote) -> Received:
 
 
 class WithoutLock(Agreement):
-    """What would be if members forgot what they had precommitted."""
+    """A mutant whose members forget their precommits."""
 
     def _enter(self, number: int, now: float) -> Entered:
         self.locked, self.locked_view, self.valid, self.valid_view = NOTHING, -1, None, -1
@@ -33,7 +33,7 @@ class WithoutLock(Agreement):
 
 
 class WithSmallQuorums(Agreement):
-    """What would be if a simple majority decided."""
+    """A mutant in which a simple majority decides."""
 
     def __init__(self, roster: Roster, *rest: object) -> None:
         smaller = Roster(roster.members)
@@ -42,7 +42,7 @@ class WithSmallQuorums(Agreement):
 
 
 class Swarm:
-    """Members on one virtual clock; every delivery is a choice of the seed."""
+    """Members on one virtual clock; the seed chooses every delivery."""
 
     def __init__(self, seed: int, size: int, kind: type[Agreement] = Agreement) -> None:
         self.rng = Random(seed)
@@ -75,7 +75,7 @@ class Swarm:
         return {agreement.decided.manifest for agreement in self.agreements.values() if agreement.decided}
 
     def run(self) -> set[bytes]:
-        """What was decided."""
+        """Runs the swarm and returns its decisions."""
         for agreement in self.agreements.values():
             agreement.start(self.now)
         for _ in range(WILD_STEPS):
@@ -145,7 +145,8 @@ class Swarm:
                     self.mail.append((seat, received))
 
     def _lie(self) -> None:
-        """A vote for what some member wants, or for nothing, or any proposal; to some, and before all else."""
+        """Sends a vote for a manifest that some member wants, a nil vote or any proposal, to some members before
+        anything else."""
         rng = self.rng
         liar = self.members[rng.choice(sorted(self.liars))]
         seat = rng.choice(self.honest)
@@ -189,7 +190,7 @@ def test_the_model_sees_what_smaller_quorums_lead_to() -> None:
 
 @pytest.mark.parametrize(("kind", "decided"), [(Agreement, A), (WithoutLock, B)])
 def test_without_locks_one_liar_brings_about_two_decisions(kind: type[Agreement], decided: bytes) -> None:
-    """Seat 3 lies: it precommits nothing towards two who have not seen one another's third precommit."""
+    """Seat 3 lies: it precommits nil towards two members that have not seen each other's third precommit."""
     members = [Member(seat, draft=(A, B, A)[seat], kind=kind) for seat in range(3)]
     for member in members:
         member.begin()

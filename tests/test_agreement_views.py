@@ -1,4 +1,4 @@
-"""One round's votes, by hand: views that follow one another, decisions, lies, bounds, and restarts."""
+"""The votes of one round, step by step: changes of view, decisions, lies, bounds and restarts."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_in_a_view_that_was_left_without_votes_they_are_cast_for_nothing_when_a_
     assert member.go_on(0.0) == [Entered(3)]
     assert [member.agreement.pass_by(view) for view in (3, 4)] == [[], []]  # not left yet
     assert member.agreement.pass_by(1) == [Say(1, PREVOTE, NOTHING), Say(1, PRECOMMIT, NOTHING)]
-    assert member.agreement.pass_by(1) == [], "nothing is said twice"
+    assert member.agreement.pass_by(1) == [], "a member votes once per view and ballot"
     assert member.agreement.said == {(1, PREVOTE): NOTHING, (1, PRECOMMIT): NOTHING}
 
 
@@ -316,7 +316,7 @@ def test_after_a_restart_the_newest_place_counts() -> None:
 
 
 def test_a_lie_about_a_prevote_does_not_hide_the_quorum_behind_a_proposal() -> None:
-    """One who lies to some of three honest members must not keep them apart for ever."""
+    """A liar towards some of three honest members must not keep them apart for ever."""
     member = Member()
     member.begin()
     member.hear(proposal(0, A))

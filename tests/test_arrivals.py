@@ -1,4 +1,4 @@
-"""When collecting stops: medians of what was seen, and whom it is worth waiting for."""
+"""When collecting stops: medians of the observed arrivals, and the authors worth waiting for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMBERS = KEYS[:5]
 
 
 def seen(*offsets: float, number: int = 1) -> Arrivals:
-    """A round that began at 100, and so many arrivals in it."""
+    """A round that began at 100, with the given arrivals."""
     arrivals = Arrivals()
     arrivals.begin(number, 100.0)
     for key, offset in zip(KEYS, offsets, strict=False):
@@ -43,7 +43,7 @@ def test_nobody_is_waited_for_longer_than_a_multiple_of_the_median() -> None:
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=2, max_size=2))
 def test_fewer_than_half_of_the_members_move_the_bound_only_so_far(lies: list[float]) -> None:
-    """Three of five are honest and take ten seconds."""
+    """Three of five members are honest and take ten seconds."""
     usual, _ = seen(10.0, 10.0, 10.0, *lies).patience(MEMBERS)
     assert usual == 12.5
 

@@ -252,7 +252,7 @@ def test_a_certificate_that_nobody_signed_is_found(directory: Path) -> None:
 
     rewrite(directory, change)
     report = audit(directory)
-    assert f"round {number}: a certificate with a wrong signature" in only(report)
+    assert f"round {number}: the certificate has an invalid signature" in only(report)
     assert report.certified == (1, number - 1)
 
 
@@ -266,7 +266,7 @@ def test_a_certificate_of_too_few_is_found(directory: Path, run: RunConfig) -> N
         return ev.Certified(forged(run, before, record.step.manifest, signers=2), record.state, record.trunk)
 
     rewrite(directory, change)
-    assert "a certificate of 2 members, the quorum is 3" in only(audit(directory))
+    assert "the certificate has 2 signatures, the quorum is 3" in only(audit(directory))
 
 
 def test_a_state_root_that_all_keys_sign_falsely_is_found_by_replaying(directory: Path, run: RunConfig) -> None:
@@ -300,7 +300,7 @@ def test_a_member_that_all_keys_admit_without_its_having_earned_it_is_found(dire
         return msgspec.structs.replace(manifest, seated=(stranger,), joins=(Join(stranger, bytes(16), 0),))
 
     rewind(directory, run, last.round, change)
-    assert "others get seats than have earned them" in " ".join(map(str, bad(audit(directory))))
+    assert "keys get seats that have not earned them" in " ".join(map(str, bad(audit(directory))))
 
 
 def test_a_payload_in_the_place_of_another_is_found(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a node keeps of a long round, of long silence and of many branches stays within bounds, and the right part."""
+"""Bounds on a node's memory after a long round, long silence and many branches, and that it keeps the right part."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def test_a_node_is_never_silenced_where_it_is_by_all_that_it_said_elsewhere() ->
 
 
 def test_a_branch_that_a_node_left_is_not_forgotten_over_the_many_rounds_of_the_next() -> None:
-    """A swarm seed: one of seven went on elsewhere for 80 rounds, came back, and might not vote where it had left."""
+    """From a simulated swarm: one of seven went on elsewhere for 80 rounds, came back, and could not vote where it
+    had left."""
     made = context(branch(1), 5)
     for number in (4, 5):
         say(made, voted(ME, PREVOTE, A, branch=branch(1), number=number))

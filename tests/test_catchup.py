@@ -1,4 +1,5 @@
-"""Catching up: noticing that others are elsewhere, asking, and following only what is proved and preferred."""
+"""Catching up: noticing that others are ahead or elsewhere, asking, and following only proved and preferred
+histories."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ replace = msgspec.structs.replace
 
 
 def other_line(bench: Bench, rounds: int, kept: int = 64) -> Line:
-    """What the other members went on to decide, from the run's beginning."""
+    """The rounds that the other members decided, from the run's beginning."""
     line = Line(bench.genesis, RUN, kept)
     extend(bench, line, rounds)
     return line
@@ -52,7 +53,7 @@ def regroup(line: Line, members: tuple[bytes, ...]) -> Beginning:
 
 
 def meet(bench: Bench, line: Line, peer: bytes = KEYS[0]) -> list[ev.Effect]:
-    """A peer on that line says where it is; the node asks for history, as often as it likes, and gets it."""
+    """A peer on that chain says where it is; the node asks for history as often as it wants, and gets it."""
     number = line.state.round + 1
     bench.hear(bench.hello(peer, branch=line.state.branch, round=number))
     effects: list[ev.Effect] = []
@@ -187,7 +188,7 @@ def test_what_follows_a_gap_is_not_followed() -> None:
 
 
 def answered(bench: Bench, history: History, peer: bytes = KEYS[0]) -> list[ev.Effect]:
-    """The answer of a peer that was a round ahead."""
+    """The answer of a peer that was one round ahead."""
     while bench.node.catching_up.asked is None:  # perhaps it has to wait, because it was asked in vain before
         bench.hear(bench.hello(peer, round=bench.state.round + 2))
         bench.tick()
@@ -268,7 +269,7 @@ def on_own_branch(rounds: int = 2, **settings: object) -> Bench:
 
 
 def shared(bench: Bench) -> Line:
-    """The line that the others had when the node was last among them."""
+    """The others' chain at the time when the node was last among them."""
     line = Line(bench.genesis, RUN, 64)
     first = bench.node.line.steps[0]
     line.append(first.step, first.state)
@@ -380,11 +381,11 @@ def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -
     meet(bench, other, KEYS[2])
     assert beginning.branch != mine.branch
     assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
-    assert "split: another branch went its own way too long ago, an operator has to choose" in bench.health
+    assert "split: another branch diverged too long ago, and an operator has to choose" in bench.health
 
 
 def parted(bench: Bench, rounds: int, *members: bytes) -> Line:
-    """The line of others, who keep a few rounds only, from where the branch of the node began."""
+    """The chain of others that keep only a few rounds, from where the node's branch began."""
     line = Line(next(iter(bench.node.line.forks.values())), RUN, 4)
     if members:
         regroup(line, members)
@@ -401,7 +402,7 @@ def test_a_branch_of_more_members_is_followed_over_a_jump() -> None:
 
 
 def test_a_branch_that_began_later_is_followed_over_a_jump() -> None:
-    """The old quorum went on without us before it was lost: the round that proves it is left of what was left out."""
+    """The old quorum went on without us before it was lost; the jump contains the round that proves it."""
     bench = on_own_branch(rounds=9, history_rounds=4)
     line = parted(bench, 2)
     regroup(line, (KEYS[0], KEYS[2], KEYS[3]))
@@ -428,7 +429,7 @@ def test_after_a_jump_a_smaller_branch_from_the_same_round_still_loses() -> None
 
 
 def test_a_jump_that_beats_us_but_binds_nobody_waits_for_an_operator() -> None:
-    """The old quorum went on, and then one member alone: there is nothing to follow, and nothing to stay for."""
+    """The old quorum went on, and then one member alone: there is nothing to follow, and no reason to stay."""
     bench = on_own_branch(rounds=9, history_rounds=4)
     mine, line = bench.state, parted(bench, 2)
     regroup(line, (KEYS[2],))
@@ -461,7 +462,7 @@ def test_two_certificates_for_one_round_stop_the_node() -> None:
     assert proof is not None
     assert ev.Persist(ev.Halted(*proof)) in effects
     assert proof == (bench.node.line.steps[0].step, line.steps[1].step)
-    assert bench.health[0] == "halted: two certificates for one round, more than f members lie"
+    assert bench.health[0] == "halted: two certificates exist for one round, so more than f members lie"
     bench.now += 10.0
     assert [effect for effect in bench.train(2) if not isinstance(effect, ev.Send)] == [ev.Return(2)]
 

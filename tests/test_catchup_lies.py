@@ -1,4 +1,4 @@
-"""Catching up among liars: whoever is connected may claim to be ahead, and nothing else follows from it."""
+"""Catching up among liars: any connected peer may claim to be ahead, without further consequences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asked(effects: list[ev.Effect]) -> list[bytes]:
 
 
 def on_second_branch() -> tuple[Bench, tuple[Stage, ...]]:
-    """A node that has followed the others to a branch of five of them."""
+    """A node that has followed five of the others to a new branch."""
     bench = Bench(7)
     members = bench.founders[:5]
     line = Line(bench.genesis, RUN, 64)
@@ -50,7 +50,7 @@ def on_second_branch() -> tuple[Bench, tuple[Stage, ...]]:
 
 
 def claim(bench: Bench, peer: bytes) -> list[bytes]:
-    """It says that it is ahead, and a moment passes; who is asked."""
+    """Lets a peer claim to be ahead, waits a moment, and returns the peer that the node asks."""
     bench.hear(bench.hello(peer, round=NUMBER_MAX - 1))
     return asked(bench.wait(0.6))
 
@@ -68,7 +68,7 @@ def test_a_liar_whose_lineage_changes_from_answer_to_answer_is_asked_twice_and_a
 
 
 def decide_at_once(bench: Bench) -> None:
-    """A round that is over before a question is."""
+    """Decides a round before a request is answered."""
     bench.now -= 9.5
     bench.decide()
 
@@ -208,7 +208,7 @@ def test_a_newcomer_believes_more_members_than_may_lie() -> None:
 
 
 def test_a_newcomer_that_lags_first_looks_at_what_a_stranger_may_prove() -> None:
-    """Those who have the newest state may all have come after the beginning, which is all that a newcomer knows."""
+    """All peers with the newest state may have joined after the beginning, which is all that a newcomer knows."""
     bench = Bench(4, me=9, peers=False)
     (stranger,) = strangers(1)
     effects = bench.hear(bench.hello(stranger, round=9), sender=stranger) + bench.do(ev.PeerSeen(stranger))
@@ -250,7 +250,7 @@ def test_a_member_that_is_asked_is_not_replaced_by_another() -> None:
 
 
 def answer(bench: Bench, history: History) -> list[ev.Effect]:
-    """Whoever is asked answers so, as often as it is asked."""
+    """Answers every request for history in the same way."""
     effects: list[ev.Effect] = []
     while (question := bench.node.catching_up.asked) is not None:
         effects += bench.do(ev.HistoryArrived(question.peer, history))
@@ -279,7 +279,7 @@ def test_a_branch_that_we_left_is_not_one_that_lost_because_somebody_is_not_on_i
 
 
 def after_us(bench: Bench, *founders: bytes) -> Line:
-    """The line of some who regrouped before our second round, which they never saw."""
+    """The chain of members that regrouped before our second round, which they never saw."""
     bench.decide()
     line = shared(bench)
     bench.decide()
@@ -327,7 +327,7 @@ def test_a_beginning_that_nobody_signed_makes_no_branch_one_that_lost() -> None:
 
 
 def split_from(bench: Bench) -> Line:
-    """A line that parted from ours so long ago that nothing can settle it; of its beginning we have the state."""
+    """A chain that parted from ours too long ago to be settled, though we still have the state at its beginning."""
     line = Line(next(iter(bench.node.line.forks.values())), RUN, 64)
     regroup(line, (HONEST,))
     extend(bench, line, 12)
@@ -375,7 +375,7 @@ def test_a_stranger_cannot_invent_a_split() -> None:
 
 
 def parted(rounds: int) -> tuple[Bench, Line]:
-    """A node after its first round, and a line that went on from there, of which only four rounds are kept."""
+    """A node after its first round, and a chain that went on from there and keeps only four rounds."""
     bench = Bench(4, me=1)
     bench.decide()
     line = shared(bench)
@@ -385,7 +385,7 @@ def parted(rounds: int) -> tuple[Bench, Line]:
 
 
 def test_a_liar_does_not_take_over_a_swarm_that_is_well_by_a_jump() -> None:
-    """What a jump leaves out may hide a branch that binds nobody: of the liar alone, from our head or from later."""
+    """A jump may hide a branch that binds nobody: by the liar alone, from our head or from a later one."""
     for rounds in (0, 2):
         bench, line = parted(rounds)
         regroup(line, (LIAR,))
@@ -398,7 +398,7 @@ def test_a_liar_does_not_take_over_a_swarm_that_is_well_by_a_jump() -> None:
 
 
 def test_changes_without_a_jump_decide_nothing() -> None:
-    """Nobody checks them; a round of the old quorum among them would let a smaller branch beat a larger one."""
+    """They are unchecked: a round of the old quorum among them would let a smaller branch beat a larger one."""
     bench = Bench(4, me=1)
     bench.decide()
     line, members = shared(bench), (KEYS[1], KEYS[2], KEYS[3])

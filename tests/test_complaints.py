@@ -1,4 +1,4 @@
-"""Complaints: codes that stay, and one table of words."""
+"""Complaints: stable codes, and one table of texts."""
 
 from __future__ import annotations
 

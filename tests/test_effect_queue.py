@@ -1,4 +1,4 @@
-"""The order of effects: the queue itself, and that the daemon and the simulator both have it from there."""
+"""The order of effects: the queue itself, and its use by both the daemon and the simulator."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_process_that_ends_leaves_nothing_behind() -> None:
 
 @given(st.lists(st.lists(st.booleans(), max_size=6), max_size=20), st.data())
 def test_no_effect_overtakes_another_or_a_record_before_it(batches: list[list[bool]], data: st.DataObject) -> None:
-    """Of each batch: which of its effects are persisted. Writes end whenever the test says."""
+    """Each batch says which of its effects are records; the test chooses when writes end."""
     queue, done, disk, given = EffectQueue[ev.Effect](), list[int](), list[int](), list[ev.Effect]()
 
     def number_of(effect: ev.Effect) -> int:

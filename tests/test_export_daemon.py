@@ -46,7 +46,7 @@ def _exported(swarm: Swarm, node: Daemon, name: str) -> tuple[int, bytes]:
     status, told, err = p2ptrain("export", out, "--data-dir", node.directory)
     assert status == 0
     assert all(
-        "not certified: the newest root that the log certifies is of round" in line for line in err.splitlines()
+        "not certified: the newest certified root in the log is of round" in line for line in err.splitlines()
     ), err
     assert ", certified by this node's log: " in told
     assert "; after this round 1 with a vote, of 1 admitted |" in (out / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""History: what a quorum signed leads on, and nothing else does, wherever it is bent."""
+"""History: steps signed by a quorum are followed, and no altered ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_quorum_is_enough_and_one_less_is_not(size: int) -> None:
     if size > 1:
         few = certified(manifest, state, signers=state.members[: state.roster.quorum - 1])
         assert refused(state, few) == (
-            f"a certificate of {state.roster.quorum - 1} members, the quorum is {state.roster.quorum}"
+            f"the certificate has {state.roster.quorum - 1} signatures, the quorum is {state.roster.quorum}"
         )
 
 
@@ -69,17 +69,17 @@ def test_a_line_of_rounds_leads_to_its_end() -> None:
 
 def test_a_round_does_not_follow_itself_or_the_one_after_it() -> None:
     (first, one), (second, two) = line_of(START, RUN_CONFIG, 2)
-    assert refused(one, first) == "a manifest of round 1 that does not follow round 1"
-    assert refused(START, second) == "a manifest of round 2 that does not follow round 0"
-    assert refused(two, second) == "a manifest of round 2 that does not follow round 2"
+    assert refused(one, first) == "the manifest of round 1 does not follow round 1"
+    assert refused(START, second) == "the manifest of round 2 does not follow round 0"
+    assert refused(two, second) == "the manifest of round 2 does not follow round 2"
 
 
 @pytest.mark.parametrize("field", ["branch", "round", "parent", "state"])
 def test_a_manifest_follows_in_every_respect(field: str) -> None:
-    """Even if a quorum has signed it: it belongs elsewhere."""
+    """Even if a quorum has signed it, a manifest of another place is refused."""
     manifest = msgspec.structs.replace(ENTRY.manifest, **{field: 2 if field == "round" else OTHER})
     elsewhere = certified(manifest, START)
-    assert refused(START, elsewhere) == f"a manifest of round {manifest.round} that does not follow round 0"
+    assert refused(START, elsewhere) == f"the manifest of round {manifest.round} does not follow round 0"
 
 
 CHANGED: dict[str, Any] = {
@@ -99,19 +99,19 @@ CHANGED: dict[str, Any] = {
 @pytest.mark.parametrize("field", CHANGED)
 def test_nothing_in_a_manifest_can_be_changed_afterwards(field: str) -> None:
     changes = {field: CHANGED[field]}
-    assert refused(START, altered(ENTRY, **changes)) == "a certificate with a wrong signature"
+    assert refused(START, altered(ENTRY, **changes)) == "the certificate has an invalid signature"
     manifest = msgspec.structs.replace(ENTRY.manifest, **changes)
-    assert refused(START, Entry(manifest, ENTRY.certificate)) == "a certificate of another manifest"
+    assert refused(START, Entry(manifest, ENTRY.certificate)) == "the certificate is for another manifest"
 
 
 @pytest.mark.parametrize("field", ["branch", "round", "manifest"])
 def test_a_certificate_is_of_its_manifest(field: str) -> None:
     step = bent(ENTRY, **{field: 2 if field == "round" else OTHER})
-    assert refused(START, step) == "a certificate of another manifest"
+    assert refused(START, step) == "the certificate is for another manifest"
 
 
 def test_a_signature_is_of_its_view() -> None:
-    assert refused(START, bent(ENTRY, view=1)) == "a certificate with a wrong signature"
+    assert refused(START, bent(ENTRY, view=1)) == "the certificate has an invalid signature"
 
 
 def signature(key: bytes, ballot: Ballot = Ballot.PRECOMMIT, **changes: Any) -> bytes:
@@ -137,7 +137,7 @@ WRONG_SIGNATURES: dict[str, tuple[bytes, ...]] = {
 
 @pytest.mark.parametrize("what", WRONG_SIGNATURES)
 def test_one_wrong_signature_spoils_a_certificate(what: str) -> None:
-    assert refused(START, bent(ENTRY, signatures=WRONG_SIGNATURES[what])) == "a certificate with a wrong signature"
+    assert refused(START, bent(ENTRY, signatures=WRONG_SIGNATURES[what])) == "the certificate has an invalid signature"
 
 
 def test_the_signatures_that_are_tried_are_like_a_good_one() -> None:
@@ -147,27 +147,27 @@ def test_the_signatures_that_are_tried_are_like_a_good_one() -> None:
 @pytest.mark.parametrize("place", range(3))
 def test_every_signature_is_looked_at(place: int) -> None:
     signatures = (*GOOD[:place], bytes(64), *GOOD[place + 1 :])
-    assert refused(START, bent(ENTRY, signatures=signatures)) == "a certificate with a wrong signature"
+    assert refused(START, bent(ENTRY, signatures=signatures)) == "the certificate has an invalid signature"
 
 
 def test_seats_that_nobody_has_sign_nothing() -> None:
     for seats in ([0, 1, 4], [0, 1, 255]):
-        assert refused(START, bent(ENTRY, seats=bitmap(seats))) == "a certificate with seats that nobody has"
+        assert refused(START, bent(ENTRY, seats=bitmap(seats))) == "the certificate names seats that do not exist"
 
 
 @pytest.mark.parametrize("seats", [[0, 1], [0, 1, 2, 3], []])
 def test_there_is_a_signature_for_every_seat(seats: list[int]) -> None:
-    assert refused(START, bent(ENTRY, seats=bitmap(seats))) == "a certificate with seats that nobody has"
+    assert refused(START, bent(ENTRY, seats=bitmap(seats))) == "the certificate names seats that do not exist"
 
 
 def test_a_certificate_of_another_run_is_worth_nothing_here() -> None:
     elsewhere = FakeSigner()
     elsewhere.run_id = OTHER
-    assert refused(START, ENTRY, elsewhere) == "a certificate with a wrong signature"
+    assert refused(START, ENTRY, elsewhere) == "the certificate has an invalid signature"
 
 
 def test_the_roster_that_decides_is_the_one_before_the_round() -> None:
-    """A newcomer has no vote on its own admission, and who goes still has one."""
+    """A newcomer has no vote on its own admission, and a leaving member still has one."""
     manifest = msgspec.structs.replace(plain_manifest(START, RUN_CONFIG), unseated=(KEYS[0],))
     entry = certified(manifest, START, signers=KEYS[:3])
     following = follow(START, entry, RUN_CONFIG, SIGNER)
@@ -192,7 +192,7 @@ def test_so_many_of_a_set_begin_a_branch(members: int, enough: int) -> None:
     assert follow(state, beginning, RUN_CONFIG, SIGNER).members == KEYS[:members]
     if enough > 1:
         few = begun(KEYS[:members], KEYS[: enough - 1], state)
-        assert refused(state, few) == f"a branch of {members} members that {enough - 1} signed"
+        assert refused(state, few) == f"the branch has {members} members, and {enough - 1} signed it"
 
 
 def test_any_attempt_may_succeed() -> None:
@@ -202,9 +202,9 @@ def test_any_attempt_may_succeed() -> None:
 
 def test_a_branch_begins_after_one_state_only() -> None:
     ((_, following),) = line_of(START, RUN_CONFIG, 1)
-    assert refused(following, BEGINNING) == "a branch that begins elsewhere"
+    assert refused(following, BEGINNING) == "the branch begins elsewhere"
     for changes in ({"parent_branch": OTHER}, {"round": 1}, {"parent": OTHER}):
-        assert refused(START, msgspec.structs.replace(BEGINNING, **changes)) == "a branch that begins elsewhere"
+        assert refused(START, msgspec.structs.replace(BEGINNING, **changes)) == "the branch begins elsewhere"
 
 
 def test_a_branch_has_the_same_name_for_all_who_sign_the_same_set() -> None:
@@ -220,22 +220,22 @@ def test_a_branch_has_the_same_name_for_all_who_sign_the_same_set() -> None:
 
 
 def test_only_members_make_a_branch() -> None:
-    assert refused(START, begun((*KEYS[:2], KEYS[9]), KEYS[:2], START)) == "a branch of others than members"
-    assert refused(START, begun(KEYS[:3], (KEYS[0], KEYS[3]), START)) == "a branch of others than members"
+    assert refused(START, begun((*KEYS[:2], KEYS[9]), KEYS[:2], START)) == "the branch has keys that are not members"
+    assert refused(START, begun(KEYS[:3], (KEYS[0], KEYS[3]), START)) == "the branch has keys that are not members"
 
 
 @pytest.mark.parametrize("field", ["members", "signers"])
 @pytest.mark.parametrize("bend", [lambda keys: keys[::-1], lambda keys: (*keys, keys[-1])], ids=["back", "twice"])
 def test_members_and_signers_rise(field: str, bend: Any) -> None:
     beginning = msgspec.structs.replace(BEGINNING, **{field: bend(getattr(BEGINNING, field))})
-    assert refused(START, beginning) == "a branch whose members or signers do not rise"
+    assert refused(START, beginning) == "the branch's members or signers are not in ascending order"
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_branch_has_a_signature_of_every_signer(count: int) -> None:
     signatures = (BEGINNING.signatures * 2)[:count]
     assert refused(START, msgspec.structs.replace(BEGINNING, signatures=signatures)) == (
-        "a branch of 3 members that 2 signed"
+        "the branch has 3 members, and 2 signed it"
     )
 
 
@@ -262,7 +262,7 @@ def test_one_wrong_signature_spoils_a_branch(what: str) -> None:
         (WRONG_REGROUPS[what], BEGINNING.signatures[1]),
     ):
         step = msgspec.structs.replace(BEGINNING, signatures=signatures)
-        assert refused(START, step) == "a branch with a wrong signature"
+        assert refused(START, step) == "the branch has an invalid signature"
     assert regroup_signature(KEYS[1]) == BEGINNING.signatures[1]
 
 
@@ -270,5 +270,5 @@ def test_a_branch_goes_on_with_the_quorum_of_its_own_members() -> None:
     state = follow(START, BEGINNING, RUN_CONFIG, SIGNER)
     entry = certified(plain_manifest(state, RUN_CONFIG), state, signers=KEYS[1:3])
     assert follow(state, entry, RUN_CONFIG, SIGNER).head == entry.manifest.digest
-    assert refused(START, entry) == "a manifest of round 1 that does not follow round 0"
-    assert refused(state, ENTRY) == "a manifest of round 1 that does not follow round 0"
+    assert refused(START, entry) == "the manifest of round 1 does not follow round 0"
+    assert refused(state, ENTRY) == "the manifest of round 1 does not follow round 0"

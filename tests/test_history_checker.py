@@ -1,4 +1,4 @@
-"""The judge of histories sees each thing that it is there for, and nothing in the histories of honest swarms."""
+"""The history checker finds each kind of fault, and none in the histories of honest swarms."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_lock_that_is_kept_over_views_is_sound() -> None:
 
 
 def test_a_lock_gives_way_to_a_quorum_that_came_later() -> None:
-    """The liar helps two honest members over to another manifest; the third may follow them."""
+    """The liar helps two honest members change to another manifest; the third may follow them."""
     view_0 = [*all_of(HONEST[:2], 0, PREVOTE, ONE), vote(HONEST[2], 0, PREVOTE, NOTHING)]
     locked = [vote(HONEST[0], 0, PRECOMMIT, ONE), *all_of(HONEST[1:], 0, PRECOMMIT, NOTHING)]
     view_1 = [*all_of(HONEST[1:], 1, PREVOTE, OTHER), *all_of(HONEST[1:], 1, PRECOMMIT, NOTHING)]
@@ -201,7 +201,7 @@ def test_what_is_not_signed_counts_for_nothing() -> None:
 
 
 def judged_simulation(cluster: Cluster, ledger: Ledger, log: Log) -> list[str]:
-    """What the judge says of everything that honest nodes have sent in a simulation."""
+    """Checks all envelopes that honest nodes sent in a simulation."""
     rosters = {place: ledger.rosters[ledger.parents[head]] for place, (head, _) in ledger.decided.items()}
     honest = [node.key for node in cluster.nodes if node.honest]
     verify = FakeSigner(cluster.setup.run_id, b"")

@@ -1,4 +1,4 @@
-"""History: what may be left out of it, and its one encoding."""
+"""History: jumps over rounds that are left out, and the one encoding."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_without_a_change_a_jump_stays_with_the_same_roster() -> None:
 @pytest.mark.parametrize("place", range(len(CHANGES)))
 def test_no_change_can_be_left_out(place: int) -> None:
     assert jump_refused(CHANGES[:place] + CHANGES[place + 1 :]) in (
-        "a certificate with seats that nobody has",
-        "a certificate with a wrong signature",
-        "a certificate of 3 members, the quorum is 4",
-        "a certificate of 4 members, the quorum is 5",
-        "a branch that begins elsewhere",
-        "a branch of others than members",
-        "changes of a roster that do not follow one another",
-        "a base that its changes do not lead to",
+        "the certificate names seats that do not exist",
+        "the certificate has an invalid signature",
+        "the certificate has 3 signatures, the quorum is 4",
+        "the certificate has 4 signatures, the quorum is 5",
+        "the branch begins elsewhere",
+        "the branch has keys that are not members",
+        "the roster changes do not follow one another",
+        "the roster changes do not lead to the base",
     )
 
 
@@ -88,10 +88,10 @@ def test_changes_come_in_their_order() -> None:
     first, second, last, beginning, third = CHANGES
     assert jump_refused([second, first, last, beginning, third]) != ""
     assert jump_refused([first, first, second, last, beginning, third]) == (
-        "changes of a roster that do not follow one another"
+        "the roster changes do not follow one another"
     )
-    assert jump_refused([first, second, last, beginning, beginning, third]) == "a branch that begins elsewhere"
-    assert jump_refused([first, second, last, third, beginning]) == "changes of a roster that do not follow one another"
+    assert jump_refused([first, second, last, beginning, beginning, third]) == "the branch begins elsewhere"
+    assert jump_refused([first, second, last, third, beginning]) == "the roster changes do not follow one another"
 
 
 def test_a_branch_begins_where_the_changes_before_it_end() -> None:
@@ -102,14 +102,14 @@ def test_a_branch_begins_where_the_changes_before_it_end() -> None:
     assert begun(beginning.members, beginning.signers, state) == beginning
     for changes in ({"branch": OTHER}, {"round": 1}, {"head": OTHER}):
         elsewhere = begun(beginning.members, beginning.signers, msgspec.structs.replace(state, **changes))
-        assert jump_refused([*CHANGES[:3], elsewhere, CHANGES[4]]) == "a branch that begins elsewhere"
+        assert jump_refused([*CHANGES[:3], elsewhere, CHANGES[4]]) == "the branch begins elsewhere"
 
 
 def test_a_jump_leads_over_two_branches_in_one_round() -> None:
     middle = SEVEN.regrouped((first := begun(KEYS[:5], KEYS[:4], SEVEN)).branch, KEYS[:5])
     end = middle.regrouped((second := begun(KEYS[:3], KEYS[:2], middle)).branch, KEYS[:3])
     jump(SEVEN, (first, second), end, SIGNER)
-    assert jump_refused([second], end) == "a branch that begins elsewhere"
+    assert jump_refused([second], end) == "the branch begins elsewhere"
 
 
 def test_a_jump_leads_to_who_got_a_seat_and_needs_its_vote() -> None:
@@ -117,18 +117,18 @@ def test_a_jump_leads_to_who_got_a_seat_and_needs_its_vote() -> None:
     entry = certified(manifest, START)
     larger = msgspec.structs.replace(START, round=2, members=(*KEYS[:4], KEYS[9]))
     jump(START, (entry,), larger, SIGNER)
-    assert jump_refused([], larger, START) == "a base that its changes do not lead to"
-    assert jump_refused([entry], START, START) == "a base that its changes do not lead to"
+    assert jump_refused([], larger, START) == "the roster changes do not lead to the base"
+    assert jump_refused([entry], START, START) == "the roster changes do not lead to the base"
 
 
 def test_a_change_needs_the_quorum_of_the_roster_before_it() -> None:
-    """Those whom the first change leaves are too few to have made it."""
+    """The members that remain after the first change are too few to have made it."""
     state = genesis(RUN, KEYS[:4], ROOT0)
     takeover = msgspec.structs.replace(plain_manifest(state, RUN_CONFIG), unseated=KEYS[1:4])
     entry = certified(takeover, state, signers=KEYS[:1])
     following = state.after(takeover, RUN_CONFIG)
-    assert jump_refused([entry], following, state) == "a certificate of 1 members, the quorum is 3"
-    assert jump_refused([], following, state) == "a base that its changes do not lead to"
+    assert jump_refused([entry], following, state) == "the certificate has 1 signatures, the quorum is 3"
+    assert jump_refused([], following, state) == "the roster changes do not lead to the base"
 
 
 def test_a_wrong_signature_anywhere_spoils_a_jump() -> None:
@@ -137,7 +137,7 @@ def test_a_wrong_signature_anywhere_spoils_a_jump() -> None:
             spoiled: Step = msgspec.structs.replace(change, signatures=(bytes(64), *change.signatures[1:]))
         else:
             spoiled = bent(change, signatures=(bytes(64), *change.certificate.signatures[1:]))
-        assert "wrong signature" in jump_refused([*CHANGES[:place], spoiled, *CHANGES[place + 1 :]])
+        assert "invalid signature" in jump_refused([*CHANGES[:place], spoiled, *CHANGES[place + 1 :]])
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_a_wrong_signature_anywhere_spoils_a_jump() -> None:
 )
 def test_a_base_is_where_its_changes_lead(changes: dict[str, Any]) -> None:
     base = msgspec.structs.replace(END, **changes)
-    assert jump_refused(CHANGES, base) == "a base that its changes do not lead to"
+    assert jump_refused(CHANGES, base) == "the roster changes do not lead to the base"
 
 
 def test_what_else_a_base_says_is_proved_by_the_round_that_follows_it() -> None:
-    """A lie about anything but the roster gets through the jump, and no further."""
+    """A lie about anything but the roster passes the jump, and fails at the next round."""
     entry = certified(plain_manifest(END, RUN_CONFIG), END)
     assert follow(END, entry, RUN_CONFIG, SIGNER).round == 18
     for changes in ({"bans": (KEYS[0],)}, {"head": OTHER}, {"root": OTHER}, {"round": 18}, {"window": ()}):
@@ -157,12 +157,12 @@ def test_what_else_a_base_says_is_proved_by_the_round_that_follows_it() -> None:
         jump(SEVEN, tuple(CHANGES), false, SIGNER)
         assert "does not follow" in refused(false, entry)
         forged = bent(certified(plain_manifest(false, RUN_CONFIG), false), signatures=(bytes(64),) * 2)
-        assert refused(false, forged) == "a certificate with a wrong signature"
+        assert refused(false, forged) == "the certificate has an invalid signature"
 
 
 def test_regroups_are_checked_against_the_roster_that_they_leave() -> None:
     check_regroup(BEGINNING, START.roster, SIGNER)
-    with pytest.raises(RemoteProtocolError, match="a branch of others than members"):
+    with pytest.raises(RemoteProtocolError, match="the branch has keys that are not members"):
         check_regroup(BEGINNING, genesis(RUN, KEYS[1:5], ROOT0).roster, SIGNER)
 
 
@@ -240,7 +240,7 @@ def test_a_history_that_is_too_long_is_not_even_looked_at(monkeypatch: pytest.Mo
     assert len(ENCODED) <= HISTORY_BYTES_MAX
     monkeypatch.setattr(module, "HISTORY_BYTES_MAX", len(ENCODED) - 1)
     limit = len(ENCODED) - 1
-    assert not_a_history(ENCODED) == f"history of {len(ENCODED)} bytes, the limit is {limit}"
+    assert not_a_history(ENCODED) == f"a history of {len(ENCODED)} bytes, the limit is {limit}"
     monkeypatch.setattr(module, "HISTORY_BYTES_MAX", len(ENCODED))
     assert decode_history(ENCODED) == WHOLE
 
@@ -253,7 +253,7 @@ def test_noise_is_no_history(data: bytes) -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_random_damage_never_proves_anything_new(seed: int) -> None:
-    """A bit, a byte or a stretch of them: what still decodes either fails a check or leads to the same states."""
+    """Flips a bit, a byte or a stretch of bytes: whatever still decodes fails a check or leads to the same states."""
     rng = random.Random(seed)
     for _ in range(100):
         octets = bytearray(ENCODED)

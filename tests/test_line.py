@@ -1,4 +1,4 @@
-"""My line of history: what is kept, what is answered, and how branches are settled."""
+"""The chain: which history is kept, how requests are answered, and how forks are settled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START = genesis(RUN, KEYS[:4], ROOT0)
 
 
 def line(rounds: int = 0, kept: int = 8) -> Line:
-    """So many rounds from the run's beginning on."""
+    """A chain of this many rounds from the run's beginning."""
     made = Line(START, RUN, kept)
     go_on(made, rounds)
     return made
@@ -28,7 +28,7 @@ def go_on(made: Line, rounds: int) -> None:
 
 
 def regroup(made: Line, *seats: int) -> Beginning:
-    """Begin a branch of these members."""
+    """Begins a branch of these members."""
     members = tuple(KEYS[seat] for seat in seats)
     beginning = begun(members, members, made.state)
     made.append(beginning, made.state.regrouped(beginning.branch, beginning.members))
@@ -296,7 +296,7 @@ def test_how_many_signatures_one_knows_of_changes_nothing() -> None:
 
 
 def test_a_line_that_is_taken_up_again_knows_where_its_branch_began() -> None:
-    """Else two nodes of one branch would take each other for strangers, once one of them has been restarted."""
+    """Otherwise two nodes on one branch would not recognise each other after one of them restarts."""
     made = line(2)
     regroup(made, 0, 1, 2)
     go_on(made, 20)

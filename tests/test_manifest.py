@@ -1,4 +1,4 @@
-"""The manifest: what q - f of the named attest and nothing else, the same for everyone who computes it."""
+"""The manifest: contains exactly what q - f of the named members attest, and is the same for everyone."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_the_honest_attest_gets_in_whoever_is_named_and_what_only_liars_att
 
 
 def test_who_is_named_beyond_a_quorum_adds_its_voice() -> None:
-    """A proposal of everyone's availabilities needs no fewer attestations, and no more."""
+    """A proposal that names everyone's availabilities needs as many attestations as any other."""
     state = start(7)
     offer = announced(KEYS[0])
     for times in (2, 3, 4):
@@ -166,7 +166,7 @@ def test_an_older_contribution_of_one_that_lied_is_out_as_well() -> None:
 
 
 def test_a_conflict_below_the_threshold_means_nothing() -> None:
-    """Whoever attests the second alone may be the liar."""
+    """The only member that attests the second one may be the liar."""
     state = start()
     first, second = announced(MEMBERS[1]), announced(MEMBERS[1], which=b"another")
     named = [
@@ -252,7 +252,7 @@ def test_the_newest_of_several_roots_is_certified() -> None:
 
 
 def test_a_round_has_one_root_among_a_quorum() -> None:
-    """Twice q - f is more than q: no two can both be carried by enough."""
+    """2 (q - f) > q: two different roots cannot both have enough attestations."""
     assert [
         size for size in range(1, SEATS_MAX + 1) if 2 * (quorum_of(size) - tolerated_by(size)) <= quorum_of(size)
     ] == []
@@ -288,7 +288,7 @@ def test_even_what_will_not_be_taken_is_needed_to_know_that() -> None:
 
 @given(st.data())
 def test_the_manifest_depends_on_who_is_named_and_not_on_any_order(data: st.DataObject) -> None:
-    """Whatever they say: as long as it is the same, everyone computes the same, and whoever gets it can decode it."""
+    """From the same content, everyone computes the same manifest, and any receiver can decode it."""
     size = data.draw(st.integers(1, 8))
     waiting = [Admitted(key, 0, data.draw(st.integers(0, 3)), 0) for key in KEYS[8:10]]
     state = admitting(*waiting, size=size)
@@ -343,7 +343,7 @@ def test_names_are_attested_as_often_as_they_stand_there(fields: list[set[bytes]
 
 
 def test_the_manifest_is_a_part_of_the_protocol() -> None:
-    """One that came out otherwise would be a new version; and anyone can write it down without this code."""
+    """Any other result would need a new protocol version; the expected bytes can be written down without this code."""
     members = [bytes([number]) * 32 for number in range(4)]
     state = genesis(bytes(32), tuple(members), b"\7" * 32)
     offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, members[2])
@@ -369,7 +369,7 @@ def test_more_names_can_be_attested_than_one_availability_holds_but_not_twice_as
 
 
 def test_the_manifest_of_the_fullest_availabilities_can_be_decoded() -> None:
-    """A crowd that lies as much as it can, and members that each saw another part of it."""
+    """A crowd that lies as much as possible, and members that each saw a different part of it."""
     crowd = [digest("manifest test crowd", number.to_bytes(2, "little")) for number in range(1_000)]
     state = admitting(*(Admitted(key, 0, 0, 0) for key in crowd), size=7)
     offers = [announced(key, which=bytes([which])) for key in crowd for which in range(4)]
@@ -391,5 +391,5 @@ def test_the_manifest_of_the_fullest_availabilities_can_be_decoded() -> None:
 
 
 def shares(names: list[bytes], most: int, seat: int) -> list[bytes]:
-    """So many names that each of five seats has a full list, and each name stands in three of them."""
+    """Names dealt to five seats so that each has a full list, and each name is in three of them."""
     return [name for place, name in enumerate(names[: 5 * most // 3]) if (place * 3 + 2 - seat) % 5 < 3][:most]

@@ -1,4 +1,4 @@
-"""The manifest: who comes, who goes, who gets a seat, and that somebody stays."""
+"""The manifest: joins, leaves, seats, and a roster that never becomes empty."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_key_with_two_invitations_spends_one() -> None:
 
 
 def test_without_invitations_any_number_may_join() -> None:
-    """The serial that stands for none is not spent by the first."""
+    """The placeholder serial is not used up by the first join."""
     state = start(spent=((NO_SERIAL, 100),))
     joins = tuple(Join(key, NO_SERIAL, 0) for key in KEYS[8:11])
     assert all_ask(state, *(Request(join=join) for join in joins)).joins == joins

@@ -1,4 +1,4 @@
-"""Wire messages: one encoding each, bounded, signed for one run, version and kind."""
+"""Wire messages: one encoding each, bounded, and signed for one run, version and kind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RUN = digest("test run")
 
 
 class FakeKeys:
-    """Signatures that are digests under the key: real enough where only their binding matters."""
+    """Fake signatures, made of digests over the key: sufficient where only their binding to key and data matters."""
 
     def __init__(self, run_id: bytes = RUN) -> None:
         self.run_id = run_id
@@ -132,7 +132,7 @@ def test_a_message_decodes_to_itself(kind: str, data: st.DataObject) -> None:
 
 
 def drawn(kind: str, seed: int) -> Message:
-    """A message of a kind, made without hypothesis, whose examples may not be drawn in a loop."""
+    """Draws a message of a kind without hypothesis, whose examples cannot be drawn in a loop."""
     generator = random.Random(seed)
 
     def key() -> bytes:
@@ -163,7 +163,7 @@ def drawn(kind: str, seed: int) -> Message:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_thousand_malformed_messages_are_refused_or_canonical(kind: str) -> None:
-    """Bit flips, cuts, growth, splices and noise; what passes is what `encode` writes, and its signature holds."""
+    """Bit flips, cuts, growth, splices and noise: whatever is accepted is canonical and has a valid signature."""
     generator = random.Random(kind)
     good = [enveloped(drawn(kind, seed)) for seed in range(8)]
     assert all(decode(one, KEYS).envelope == one for one in good)
@@ -205,13 +205,13 @@ def test_a_hundred_thousand_malformed_messages_are_refused_or_canonical(kind: st
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"certificate", "evidence"}))
 def test_a_signature_holds_for_one_run_one_kind_and_one_author(kind: str) -> None:
     message = drawn(kind, 1)
-    with pytest.raises(RemoteProtocolError, match=f"a {kind} with a wrong signature"):
+    with pytest.raises(RemoteProtocolError, match=f"the {kind} has an invalid signature"):
         decode(enveloped(message, run_id=digest("another run")), KEYS)
-    with pytest.raises(RemoteProtocolError, match=f"a {kind} with a wrong signature"):
+    with pytest.raises(RemoteProtocolError, match=f"the {kind} has an invalid signature"):
         decode(enveloped(message), FakeKeys(digest("another run")))
-    with pytest.raises(RemoteProtocolError, match=f"a {kind} with a wrong signature"):
+    with pytest.raises(RemoteProtocolError, match=f"the {kind} has an invalid signature"):
         decode(encode(message, bytes(64)), KEYS)
-    with pytest.raises(RemoteProtocolError, match=f"a {kind} with a wrong signature"):
+    with pytest.raises(RemoteProtocolError, match=f"the {kind} has an invalid signature"):
         decode(encode(message), KEYS)
 
 
@@ -235,22 +235,22 @@ def test_an_attachment_is_the_announced_payload_or_refused() -> None:
     for other in (payload[:-1], payload + b"p", b"q" * 500):
         with pytest.raises(RemoteProtocolError, match="an attachment that is not the announced payload"):
             decode(enveloped(message, other), KEYS)
-    with pytest.raises(RemoteProtocolError, match="an attachment to a leave"):
+    with pytest.raises(RemoteProtocolError, match="the leave must not have an attachment"):
         decode(enveloped(drawn("leave", 1), payload), KEYS)
 
 
 FORMS: dict[str, tuple[Message, str]] = {
     "falling held": (
         Availability(bytes(32), 1, 0, bytes(32), (b"b" * 16, b"a" * 16), (), (), b"", bytes(32)),
-        "held do not rise",
+        "held are not in ascending order",
     ),
     "doubled refused": (
         Availability(bytes(32), 1, 0, bytes(32), (), (b"a" * 16, b"a" * 16), (), b"", bytes(32)),
-        "refused do not rise",
+        "refused are not in ascending order",
     ),
     "a bitmap with a spare byte": (
         Availability(bytes(32), 1, 0, bytes(32), (), (), (), b"\1\0", bytes(32)),
-        "heard ends with a byte of no seats",
+        "heard ends with a zero byte",
     ),
     "a proposal backed by its own view": (
         Proposal(bytes(32), 1, 3, 3, (bytes(32),), bytes(32), bytes(32)),
@@ -262,12 +262,18 @@ FORMS: dict[str, tuple[Message, str]] = {
     ),
     "signatures without seats": (
         Certificate(bytes(32), 1, 0, b"m" * 32, b"\7", (bytes(64),)),
-        "a certificate with 1 signatures for other seats",
+        "a certificate whose 1 signatures do not match its seats",
     ),
-    "a certificate of nothing": (Certificate(bytes(32), 1, 0, NOTHING, b"\1", (bytes(64),)), "of no manifest"),
-    "a regroup of others": (Regroup(bytes(32), bytes(32), 0, (b"a" * 32,), b"b" * 32), "a regroup without its author"),
-    "one statement twice": (Evidence(b"same", b"same"), "evidence whose halves do not rise"),
-    "falling protocols": (Hello((2, 1), RUN, 1, 0, b"", b"", b"", b"", False, RUN), "protocols do not rise"),
+    "a certificate of nothing": (Certificate(bytes(32), 1, 0, NOTHING, b"\1", (bytes(64),)), "for no manifest"),
+    "a regroup of others": (
+        Regroup(bytes(32), bytes(32), 0, (b"a" * 32,), b"b" * 32),
+        "whose author is not in the set",
+    ),
+    "one statement twice": (Evidence(b"same", b"same"), "evidence whose halves are not in ascending order"),
+    "falling protocols": (
+        Hello((2, 1), RUN, 1, 0, b"", b"", b"", b"", False, RUN),
+        "not in ascending order",
+    ),
 }
 
 
@@ -340,7 +346,7 @@ def test_lengths_past_their_bound_are_refused_before_anything_is_read() -> None:
 
 @pytest.mark.parametrize("depth", [100, 3_000, 400_000])
 def test_nesting_without_end_is_refused(depth: int) -> None:
-    """A decoder that recurses must not take the process with it."""
+    """A recursive decoder must not crash the process."""
     nested = b"\x91" * depth + b"\xc0"
     body = b"\x95\xa5leave" + b"\xc4\x20" + bytes(32) + b"\x01" + b"\xc4\x20" + bytes(32) + nested
     for data in (nested, b"\x93" + nested, msgspec.msgpack.encode((body, bytes(64), b""))):

@@ -1,4 +1,4 @@
-"""A round as a node lives it: whole effect lists, from the start to the next training."""
+"""A round on one node: complete lists of effects, from the start to the next training."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
 
 
 def offers_of(bench: Bench, number: int = 1) -> tuple[Announcement, ...]:
-    """As `Bench.collect` makes them: the others' ride along, the node's own does not."""
+    """The announcements as in `Bench.collect`: the others' payloads are attached, the node's own is not."""
     return tuple(announced(key, number, inline=key != bench.me, branch=bench.state.branch) for key in bench.founders)
 
 
 def collecting(
     size: int = 4, me: int = 1, at: float = 10.0, **settings: object
 ) -> tuple[Bench, tuple[Announcement, ...]]:
-    """A node that holds the contributions of all others, and has just to offer its own."""
+    """A node that holds everyone else's contribution, and has yet to offer its own."""
     bench = Bench(size, me=me, **settings)  # type: ignore[arg-type]
     bench.now = at
     offers = offers_of(bench)
@@ -59,7 +59,7 @@ def collecting(
 
 
 def proposed(me: int = 1) -> tuple[Bench, tuple[Announcement, ...], list[Availability], Proposal, Manifest]:
-    """A node that has closed its round and knows all availabilities; and what is proposed now."""
+    """A node that has closed its round and has all availabilities, with the current proposal."""
     bench, offers = collecting(me=me)
     bench.train()
     named = [bench.available(key, offers) for key in bench.founders]

@@ -66,7 +66,7 @@ def test_a_liar_that_votes_again_and_again_is_no_longer_heard() -> None:
 
 
 def started_again(bench: Bench, seconds: float) -> Bench:
-    """After so long its contribution is on offer, and then the node has only what was on its disk."""
+    """Announces a contribution after this long, and then restarts the node from its disk."""
     store = Store(bench.genesis)
     bench.now = seconds
     store.keep(bench.train())
@@ -80,7 +80,7 @@ def started_again(bench: Bench, seconds: float) -> Bench:
 
 
 def test_an_offer_that_changes_how_long_we_wait_sets_the_deadline() -> None:
-    """After a restart, with our own contribution on offer."""
+    """After a restart, with the node's own contribution on offer."""
     bench = started_again(Bench(4, me=1), 1.0)
     bench.now = 2.0
     for key in bench.others[:2]:
@@ -157,14 +157,14 @@ def test_what_is_being_applied_when_the_branch_is_left_is_not_built_upon() -> No
 
 
 def test_a_restart_after_the_contribution_was_announced_does_not_wait_for_ever() -> None:
-    """Of two machines the other never comes back."""
+    """The other of two machines never comes back."""
     bench = started_again(Bench(2), 10.0)
     bench.wait(3_600.0)
     assert bench.state.members == (bench.me,)
 
 
 def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None:
-    """Of two members each waits for both: the round stood still until the quorum counted as lost."""
+    """Each of two members waited for both: the round stood still until the quorum counted as lost."""
     bench = started_again(Bench(2), 10.0)
     assert bench.node.here.closed_at is None
     bench.hear_offer(announced(bench.others[0], 1, inline=True))
@@ -173,7 +173,7 @@ def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None
 
 @pytest.mark.parametrize(("names_its_own", "closes"), [(False, True), (True, False)])
 def test_after_a_restart_nobody_waits_for_who_lets_the_round_pass(names_its_own: bool, closes: bool) -> None:
-    """The other has said what it holds: our contribution alone, or its own too, which is still to come."""
+    """The other's availability names only our contribution, or also its own, which is yet to come."""
     bench = started_again(Bench(2), 10.0)
     (mine,) = [offer.announcement for offer in bench.node.context.offers.by_name.values()]
     other = bench.others[0]
@@ -212,7 +212,7 @@ def test_a_halt_outlives_a_restart() -> None:
     bench.start(halted=ev.Halted(first, second))
     assert bench.node.context.is_halted
     assert bench.node.catching_up.proof_of_lies == (first, second)
-    assert "halted: two certificates for one round, more than f members lie" in bench.health
+    assert "halted: two certificates exist for one round, so more than f members lie" in bench.health
     assert not bench.node.context.may_speak(RUN, 1)
 
 
@@ -240,7 +240,7 @@ def refused_by(effects: list[ev.Effect]) -> tuple[tuple[bytes, ...], tuple[bytes
 
 
 def test_an_announcement_of_another_s_payload_with_a_false_length_is_not_held_and_refused() -> None:
-    """However it came: fetched before or after it was announced so, along with the true one, or it is our own."""
+    """In each case: fetched before or after that announcement, attached to the true one, or our own payload."""
     for way in ("fetched", "fetched before", "came along", "ours"):
         bench = Bench(4, me=1)
         bench.now = 10.0
@@ -269,7 +269,7 @@ def test_an_announcement_of_another_s_payload_with_a_false_length_is_not_held_an
 
 
 def test_a_false_length_that_others_attest_all_the_same_stops_nobody() -> None:
-    """They may not know the length; what the manifest needs is here."""
+    """They may not know the length; the payload that the manifest needs is here."""
     bench = Bench(4, me=1)
     bench.now = 10.0
     true = announced(KEYS[2])

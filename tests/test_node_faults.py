@@ -1,4 +1,4 @@
-"""What a node does when things go wrong: lies, floods, restarts, clocks, and states that differ."""
+"""A node under faults: lies, floods, restarts, clock jumps and differing states."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_evidence_goes_into_the_availability_and_the_manifest_bans() -> None:
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
     assert (bench.state.members, bench.state.bans) == (KEYS[:3], (KEYS[3],))
-    assert "crash-only: fewer than four members, a liar is not tolerated" in bench.health
+    assert "crash-only: with fewer than four members, no liar is tolerated" in bench.health
 
 
 def test_messages_of_keys_that_are_not_admitted_are_dropped_unread() -> None:
@@ -358,7 +358,7 @@ def test_an_identity_that_has_lost_its_memory_is_silent_for_the_rounds_in_which_
     known = ev.Silence(b"", 7 + RECALL_MARGIN)
     assert bench.hear(bench.hello(KEYS[3], round=5))[:1] == [ev.Persist(known)]
     assert bench.node.context.silent_everywhere == 7 + RECALL_MARGIN
-    assert "silent: what this identity has said before is not known" in bench.health
+    assert "silent: it is unknown how this identity has voted before" in bench.health
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def test_a_clock_that_goes_back_is_taken_as_having_stood_still() -> None:
 
 
 def test_after_a_clock_has_gone_back_a_deadline_is_still_met() -> None:
-    """What is added and taken away again must not round to a moment before the one that was meant."""
+    """Adding and subtracting the shift must not round to just before the deadline."""
     bench = Bench(4, me=1)
     bench.do(ev.Tick(), 0.3)
     bench.hear(bench.hello(KEYS[0], round=2))  # we wait half a second, and then ask
@@ -403,7 +403,7 @@ def test_a_machine_that_slept_asks_where_the_others_are() -> None:
 
 @pytest.mark.parametrize("jump", [1_000.0, -90.0])
 def test_after_a_jump_of_the_clock_a_message_of_no_use_leaves_no_deadline_behind(jump: float) -> None:
-    """Once the deadline stayed as it was, and every further message was taken as another gap: time ran backwards."""
+    """Once the deadline was not updated, and every further message was taken for another gap: time ran backwards."""
     bench = Bench(4, me=1)
     bench.decide()
     for peer in bench.others:
@@ -423,7 +423,7 @@ def test_after_a_jump_of_the_clock_a_message_of_no_use_leaves_no_deadline_behind
 
 
 def astray() -> tuple[Bench, list[ev.Effect]]:
-    """A node whose root after round 1 is not what the others certify in round 2."""
+    """A node whose root after round 1 differs from the one that the others certify in round 2."""
     bench = Bench(4, me=1)
     bench.decide(apply=False)
     bench.do(ev.Applied(RUN, 1, digest("core test", b"another root")))
@@ -447,7 +447,7 @@ def test_a_node_whose_root_is_not_the_certified_one_catches_up_and_says_so() -> 
     kinds = [type(effect) for effect in effects]
     assert [effect for effect in effects if isinstance(effect, ev.NoteWrongState)] == [ev.NoteWrongState(1)]
     assert kinds.index(ev.Persist) < kinds.index(ev.NoteWrongState), "what certifies the other state is saved first"
-    assert bench.health == ("quarantined: own state is not the certified one",)
+    assert bench.health == ("quarantined: this node's state differs from the certified one",)
 
 
 def test_in_quarantine_nothing_is_contributed() -> None:

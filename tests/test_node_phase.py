@@ -1,4 +1,4 @@
-"""One that is late once does not stay so: it lets a round pass and begins the next together with the others."""
+"""A node that is late once does not stay late: it skips a round, and begins the next one together with the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def trains(effects: list[ev.Effect]) -> list[int]:
 
 
 def applied_late(bench: Bench, seconds: float = LATE) -> list[ev.Effect]:
-    """The first round, whose state is there long after the others have begun the second."""
+    """The first round, applied long after the others have begun the second."""
     bench.decide(apply=False)
     bench.wait(seconds)
     return bench.do(ev.Applied(bench.state.branch, 1, root_of(1)))
@@ -33,7 +33,7 @@ def offers_of_others(bench: Bench) -> tuple[Announcement, ...]:
 
 
 def round_without_me(bench: Bench, at: float) -> list[ev.Effect]:
-    """The others' contributions come, and are what is agreed on; the effects of the decision and of applying it."""
+    """The others' contributions arrive and are agreed on; returns the effects of the decision and of applying it."""
     number, effects = bench.state.round + 1, bench.wait(at - bench.now)
     offers = offers_of_others(bench)
     effects += bench.wait(TRAINED)  # nobody waits longer than this for mine
@@ -87,7 +87,7 @@ def test_no_two_rounds_in_a_row_are_let_pass() -> None:
 
 
 def test_a_training_is_told_which_contributions_are_not_settled() -> None:
-    """What a manifest takes meanwhile is settled when that is applied, and not before: or it would be told twice."""
+    """Contributions taken meanwhile are settled once applied, not before: otherwise they would be reported twice."""
     bench = Bench(agreement={"staleness_rounds_max": 1, "overlap_rounds": 1})
     bench.now += 10.0
     assert bench.train(1)[-1] == ev.Train(2, 0, 0, 4, unsettled=(1,))
@@ -99,7 +99,8 @@ def test_a_training_is_told_which_contributions_are_not_settled() -> None:
 
 
 def test_who_missed_a_round_by_little_is_waited_for_in_the_next() -> None:
-    """Its word comes when that has begun, and counts for it: or else it would miss this one by as little."""
+    """Its announcement arrives after the next round began and counts for it; otherwise it would miss that one as
+    well."""
     bench = Bench()
     *early, late = bench.others
 

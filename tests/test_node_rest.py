@@ -1,4 +1,4 @@
-"""A node that goes on after every event, and one that rests while nothing has changed that matters, are the same."""
+"""A node that advances after every event behaves the same as one that rests while nothing relevant has changed."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ LIES = ("equivocate votes", "equivocate proposals", "equivocate announcements", 
 
 
 class Restless(Node):
-    """Goes on after every event."""
+    """A node that never rests."""
 
     def _may_rest(self) -> bool:
         return False
 
 
 class Twins:
-    """Beside every honest node of a simulation another that never rests, and hears the same."""
+    """A simulation with a twin beside every honest node that never rests and gets the same events."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, tuple[int, Node]] = {}

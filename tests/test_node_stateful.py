@@ -1,7 +1,7 @@
-"""One node against anyone: three members, whose keys the test holds, and strangers say whatever they like.
+"""One node against anyone: three members, whose keys the test holds, and strangers send arbitrary messages.
 
-They may be far beyond f, so that nothing is promised about agreement; but the node must neither fall over, nor fill up,
-nor spin, nor ever say two things where it may say one.
+Far more than f may lie, so nothing is promised about agreement; but the node must not crash, fill up or spin, or ever
+send two messages where it may send only one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bounded(number: int) -> int:
 
 
 class Anyone(RuleBasedStateMachine):
-    """The node sits in the middle; rules are what may happen to it."""
+    """The node under test; the rules are everything that may happen to it."""
 
     @initialize(overlap=st.integers(0, 1), halts=st.booleans(), me=st.sampled_from((0, 1, 5)))
     def begin(self, overlap: int, halts: bool, me: int) -> None:
@@ -122,7 +122,7 @@ class Anyone(RuleBasedStateMachine):
                 pass
 
     def _listen(self, envelope: bytes) -> None:
-        """What the node says: once in a place, and only after it is on the disk."""
+        """Checks the node's messages: each sent once for its place, and only after it is on the disk."""
         received = decode(envelope, FakeSigner())
         message = received.message
         if isinstance(message, Certificate | Evidence) or message.author != self.bench.me:
@@ -167,7 +167,7 @@ class Anyone(RuleBasedStateMachine):
         return self.bench.state
 
     def author(self, peer: int) -> bytes:
-        """Anyone but the node itself, whose signature nobody can make."""
+        """Anyone but the node itself, whose signature cannot be forged."""
         return [key for key in PEERS if key != self.bench.me][peer - 1]
 
     def branch(self, pick: int) -> bytes:
@@ -297,7 +297,7 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(rounds=st.integers(1, 2))
     def a_round_goes_well(self, rounds: int) -> None:
-        """As far as those that the test plays can bring it about."""
+        """As far as the members that the test plays can make it."""
         for _ in range(rounds):
             at = self.state
             for key in at.members:
@@ -361,7 +361,7 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(rounds=st.integers(0, 6), back=st.integers(0, 5), regroups=st.booleans(), wrong=st.integers(0, 9), peer=peers)
     def history_arrives(self, rounds: int, back: int, regroups: bool, wrong: int, peer: int) -> None:
-        """From a state of the node's line, what could have come after it; true, cut, or wrong."""
+        """A continuation of one of the states on the node's chain: true, truncated or wrong."""
         peer_asked = self.asked.pop(0)[0] if self.asked else self.author(peer)
         if wrong == 0:
             self.do(ev.HistoryFailed(peer_asked, "no"))
@@ -394,7 +394,7 @@ class Anyone(RuleBasedStateMachine):
 
     @rule()
     def the_deadline_comes(self) -> None:
-        """However often it says that it is due at this instant, at some point it is not."""
+        """The node may ask for another tick at the same instant, but not for ever."""
         deadline = self.node.deadline
         at = max(self.bench.now, deadline)
         for _ in range(TICKS_AT_ONCE_MAX):
@@ -410,7 +410,7 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(has_trained=st.booleans())
     def it_is_left_alone(self, has_trained: bool) -> None:
-        """For longer than it takes to call, to settle and to sign."""
+        """For longer than it takes to call, settle and sign."""
         if has_trained:
             self.training_ends(True, 1)
         until = self.bench.now + 150.0
@@ -419,7 +419,7 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.0, 0.01, 0.3, 1.0, 3.0, 20.0, 400.0, 1e6, -0.5, -100.0)))
     def the_clock_jumps(self, seconds: float) -> None:
-        """Whatever comes next is the first event of the new time."""
+        """The next event is the first one at the new time."""
         self.bench.now += seconds
 
     @rule(peer=peers, comes=st.booleans())
@@ -439,7 +439,7 @@ class Anyone(RuleBasedStateMachine):
     @precondition(lambda self: self.persisted)
     @rule(well=st.booleans())
     def it_starts_again(self, well: bool) -> None:
-        """From what is on the disk; with its connections, or without."""
+        """Restarts it from its disk, with or without its connections."""
         self.trains, self.applies, self.states, self.fetches, self.asked = [], [], [], [], []
         self.bench.node = self.bench.make()
         self.do(ev.Started(self.disk.saved()))
@@ -449,7 +449,7 @@ class Anyone(RuleBasedStateMachine):
 
 
 def spoiled(history: History, wrong: int, followed: list[tuple[Entry, AgreedState]]) -> History:
-    """One of the ways in which an answer may be wrong; mostly it is right."""
+    """Damages an answer in one of several ways; usually leaves it intact."""
     steps = history.steps
     if wrong == 1 and steps:
         return replace(history, steps=steps[1:])

@@ -1,4 +1,4 @@
-"""What is on offer and what was requested: how much of each author is kept, and for how long."""
+"""Offers and requests: how many per author are kept, and for how long."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def offers(staleness: int = 0) -> Offers:
 
 
 def held(made: Offers, offer: Announcement, good: bool = True) -> bytes:
-    """An announcement whose payload is here; its name."""
+    """Adds an announcement whose payload is here; returns its name."""
     made.add(signed(offer))
     made.payloads.held[offer.payload] = good
     return name_of(offer)
@@ -146,7 +146,7 @@ def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: py
 
 def test_a_wrong_request_is_refused_with_a_reason() -> None:
     made = Requests(context())
-    with pytest.raises(RemoteProtocolError, match="an admitted key wants to join"):
+    with pytest.raises(RemoteProtocolError, match="the key that asks to join is already admitted"):
         made.add(signed(JoinRequest(RUN, 1, b"", KEYS[2])), STATE)
     assert made.by_name == {}
 

@@ -1,4 +1,4 @@
-"""Which payloads are wanted, whom they are asked of, and when all are asked again."""
+"""Payloads: which ones are wanted, which peers are asked, and when all are asked again."""
 
 from __future__ import annotations
 

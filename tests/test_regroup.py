@@ -1,4 +1,4 @@
-"""Losing the quorum: calls, sets of survivors, and who has to follow them."""
+"""Loss of the quorum: calls, sets of survivors, and the rules for following a regroup."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def call(author: bytes, attempt: int = 0) -> Call:
 
 
 def alone(size: int = 4, **settings: object) -> Bench:
-    """A node that has closed its round, and hears nobody."""
+    """A node that has closed its round and hears nobody."""
     bench = Bench(size, me=1, agreement=SETTINGS | settings)
     bench.now = 10.0
     bench.train()
@@ -52,7 +52,7 @@ def alone(size: int = 4, **settings: object) -> Bench:
 
 
 def until(bench: Bench, at: float) -> list[Message]:
-    """Everything but hellos that goes out to all up to then."""
+    """Everything that is published up to this time, except hellos."""
     said: list[Message] = []
     while bench.node.deadline is not None and bench.node.deadline <= at:
         said += [message for message in published(bench.tick()) if not isinstance(message, type(bench.hello(ME)))]
@@ -60,7 +60,7 @@ def until(bench: Bench, at: float) -> list[Message]:
 
 
 def called() -> Bench:
-    """The same node, after it has called."""
+    """The same node, after its call."""
     bench = alone()
     assert until(bench, LOST) == [call(ME)]
     assert bench.now == LOST
@@ -68,12 +68,12 @@ def called() -> Bench:
 
 
 def trunk_of(bench: Bench, beginning: Beginning) -> ev.Trunk:
-    """What is kept for ever of a branch that began before the first round."""
+    """The trunk of a chain with a branch that began before the first round."""
     return ev.Trunk((Stage(RUN, 0), Stage(beginning.branch, 0)), (beginning,), (bench.genesis,))
 
 
 def essential(effects: list[ev.Effect]) -> list[ev.Effect]:
-    """Without hellos, and without what was observed of peers, which is saved now and then."""
+    """The effects without hellos, and without the peers' scores, which are saved now and then."""
     scores = [each for each in effects if isinstance(each, ev.Persist) and isinstance(each.record, ev.Observed)]
     return [each for each in effects if not isinstance(each, ev.Send) and each not in scores]
 
@@ -87,7 +87,7 @@ def test_who_hears_nobody_for_the_time_of_a_stall_calls() -> None:
     assert until(bench, LOST - 0.1) == []
     assert bench.health == (complaint(Code.FEW_HEARD, heard=1, members=4, quorum=3, seconds=45).text,)
     assert until(bench, LOST) == [call(ME)]
-    assert bench.health == ("stalled: the quorum is lost",)
+    assert bench.health == ("stalled: quorum lost",)
 
 
 def test_who_hears_too_few_says_so_before_the_quorum_counts_as_lost() -> None:
@@ -129,7 +129,7 @@ def test_who_has_no_vote_needs_no_quorum() -> None:
 def test_with_halt_nobody_is_called() -> None:
     bench = alone(on_quorum_loss="halt")
     assert until(bench, 1_000.0) == []
-    assert "stalled: the quorum is lost" in bench.health
+    assert "stalled: quorum lost" in bench.health
 
 
 def test_as_long_as_a_quorum_is_heard_it_is_only_slow() -> None:
@@ -299,7 +299,7 @@ def test_with_halt_no_set_binds() -> None:
 
 
 def regrouping(size: int = 7, me: int = 1) -> Regrouping:
-    """Without a node around it."""
+    """A Regrouping without a node around it."""
     context = Context(run_of(SETTINGS), RUN, KEYS[me], None, None)  # type: ignore[arg-type]
     context.reputation = Reputation()
     return Regrouping(context, genesis(RUN, KEYS[:size], ROOT0))
@@ -326,7 +326,7 @@ def test_who_has_no_vote_follows_a_few_only_when_nothing_was_decided_for_long() 
 
 
 def test_one_who_has_not_called_yet_follows_only_most_of_those_who_are_still_heard() -> None:
-    """A lone liar was the quickest to sign a set, and took over what was left of a swarm (seed 10225)."""
+    """A lone liar was the quickest to sign a set, and took over the rest of a swarm (seed 10225)."""
     each = regrouping()
     each.context.now += each.context.run.agreement.stall_seconds
     lone, pair = begun(KEYS[2:3], KEYS[2:3], each.state), begun(KEYS[2:4], KEYS[2:4], each.state)

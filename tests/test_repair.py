@@ -1,4 +1,4 @@
-"""What gossip has lost: hellos, what is handed over, and questions for what is missing."""
+"""Repair of lost messages: hellos, resent messages, and questions for missing ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALL = bitmap(range(4))
 
 
 def voting() -> tuple[Bench, list[Message]]:
-    """A node that has heard all availabilities and the proposal; and all messages of the round, its own included."""
+    """A node that has all availabilities and the proposal, and all messages of the round, including its own."""
     bench = Bench(4, me=1)
     offers = bench.collect()
     named = [bench.available(key, offers) for key in bench.founders]
@@ -183,7 +183,7 @@ def test_messages_are_handed_over_by_name() -> None:
 
 
 def asked(bench: Bench, peer: bytes, *messages: Message) -> list[Message]:
-    """What a peer gets that asks for these by name."""
+    """The messages that a peer gets when it asks for these names."""
     effects = bench.do(ev.Asked(peer, tuple(map(name_of, messages))))
     return [message for to, message in sent(effects) if to == peer and not isinstance(message, Hello)]
 
@@ -291,7 +291,7 @@ def test_what_was_not_answered_is_asked_of_the_next_after_twice_the_time() -> No
 
 
 def peers_asked(made: Questions, tries: int, sources: list[bytes] = []) -> list[bytes]:  # noqa: B006
-    """Who is asked when nobody answers, and these are named again in between."""
+    """The peers that are asked when none answers and the same names are asked for again in between."""
     found = []
     for _ in range(tries):
         assert made.deadline is not None

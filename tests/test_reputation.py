@@ -1,4 +1,4 @@
-"""Reputation: proof that convicts a liar and nobody else, and observations that fade and stay within bounds."""
+"""Reputation: proof that convicts liars only, and observations that decay and stay within bounds."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_an_honest_author_may_sign_convicts_nobody(pair: str) -> None:
     assert not conflict(first, second)
     assert not conflict(second, first)
     lower, higher = sorted((signed(first).envelope, signed(second).envelope))
-    with pytest.raises(RemoteProtocolError, match="that an honest author may sign"):
+    with pytest.raises(RemoteProtocolError, match="an honest author may have signed both"):
         convict(Evidence(lower, higher), SIGNER)
 
 
@@ -151,7 +151,7 @@ def test_a_lie_has_one_proof_whoever_finds_it_and_whatever_rode_along() -> None:
 def test_a_proof_with_an_attachment_is_refused() -> None:
     whole = signed(announced(AUTHOR, inline=True), payload(AUTHOR, 1)).envelope
     plain = signed(announced(AUTHOR, which=b"another")).envelope
-    with pytest.raises(RemoteProtocolError, match="evidence with an attachment"):
+    with pytest.raises(RemoteProtocolError, match="the evidence contains an attachment"):
         convict(Evidence(*sorted((whole, plain))), SIGNER)
 
 
@@ -160,26 +160,26 @@ def test_a_forged_half_convicts_nobody(forged: int) -> None:
     pair = LIES["prevotes for two manifests"]
     halves = [signed(message).envelope for message in pair]
     halves[forged] = encode(pair[forged], FakeSigner(OTHER).sign(b"something else"))
-    with pytest.raises(RemoteProtocolError, match="a vote with a wrong signature"):
+    with pytest.raises(RemoteProtocolError, match="the vote has an invalid signature"):
         convict(Evidence(*sorted(halves)), SIGNER)
 
 
 def test_a_lie_in_another_run_convicts_nobody_here() -> None:
     elsewhere = FakeSigner()
     elsewhere.run_id = BRANCH
-    with pytest.raises(RemoteProtocolError, match="wrong signature"):
+    with pytest.raises(RemoteProtocolError, match="invalid signature"):
         convict(evidence(*LIES["prevotes for two manifests"]), elsewhere)
 
 
 def test_the_same_message_under_two_signatures_convicts_nobody() -> None:
-    """A signature scheme may allow more than one; the digest of a message leaves it out."""
+    """A signature scheme may allow several signatures; a message's digest does not cover them."""
 
     class Lax(FakeSigner):
         def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
             return True
 
     vote = voted(AUTHOR, PREVOTE, A)
-    with pytest.raises(RemoteProtocolError, match="that an honest author may sign"):
+    with pytest.raises(RemoteProtocolError, match="an honest author may have signed both"):
         convict(Evidence(encode(vote, bytes(64)), encode(vote, b"\1" * 64)), Lax())
 
 
@@ -244,7 +244,7 @@ def test_points_have_an_upper_bound() -> None:
 
 
 def greylisted(at: float = 0.0) -> Reputation:
-    """Just so."""
+    """A reputation in which the author has just been greylisted."""
     reputation = Reputation()
     for _ in range(int(GREYLISTED_FROM / POINTS[Reason.MALFORMED])):
         assert not reputation.is_greylisted(AUTHOR, at)
@@ -253,7 +253,7 @@ def greylisted(at: float = 0.0) -> Reputation:
 
 
 def test_who_is_kept_away_stays_away_until_half_is_forgotten() -> None:
-    """So nobody flutters between the two."""
+    """So no peer flips back and forth."""
     assert PARDONED_BELOW == GREYLISTED_FROM / 2
     reputation = greylisted()
     times = [0.0, 1.0, 0.99 * HALF_LIFE_SECONDS, 1.01 * HALF_LIFE_SECONDS]
@@ -328,7 +328,7 @@ def test_who_stays_at_the_refill_is_never_a_flood() -> None:
 
 @pytest.mark.parametrize("start", [0.0, -50.0, 1e9])
 def test_a_flood_of_ten_seconds_is_kept_away(start: float) -> None:
-    """Wherever the clock starts."""
+    """At any starting time of the clock."""
     reputation = Reputation()
     rate = 1_000
     times = [start + count / rate for count in range(13 * rate)]

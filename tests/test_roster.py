@@ -1,4 +1,4 @@
-"""The roster: quorums that share an honest member, bitmaps with one encoding, and an order nobody can choose."""
+"""The roster: quorums that share an honest member, canonical bitmaps, and an order that nobody can choose."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_any_two_quorums_share_more_members_than_may_lie() -> None:
 
 
 def test_no_smaller_number_would_do_unless_a_third_is_whole() -> None:
-    """Of six, four would do; more than two thirds is the rule that people know, and costs one vote there."""
+    """Of six members, four would be enough; "more than two thirds" is the familiar rule, and costs one vote there."""
     generous = [size for size in SIZES if 2 * (quorum_of(size) - 1) - size > tolerated_by(size)]
     assert generous == [size for size in SIZES if size >= 6 and size % 3 == 0]
 
@@ -133,7 +133,7 @@ def test_run_branch_and_round_each_change_the_order() -> None:
 
 
 def test_a_member_more_or_less_does_not_reorder_the_others() -> None:
-    """A key has its place by its own digest: whoever brings a helper in cannot choose who of the others is first."""
+    """A key's position depends only on its own digest: adding a helper does not change the order of the others."""
     for number in range(50):
         order = proposers(RUN, BRANCH, number, MEMBERS)
         for gone in MEMBERS:

@@ -67,7 +67,7 @@ def test_the_newest_that_the_log_certifies_is_taken_and_said(
     out = tmp_path / "out"
     assert p2ptrain("export", out, *node.place) == (0, f"{told}: {out}\n", "")
     newest = checkpoint_of(node, 24)
-    why = "not certified: the newest root that the log certifies is of round 16, and not yet of 24"
+    why = "not certified: the newest certified root in the log is of round 16, before round 24"
     assert f"passed over: {newest.path}: {why}" in caplog.text
     status, text, err = p2ptrain("generate", "ab", "--tokens", "3", *node.place)
     assert (status, text[:2], err) == (0, "ab", f"{told}\n")
@@ -85,9 +85,9 @@ def test_another_root_than_the_certified_one_is_not_taken(
     """Its files are what its stamp says, and its stamp says what the swarm did not agree on."""
     certify(node, 24, b"r" * 32)
     wrong, out = checkpoint_of(node, 24), tmp_path / "out"
-    told = f"round 16 of x, root {short(node, 16)}, not certified: the log has no certified root of round 16"
+    told = f"round 16 of x, root {short(node, 16)}, not certified: the log has no certified root for round 16"
     assert p2ptrain("export", out, *node.place) == (0, f"{told}: {out}\n", "")
-    why = f"round 24 was certified with the root {(b'r' * 32).hex()[:16]}, and it has {short(node, 24)}"
+    why = f"round 24 was certified with the root {(b'r' * 32).hex()[:16]}, but this state has {short(node, 24)}"
     assert f"passed over: {wrong.path}: not of the history that this node has: {why}" in caplog.text
     for command in (("export", tmp_path / "no"), ("generate", "a"), ("checkpoint", "export", tmp_path / "no")):
         status, _, err = p2ptrain(*command, "--round", "24", *node.place)
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_a_branch_that_the_log_has_left_is_not_taken(
     log_of(node, round=24, head=b"o" * 32, root_round=16, root=b"r" * 32)
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, said.startswith("round 8 of x, ")) == (0, True)
-    assert "it was made after another manifest of round 24 than the log has" in caplog.text
+    assert "it follows another manifest of round 24 than the one in the log" in caplog.text
     assert "round 16 was certified with the root " in caplog.text
 
 
@@ -130,7 +130,7 @@ def test_what_follows_the_log_on_its_branch_is_taken_where_nothing_is_certified(
 ) -> None:
     log_of(node, round=24, head=HEAD)
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
-    why = "not certified: the newest root that the log certifies is of round 0, and not yet of 24"
+    why = "not certified: the newest certified root in the log is of round 0, before round 24"
     assert (status, said) == (0, f"round 24 of x, root {short(node, 24)}, {why}: {tmp_path / 'out'}\n")
 
 
@@ -166,7 +166,7 @@ def test_thinning_out_keeps_the_newest_that_is_certified(p2ptrain: Command, node
         ["removed round       16", "kept    round        8", "kept    round       24"],
     )
     assert lines[1].endswith("  certified by this node's log")
-    assert "  not certified: the newest root" in lines[2]
+    assert "  not certified: the newest certified root" in lines[2]
     assert left(node) == [8, 24]
 
 

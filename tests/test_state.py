@@ -1,4 +1,4 @@
-"""The agreed state: a function of the state and the manifest alone, in which nothing grows without end."""
+"""The agreed state: a function of the state and the manifest alone, in which nothing grows without bound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(members: tuple[bytes, ...] = MEMBERS) -> AgreedState:
 
 
 def manifest(state: AgreedState, **changes: Any) -> Manifest:
-    """The next one, which changes nothing else."""
+    """The next manifest, empty except for the given changes."""
     fields: dict[str, Any] = {"root_round": state.root_round, "root": state.root, "absent": b""}
     fields |= dict.fromkeys(("taken", "refused", "evidence", "joins", "leaves", "banned", "seated", "unseated"), ())
     return Manifest(state.branch, state.round + 1, state.head, state.digest, **(fields | changes))
@@ -137,7 +137,7 @@ def offer(number: int, base: int, author: bytes = MEMBERS[0], branch: bytes = RU
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_contribution_may_be_as_many_filled_rounds_old_and_no_more(staleness: int) -> None:
-    """Empty rounds do not age it: they changed no weights."""
+    """Empty rounds do not count: they changed no weights."""
     run = run_of({"staleness_rounds_max": staleness})
     state = start()
     for number in range(1, 13):
@@ -167,7 +167,7 @@ def test_only_admitted_authors_of_this_branch_are_taken() -> None:
 @pytest.mark.parametrize("staleness", [0, 2, 64])
 @given(data=st.data())
 def test_each_author_and_round_is_taken_once_ever(staleness: int, data: st.DataObject) -> None:
-    """However often, and in whichever shape, a contribution is offered again, and whatever was taken in between."""
+    """However often and in whatever form a contribution is offered again, and whatever was taken in between."""
     run = run_of({"staleness_rounds_max": staleness})
     state, ever = start(), set[tuple[bytes, int]]()
     for number in range(1, data.draw(st.integers(1, 12)) + 1):
@@ -229,7 +229,7 @@ def test_absences_count_in_a_row_and_start_again_when_heard() -> None:
 
 
 def test_a_member_need_not_contribute_and_the_rest_need_not_be_heard() -> None:
-    """A member that votes is of use; the rest are counted by what is taken of them."""
+    """A member that votes is useful; the others are judged by their contributions."""
     state = with_newcomer()
     state = state.after(taking(state, NEWCOMER), OPEN)
     for _ in range(3):
@@ -361,7 +361,7 @@ def test_of_too_many_bans_the_oldest_are_forgotten() -> None:
 
 
 def test_the_roster_object_stays_while_nobody_comes_or_goes() -> None:
-    """Its seats are looked up for every message: they are not worked out anew each round."""
+    """Its seats are looked up for every message, and must not be computed anew each round."""
     state = start()
     following = after(state, joins=(Join(NEWCOMER, NO_SERIAL, 0),))
     assert following.members is state.members
@@ -426,7 +426,7 @@ def test_the_order_in_which_founders_are_named_does_not_matter(members: list[byt
 
 
 def test_the_state_is_a_part_of_the_protocol() -> None:
-    """One that came out otherwise would be a new version; and anyone can write it down without this code."""
+    """Any other result would need a new protocol version; the expected bytes can be written down without this code."""
     keys = tuple(bytes([number]) * 32 for number in range(4))
     state = genesis(bytes(32), keys, b"\7" * 32)
     state = state.after(taking(state, keys[0], keys[2]), OPEN)

@@ -1,6 +1,6 @@
-"""Trust: only a history with the head that a person vouched for is adopted, and nobody's word replaces it.
+"""Trust: only a history with the head that a person vouched for is adopted, whatever peers claim.
 
-The forger has the keys of all founders, as they leaked long after they left; the honest swarm has since another roster.
+The forger has the keys of all founders, which leaked long after they left; the honest swarm has another roster by now.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def extend(line: Line, rounds: int, which: bytes = b"") -> None:
 
 
 def turn_over(line: Line) -> None:
-    """A founder loses its seat: from here on its key is nobody's."""
+    """A founder loses its seat, and from here on its key counts for nothing."""
     state = line.state
     entry = certified(msgspec.structs.replace(plain_manifest(state, BEGUN.run), unseated=state.members[:1]), state)
     line.append(entry, state.after(entry.manifest, BEGUN.run))
@@ -60,7 +60,7 @@ def honest_line(before: int = 6, after: int = 12, kept: int = 256) -> Line:
 
 
 def regrouped_line() -> tuple[Line, AgreedState]:
-    """An honest one that has just gone on without a quorum, and the state from which it did."""
+    """An honest chain that has just regrouped, and the state before that."""
     line = honest_line()
     parted = line.state
     beginning = begun(parted.members[:3], parted.members[:2], parted)
@@ -69,7 +69,7 @@ def regrouped_line() -> tuple[Line, AgreedState]:
 
 
 def forged_line(rounds: int = 40, kept: int = 256) -> Line:
-    """Longer, by all founders' keys, and without a fault in it."""
+    """A longer chain, signed with all founders' keys and formally valid."""
     line = Line(BEGUN.genesis, RUN, kept)
     extend(line, rounds, which=b"forged")
     return line
@@ -86,7 +86,7 @@ def asked(effects: list[ev.Effect]) -> list[tuple[bytes, int]]:
 
 
 def lead(bench: Bench, lines: dict[bytes, Line], effects: list[ev.Effect], questions: int = 64) -> list[ev.Effect]:
-    """Answer all that is asked from these peers' lines; all effects."""
+    """Answers all requests from these peers' chains; returns all effects."""
     done: list[ev.Effect] = list(effects)
     for _ in range(questions):
         wanted = [effect for effect in effects if isinstance(effect, ev.AskHistory)]
@@ -101,7 +101,7 @@ def lead(bench: Bench, lines: dict[bytes, Line], effects: list[ev.Effect], quest
 
 
 def meet(bench: Bench, **lines: Line) -> list[ev.Effect]:
-    """Be connected with the honest one, the forger, or both, and hear where they say they are."""
+    """Connects the honest peer, the forger or both, and lets them say where they are."""
     by_peer = {HONEST if name == "honest" else FORGER: line for name, line in lines.items()}
     done: list[ev.Effect] = []
     for peer, line in by_peer.items():
@@ -177,7 +177,7 @@ def test_a_branch_that_the_head_names_is_adopted_when_its_members_have_certified
 
 
 def test_a_branch_that_began_after_the_head_is_not_adopted_with_it() -> None:
-    """Two of four may have begun it; whether it binds anybody is asked by the rules that hold for everyone."""
+    """Two of four members may have begun it; the usual rules decide whether it binds anybody."""
     line, parted = regrouped_line()
     extend(line, 2)
     bench = newcomer(parted.head)
@@ -221,7 +221,7 @@ def test_a_forger_who_names_the_head_in_a_state_that_he_jumps_to_is_refused() ->
 
 
 def test_a_forger_who_signs_the_right_manifest_in_a_wrong_place_is_refused() -> None:
-    """The manifest that the head is the digest of, among the changes of a jump between rosters of his own."""
+    """The manifest with the trusted digest, among the changes of a jump between rosters of the forger's own."""
     honest = honest_line()
     right = next(each.step for each in honest.steps if isinstance(each.step, Entry) and each.step.manifest.unseated)
     assert isinstance(right, Entry)
@@ -238,7 +238,7 @@ def test_a_forger_who_signs_the_right_manifest_in_a_wrong_place_is_refused() -> 
 
 
 def test_a_state_root_that_others_have_is_no_head() -> None:
-    """Anyone can write it into a manifest of his own."""
+    """Anyone can copy it into a manifest of their own."""
     state = BEGUN.genesis
     manifest = plain_manifest(state, BEGUN.run, root_round=0, root=STRANGER)
     line = Line(state, RUN, 256)
@@ -289,7 +289,7 @@ def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
 
 
 def slowly(bench: Bench, line: Line, answer_seconds: int, seconds: int) -> list[tuple[bytes, int]]:
-    """What is asked while the forger takes so long for each answer, and whoever else is there is silent."""
+    """The requests of the node while the forger takes this long for each answer and all other peers are silent."""
     questions, age = asked(bench.do(ev.PeerSeen(FORGER))), 0
     for _ in range(seconds):
         effects, age = bench.wait(1.0), age + 1
@@ -325,7 +325,7 @@ def test_who_answers_slowly_makes_way_for_others_and_has_longer_the_next_time() 
 
 
 def until_trusted(bench: Bench, lines: dict[bytes, Line], seconds_of: dict[bytes, list[float]]) -> float:
-    """Each takes so long for its answers (the last of these for all further ones); the seconds until one is trusted."""
+    """Returns the seconds until a history is trusted, with the given answer times (the last one repeats)."""
     open_since: dict[bytes, tuple[ev.AskHistory, float]] = {}
 
     def note(effects: list[ev.Effect]) -> None:

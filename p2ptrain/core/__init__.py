@@ -1,7 +1,7 @@
-"""The protocol as a pure function: events and the time in, effects out.
+"""The protocol as a pure function: events and the current time in, effects out.
 
-Nothing here reads a clock, draws from a global generator, touches a file, a socket or a thread, or sees a
-tensor. So hundreds of nodes run in one process under virtual time, and what broke in the field can be
-replayed at a desk. It imports itself, the standard library, msgspec and blake3, and the package's leaves:
-config, errors and digest. A test reads the imports.
+Nothing here reads a clock, uses global randomness, touches a file, socket or thread, or sees a tensor. That is why
+hundreds of nodes can run in one process under virtual time, and why a failure in the field can be replayed offline.
+The package imports only itself, the standard library, msgspec, blake3, and three leaves of p2ptrain: config, errors
+and digest. A test enforces this.
 """

@@ -1,16 +1,16 @@
-"""How the members decide on one manifest a round: Tendermint (Buchman, Kwon, Milosevic 2018, arXiv 1807.04938).
+"""Agreement on one manifest per round: Tendermint (Buchman, Kwon, Milosevic 2018, arXiv 1807.04938).
 
-One height a round, and "view" for the paper's round. In view v its proposer proposes; each member prevotes the
-manifest or nothing, and precommits what a quorum prevoted. A quorum of precommits in one view decides. Who precommits
-a manifest is locked on it, and prevotes another only if a quorum prevoted that one in a later view than the lock's; two
-quorums share an honest member, so no two manifests are ever decided, under any timing.
+Each round is one of the paper's heights, and a "view" is the paper's round. In each view one proposer proposes; every
+member prevotes the manifest or nil, and precommits what a quorum prevoted. A quorum of precommits in one view decides.
+A member that precommits a manifest is locked on it, and prevotes another only if a quorum prevoted that one in a view
+after the lock. Any two quorums share an honest member, so two manifests are never decided, under any timing.
 
-Two liberties, neither of which adds a vote that the paper would forbid. Who lacks a payload when a quorum has prevoted
-already prevotes nothing at once, rather than at the timeout, and so gets to precommit. And a quorum that precommits
-nothing ends the view at once, because nothing can be decided in it any more.
+There are two deviations, neither of which adds a vote that the paper forbids. A member that lacks a payload when a
+quorum has already prevoted prevotes nil at once rather than at the timeout, so that it can precommit. And a quorum of
+nil precommits ends the view at once, because nothing can be decided in it any more.
 
-This class only counts and says what to do next; signing, sending and what a proposal means are the node's. It keeps
-no message that is outside the views it may still need.
+This class only counts votes and says what to do next; the node signs, sends and interprets proposals. Messages outside
+the views that may still matter are not kept.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from msgspec import Struct
 from p2ptrain.core.messages import NOTHING, Ballot, Proposal, Received, Vote, read
 from p2ptrain.core.roster import Roster
 
-VIEWS_AHEAD = 4  # whose messages are kept before we are there; f + 1 members beyond make us follow them
-VIEWS_BEHIND = 64  # an hour of views at their longest: a proposal may refer to what was prevoted then
+VIEWS_AHEAD = 4  # views ahead of ours whose messages are kept; f + 1 members further ahead make us skip to them
+VIEWS_BEHIND = 64  # an hour of the longest views: a proposal may refer to prevotes of that time
 
 
 class Judgement(IntEnum):
-    """What we can say of a proposal so far."""
+    """How far this node could check a proposal."""
 
     BAD = 0  # its availabilities do not lead to its manifest
-    UNKNOWN = 1  # something is missing to work that out
-    KNOWN = 2  # it is right, but a payload is missing
-    HELD = 3  # and every payload is here and good
+    UNKNOWN = 1  # something needed to check it is missing
+    KNOWN = 2  # correct, but a payload is missing
+    HELD = 3  # correct, and every payload is here and valid
 
 
 class Heard(Enum):
-    """What a message told us."""
+    """The result of taking in a proposal or a vote."""
 
     NEW = "new"
-    USELESS = "useless"  # known, or of a view that does not matter
-    CONFLICT = "conflict"  # the author has signed another for the same place
+    USELESS = "useless"  # already known, or of a view that does not matter
+    CONFLICT = "conflict"  # the author has signed a different one for the same view
 
 
 class Stage(IntEnum):
@@ -54,7 +54,7 @@ class Stage(IntEnum):
 
 
 class Say(Struct, frozen=True):
-    """Vote so, as a member."""
+    """Cast this vote."""
 
     view: int
     ballot: Ballot
@@ -62,7 +62,7 @@ class Say(Struct, frozen=True):
 
 
 class Propose(Struct, frozen=True):
-    """It is our turn. `valid`: propose this again, backed by the prevotes of `valid_view`."""
+    """It is our turn to propose: `valid` again if given, backed by the prevotes of `valid_view`."""
 
     view: int
     valid_view: int
@@ -70,7 +70,7 @@ class Propose(Struct, frozen=True):
 
 
 class Entered(Struct, frozen=True):
-    """A later view has begun: send again what is still true."""
+    """A later view has begun: publish again the messages that still hold."""
 
     view: int
 
@@ -92,16 +92,16 @@ class View:
         self.proposal: Received | None = None
         self.prevotes: dict[bytes, Received] = {}
         self.precommits: dict[bytes, Received] = {}
-        self.others: dict[tuple[Ballot, bytes, bytes], Received] = {}  # of members that have voted otherwise, too
+        self.others: dict[tuple[Ballot, bytes, bytes], Received] = {}  # second, conflicting votes
         self.tallies: dict[Ballot, dict[bytes, int]] = {Ballot.PREVOTE: {}, Ballot.PRECOMMIT: {}}
-        self.has_quorum = False  # of prevotes for the proposal, seen for the first time
+        self.has_quorum = False  # a quorum of prevotes for the proposal was seen
 
     def votes(self, ballot: Ballot) -> dict[bytes, Received]:
         return self.prevotes if ballot is Ballot.PREVOTE else self.precommits
 
 
 class Agreement:
-    """One round's votes, as one node sees them."""
+    """The votes of one round, as one node sees them."""
 
     def __init__(
         self,
@@ -121,20 +121,20 @@ class Agreement:
         self.valid_view = -1
         self.valid: Received | None = None
         self.decided: Decided | None = None
-        self.timer: float | None = None  # of the stage
-        self.view_timer: float | None = None  # of the view, from a quorum of precommits on
+        self.timer: float | None = None  # when the current stage times out
+        self.view_timer: float | None = None  # when the view times out, set by a quorum of precommits
         self.views: dict[int, View] = {0: View()}
-        self.ahead: dict[bytes, int] = {}  # the highest view beyond ours in which a member said something
+        self.ahead: dict[bytes, int] = {}  # by member: the highest view beyond ours that it has reached
         self.said: dict[tuple[int, Ballot], bytes] = {}
         self.proposed = -1  # the last view in which we proposed
         self.is_due = False  # something crossed a threshold since the last `advance`
 
     def release(self) -> None:
-        """The round is over: let go of it, so that its messages do not wait for the garbage collector."""
+        """Breaks the reference cycle with the round, so that its messages are freed without the garbage collector."""
         self.judge, self.may_propose = lambda _: Judgement.UNKNOWN, lambda: False
 
     # -----------------------------------------------------------------------------------------------
-    # What is heard
+    # Incoming messages
 
     def proposer(self, view: int) -> bytes:
         return self.order[view % len(self.order)]
@@ -174,8 +174,8 @@ class Agreement:
         return Heard.NEW
 
     def _count(self, view: View, votes: dict[bytes, Received], vote: Vote) -> None:
-        """Count a vote, also the second one of a liar: the quorum behind a proposal, which we have not seen alone,
-        may rest on it, and two quorums share an honest member all the same."""
+        """Counts a vote, including a liar's second one: the quorum behind a proposal that we have not seen may include
+        it, and two quorums share an honest member all the same."""
         ballot, quorum = vote.ballot, self.roster.quorum
         tally = view.tallies[ballot]
         count = tally[vote.manifest] = tally.get(vote.manifest, 0) + 1
@@ -185,24 +185,24 @@ class Agreement:
                 self.decided = Decided(vote.view, vote.manifest)
 
     def some_prevote(self, number: int, but: bytes, rng: Random) -> Received | None:
-        """A member's prevote, drawn for showing it to a peer: if that one has heard another, there is proof of a lie.
+        """Draws a member's prevote to show to a peer, which can prove a lie if it has received a conflicting one.
 
-        Who votes one way before one half, and another way before the other, would else be found out by accident only,
-        as nobody asks for what it holds.
+        A member that votes differently towards each half would otherwise be found out only by accident, because nobody
+        asks for a vote that it already has.
         """
         prevotes = self.views[number].prevotes
         others = [key for key in self.roster.members if key in prevotes and key not in (but, self.me)]
         return prevotes[rng.choice(others)] if others else None
 
     def _is_proposed(self, manifest: bytes) -> bool:
-        """Whether a proposal that is here names this manifest; there is one a view at most."""
+        """Whether we have a proposal for this manifest; each view has at most one."""
         return any(
             view.proposal is not None and read(view.proposal, Proposal).manifest == manifest
             for view in self.views.values()
         )
 
     def earlier(self, received: Received) -> Received:
-        """What a message is in conflict with."""
+        """Returns the earlier message that this one conflicts with."""
         match received.message:
             case Proposal(view=number):
                 found = self.views[number].proposal
@@ -210,11 +210,11 @@ class Agreement:
                 found = self.views[number].votes(ballot).get(author)
             case _:
                 found = None
-        assert found is not None, "only proposals and votes conflict, with something that is here"
+        assert found is not None, "only proposals and votes conflict, and the first one is kept"
         return found
 
     def _at(self, number: int) -> View | None:
-        """The messages of a view, if it is one that may still matter."""
+        """Returns the messages of a view, or None if the view no longer matters or is too far ahead."""
         view = self.views.get(number)
         if view is None and self.view - VIEWS_BEHIND <= number <= self.view + VIEWS_AHEAD:
             view = self.views[number] = View()
@@ -226,10 +226,10 @@ class Agreement:
             self.is_due = True
 
     # -----------------------------------------------------------------------------------------------
-    # What follows
+    # Next steps
 
     def start(self, now: float) -> None:
-        """A quorum of availabilities is here, or somebody says so: the view's time runs."""
+        """Starts the view's timer: a quorum of availabilities is here, or a proposal implies it."""
         if self.stage is Stage.WAITING:
             self.stage, self.timer = Stage.PROPOSE, now + self.seconds(self.view)
             self.is_due = True
@@ -246,7 +246,7 @@ class Agreement:
         return min(self.timer, self.view_timer)
 
     def advance(self, now: float) -> Act | None:
-        """The next thing to do; the caller does it, tells us of its own message, and asks again."""
+        """Returns the next action; the caller performs it, feeds its own message back, and calls again."""
         self.is_due = False
         if self.decided is not None:
             return self.decided
@@ -269,7 +269,7 @@ class Agreement:
         return self._end_of_view(view, now)
 
     def _followed(self) -> int:
-        """The highest view that f + 1 members have reached: one of them is honest."""
+        """Returns the highest view that f + 1 members have reached: at least one of them is honest."""
         beyond = sorted((number for number in self.ahead.values() if number > self.view), reverse=True)
         return beyond[self.roster.tolerated] if len(beyond) > self.roster.tolerated else self.view
 
@@ -288,7 +288,7 @@ class Agreement:
         return None
 
     def _prevote_for(self, view: View, proposal: Proposal, judgement: Judgement) -> bytes | None:
-        """What to prevote; None: wait."""
+        """Returns the manifest to prevote, or None to wait."""
         manifest, backing = proposal.manifest, proposal.valid_view
         if judgement is Judgement.BAD:
             return NOTHING
@@ -342,8 +342,8 @@ class Agreement:
         self.is_due = True
         place = (self.view, ballot)
         if not self.votes_here:
-            return self.advance(now)  # we only watch
-        assert place not in self.said, "nothing is said twice"
+            return self.advance(now)  # not a member: only watch
+        assert place not in self.said, "a member votes once per view and ballot"
         self.said[place] = manifest
         return Say(self.view, ballot, manifest)
 
@@ -358,14 +358,14 @@ class Agreement:
         return Entered(number)
 
     # -----------------------------------------------------------------------------------------------
-    # What others ask
+    # Queries
 
     def pass_by(self, number: int) -> list[Say]:
-        """Votes for nothing in a view that we have left without votes, because a member is in it still.
+        """Returns nil votes for a view that we skipped, to help a member that is still in it.
 
-        It gets on with a quorum there. What others had said may be lost with them, and those that are left are just
-        enough: if some have passed the view by, nobody leaves it any more. Nothing is said twice, and nothing is
-        decided by it.
+        That member needs a quorum there to move on. Others may have crashed and their votes be lost, and if the
+        remaining members are just enough for a quorum and some have skipped the view, nobody would ever leave it. We
+        never vote twice, and nil votes decide nothing.
         """
         if not self.votes_here or not self.view - VIEWS_BEHIND <= number < self.view:
             return []
@@ -378,7 +378,7 @@ class Agreement:
         return view.tallies[ballot].get(manifest, 0) if view else 0
 
     def voted(self, number: int, ballot: Ballot, manifest: bytes) -> list[Received]:
-        """The votes for a manifest, in the order of seats."""
+        """Returns the votes for a manifest, in the order of seats."""
         view = self.views.get(number)
         if view is None:
             return []
@@ -389,7 +389,7 @@ class Agreement:
         return [vote for _, vote in sorted(votes, key=lambda pair: pair[0])]
 
     def restore(self, said: list[Received], backing: list[Received], now: float) -> None:
-        """After a restart: what we said holds, and so does our lock."""
+        """Restores our votes and our lock after a restart."""
         for received in (*backing, *said):
             match received.message:
                 case Proposal(view=number, author=author) if author == self.proposer(number):
@@ -418,7 +418,7 @@ class Agreement:
             self.is_due = True
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds. A view holds one proposal and two votes of each member."""
+        """Returns each buffer's size and bound. A view holds one proposal and two votes per member."""
         votes = [len(votes) for view in self.views.values() for votes in (view.prevotes, view.precommits)]
         return {
             "views": (len(self.views), VIEWS_BEHIND + VIEWS_AHEAD + 3),

@@ -1,16 +1,17 @@
-"""Catching up: learning that others are further on or on another branch, and following what they can prove.
+"""Catching up: notices that peers are ahead or on another branch, and follows the history that they can prove.
 
-A message of a later round says that its author is ahead; mostly the certificate is on its way to us anyway, so we
-wait a moment, and then ask for history. A peer on another branch is asked after the same moment. What comes back is
-followed step by step, each proved by the roster before it; whether a branch is to be preferred to ours is settled by
-line.py. Nothing that was not verified changes anything here.
+A message of a later round says that its author is ahead. Usually the certificate is already on its way to us, so we
+wait a moment before asking for history; the same goes for a peer on another branch. The answer is followed step by
+step, each step proved by the roster before it; the chain's rules decide whether another branch is preferred to ours.
+Nothing unverified changes any state here.
 
-Only one question is open at a time, and anyone who is connected can claim to be ahead. So admitted keys are asked
-first, and strangers, whose keys cost nothing, only when none of those claims it, and once at most only until one does;
-a question leads to one more at most; and who was asked in vain is not asked again for a while, a longer one each time.
+Only one request is open at a time, and any connected peer can claim to be ahead. So admitted keys are asked first.
+Strangers, whose keys cost nothing, are asked only while no admitted key claims to be ahead, and give way once if one
+does. A request leads to at most one follow-up, and a peer that was asked in vain is left alone for a while, with
+exponential backoff.
 
-That a branch has lost to ours is remembered, so that we do not look at it again and again. Nobody's word makes that so,
-only its beginning: its id covers from where it began, and by whom, and all that came before.
+Branches that lost to ours are remembered, so that we do not check them again and again. This rests on the verified
+beginning of the branch and on nobody's claim: a branch's id covers where it began, its members and all its history.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
-PATIENCE_SECONDS = 0.5  # for the certificate to come by itself, when somebody is ahead
-ANSWER_SECONDS = 10.0  # for a history; then somebody else is asked
-AHEAD_MAX = 64  # peers known to be ahead or elsewhere; of more, the newest are remembered, and strangers go first
-LOST_SECONDS = 60.0  # until a branch that lost is looked at again: signatures under its beginning may have come up
+PATIENCE_SECONDS = 0.5  # how long the certificate may take to arrive by itself when a peer is ahead
+ANSWER_SECONDS = 10.0  # timeout of a request; then another peer is asked
+AHEAD_MAX = 64  # peers known to be ahead or on another branch; the oldest are forgotten, strangers first
+LOST_SECONDS = 60.0  # until a branch that lost is checked again: more signatures for it may have turned up
 LOST_MAX = 64
-SPLIT_SECONDS = 3.0 * LOST_SECONDS  # without finding a split again: who is on the other side is looked at more often
-SPLITS_MAX = 64  # branches of our line after which others went another way
+SPLIT_SECONDS = 3.0 * LOST_SECONDS  # a split not seen for so long is over: the other side is checked more often
+SPLITS_MAX = 64  # branches of our chain after which others went another way
 RETRY_SECONDS = 2.0  # until a peer that was asked in vain is asked again; doubles each time
-RETRY_SECONDS_MAX = 30.0  # short, because in a small swarm it may be the only one that has what we lack
+RETRY_SECONDS_MAX = 30.0  # short, because in a small swarm only this peer may have what we lack
 RETRIES_MAX = 1_024  # peers that were asked in vain: as many as can be admitted; strangers are forgotten first
 
 Value = TypeVar("Value")
@@ -58,45 +59,47 @@ class Question:
     branch: bytes
     round: int
     until: float
-    is_second: bool  # the first answer told from where on we have to ask
-    mine: AgreedState  # where our own line was
-    cut_at: float | None = None  # a member is ahead, too, and is asked instead then
+    is_second: bool  # a follow-up: the first answer said where to start
+    mine: AgreedState  # the head of our chain when we asked
+    cut_at: float | None = None  # when to ask a member instead that is ahead, too
 
 
 @dataclass(slots=True)
 class Verified:
-    """Steps that follow a state of my line, with the states that they lead to."""
+    """Verified steps that follow a state of our chain, with the states that they lead to."""
 
-    point: AgreedState  # where they start
+    point: AgreedState  # the state that they follow
     changes: tuple[Step, ...]
-    base: AgreedState | None  # a jump ahead of `point`
+    base: AgreedState | None  # set if they start with a jump ahead from `point`
     steps: list[tuple[Step, AgreedState]]
 
 
 class CatchingUp:
-    """Of one node."""
+    """Tracks which peers are ahead, requests their history and checks it."""
 
     def __init__(
         self, context: Context, line: Line, may_follow: Callable[[Beginning], bool], has_waited: Callable[[], bool]
     ) -> None:
         self.context, self.line = context, line
-        self.may_follow = may_follow  # a branch from our head
-        self.has_waited = has_waited  # without a vote, for a sign that the old roster goes on
-        self.ahead: dict[bytes, tuple[bytes, int]] = {}  # branch and round in which a peer was seen
+        self.may_follow = may_follow  # whether to follow a branch that begins at our head
+        self.has_waited = has_waited  # whether we have no vote and saw no progress of the old roster for long
+        self.ahead: dict[bytes, tuple[bytes, int]] = {}  # by peer: the branch and round it was seen in
         self.asked: Question | None = None
         self.ask_at: float | None = None
-        self.retries: dict[bytes, tuple[int, float]] = {}  # how often a peer was asked in vain, and until when it waits
-        self.was_in_vain = False  # the last question: nobody has proved since that there is anything to follow
-        self.lost: dict[bytes, float] = {}  # branches that lost to ours, and when we found that out
-        self.cut_short: bytes | None = None  # whose question was; the next one to it is not
-        self.splits: dict[bytes, tuple[bytes, float]] = {}  # by common branch: ours after it, and when it was found
+        self.retries: dict[bytes, tuple[int, float]] = {}  # by peer: failures, and when to ask again
+        self.was_in_vain = False  # the last request failed, and no peer has proved since that it is ahead
+        self.lost: dict[bytes, float] = {}  # branches that lost to ours, and when we checked
+        self.cut_short: bytes | None = None  # the peer whose request was; its next one is not
+        self.splits: dict[bytes, tuple[bytes, float]] = {}  # by common branch: our branch after it, and when we noticed
         self.proof_of_lies: tuple[Entry, Entry] | None = None  # two certificates for one round
 
     @property
     def is_behind(self) -> bool:
-        """Whether to take it that others are further on. The word of strangers, and of no more members than may lie, is
-        good until it has been looked at in vain: else they could keep a newcomer for ever from asking to be admitted,
-        each with a claim of its own while the other's is looked at."""
+        """Whether to assume that others are ahead.
+
+        A stranger's claim counts until a request was in vain, and so do those of no more members than may lie: otherwise
+        any two keys could keep a newcomer from asking for admission for ever, each with a claim of its own.
+        """
         if not self.was_in_vain:
             return bool(self.ahead)
         roster = self.line.state.roster
@@ -104,15 +107,15 @@ class CatchingUp:
 
     @property
     def is_split(self) -> bool:
-        """Whether another branch went its own way too long ago, and somebody was on it lately."""
+        """Whether another branch parted from ours too long ago to be settled, and a peer was on it lately."""
         return any(self.context.now - at < SPLIT_SECONDS for _, at in self.splits.values())
 
     def has_lost(self, branch: bytes) -> bool:
-        """Whether we have looked at this branch lately, and stayed with ours."""
+        """Whether we checked this branch lately, and stayed on ours."""
         return self.context.now - self.lost.get(branch, -LOST_SECONDS) < LOST_SECONDS
 
     def notice(self, peer: bytes, branch: bytes, number: int) -> None:
-        """A peer is in a later round, or on another branch."""
+        """Records that a peer is in a later round or on another branch."""
         _, retry_at = self.retries.get(peer, (0, self.context.now))
         if self.context.now < retry_at:
             return
@@ -124,7 +127,7 @@ class CatchingUp:
             asked.cut_at = self.context.now + PATIENCE_SECONDS
 
     def _keep(self, kept: dict[bytes, Value], peer: bytes, value: Value, most: int) -> None:
-        """Remember something of a peer. Of too many, the oldest stranger goes: new keys must not push out members."""
+        """Stores a value for a peer, evicting the oldest stranger first: new keys must not push out members."""
         kept.pop(peer, None)
         kept[peer] = value
         if len(kept) > most:
@@ -132,7 +135,7 @@ class CatchingUp:
             del kept[next((key for key in kept if key not in place), next(iter(kept)))]
 
     def advanced(self) -> None:
-        """Our line went on: forget whom we have caught up with."""
+        """Forgets the peers that we have caught up with, after our chain has advanced."""
         state = self.line.state
         self.ahead = {
             peer: (branch, number)
@@ -143,7 +146,7 @@ class CatchingUp:
             self.ask_at = None
         for branch, (mine, _) in list(self.splits.items()):
             after = self.line.successor_of(branch)
-            if after is None or after.branch != mine:  # our line goes another way there now
+            if after is None or after.branch != mine:  # our chain continues differently there now
                 del self.splits[branch]
 
     @property
@@ -166,8 +169,10 @@ class CatchingUp:
             self._ask(peer, self.line.state.branch, self.line.state.round)
 
     def _cut_short(self, asked: Question) -> None:
-        """A stranger, who may keep us waiting for what it does not have, makes way for members. Once, or they could see
-        to it in turn that no stranger ever answers."""
+        """Drops the request to a stranger, which may be stalling us, in favour of a member that is ahead.
+
+        This happens once per stranger, or members could take turns in keeping strangers from ever answering.
+        """
         asked.cut_at = None
         if any(peer in self.line.state.place for peer in self.ahead):
             self.asked, self.cut_short = None, asked.peer
@@ -178,7 +183,7 @@ class CatchingUp:
         self.context.emit(AskHistory(peer, branch, number))
 
     def failed(self, peer: bytes) -> None:
-        """No answer."""
+        """Handles a request that was not answered."""
         if self.asked is not None and self.asked.peer == peer:
             self._close()
             self._in_vain(peer, Reason.SILENT)
@@ -189,7 +194,7 @@ class CatchingUp:
         self.asked = None
 
     def _in_vain(self, peer: bytes, reason: Reason | None) -> None:
-        """A question has come to nothing: others are asked now, and this peer not for a while."""
+        """Handles a request in vain: other peers are asked now, and this one not for a while."""
         now = self.context.now
         if reason is not None:
             self.context.reputation.note(peer, reason, now)
@@ -201,7 +206,7 @@ class CatchingUp:
         self.was_in_vain = True
 
     def answered(self, peer: bytes, history: History) -> Verified | None:
-        """What an answer proves that we should follow; None: nothing, or more has to be asked first."""
+        """Returns the steps of an answer that we should follow, or None if there are none or a follow-up was sent."""
         asked = self.asked
         if asked is None or asked.peer != peer:
             return None
@@ -221,9 +226,9 @@ class CatchingUp:
         return verified
 
     def _proved_nothing(self, peer: bytes) -> None:
-        """A true answer with nothing to follow: we have caught up, our branch wins, or the peer is not ahead at all."""
+        """Handles a valid answer with nothing to follow: we have caught up, our branch wins, or the claim was false."""
         claim = self.ahead.get(peer)
-        if claim is not None and not self.has_lost(claim[0]):  # it may be true, but others may have to show it
+        if claim is not None and not self.has_lost(claim[0]):  # the claim may be true, but another peer has to prove it
             self._in_vain(peer, None)
             return
         self.ahead.pop(peer, None)
@@ -231,8 +236,8 @@ class CatchingUp:
         self.ask_at = self.context.now if self.ahead else None
 
     def _stay(self, asked: Question, history: History, beginning: Beginning) -> None:
-        """A branch, whose beginning was verified, is not to be followed; nor is the one that the peer is on, if it has
-        begun from that one. Others may as well be of the peer's making."""
+        """Remembers as lost a branch whose beginning was verified, and the peer's current branch if that descends from
+        it. Other branches are not recorded, because the peer may have made them up."""
         begun = {beginning.branch}
         for step in (*history.changes, *history.steps):
             if isinstance(step, Beginning) and step.parent_branch in begun:
@@ -246,22 +251,22 @@ class CatchingUp:
             del self.lost[next(iter(self.lost))]
 
     def _part(self, common: bytes) -> None:
-        """Others went another way after this branch of our line, and nothing can settle it any more."""
+        """Records a split: others parted from our chain after this branch, and no rule can settle it any more."""
         mine = self.line.successor_of(common)
-        assert mine is not None, "only who has left a branch is split from those who went on"
+        assert mine is not None, "a split follows a branch that our chain has left"
         self.splits.pop(common, None)
         self.splits[common] = (mine.branch, self.context.now)
         if len(self.splits) > SPLITS_MAX:
             del self.splits[next(iter(self.splits))]
 
     # -----------------------------------------------------------------------------------------------
-    # Whose line goes on
+    # Choosing between chains
 
     def _weigh(self, asked: Question, history: History) -> Verified | None:
         line = self.line
         common = common_branch(line.lineage, history.lineage)
         if common is None:
-            raise RemoteProtocolError("the history of another run")
+            raise RemoteProtocolError("the history is of another run")
         branch = common.branch
         place = history.lineage.index(common)
         their_next = history.lineage[place + 1] if place + 1 < len(history.lineage) else None
@@ -269,7 +274,7 @@ class CatchingUp:
         their_end = their_next.start if their_next else history.round
         my_end = my_next.start if my_next else line.state.round
         if their_next is None and their_end <= my_end:
-            return None  # we are where they are, or further on
+            return None  # we are level or ahead
         if their_next is not None and their_end < my_end:
             self._weigh_shorter(asked, history, branch, their_next)
             return None
@@ -279,14 +284,15 @@ class CatchingUp:
         verified = self._verify(asked, branch, my_end, history)
         if verified is None or my_next is None:
             return verified
-        first = (*verified.changes, *(step for step, _ in verified.steps))[0]  # what they did where we parted
+        first = (*verified.changes, *(step for step, _ in verified.steps))[0]  # their first step after the fork
         if isinstance(first, Entry) or self._beats_mine(branch, my_next.branch, first, verified.point):
-            return verified  # the old roster's quorum went on with them, or more of it
+            return verified  # the old roster's quorum, or the larger part of it, is with them
         self._stay(asked, history, first)
         return None
 
     def _weigh_shorter(self, asked: Question, history: History, branch: bytes, their_next: Stage) -> None:
-        """The old roster's quorum went on with us: so they have lost, if they did begin their branch where they say."""
+        """Handles a branch that forked before ours: the old roster's quorum stayed with us, so it has lost if it began
+        where the peer says."""
         state = self.line.state_at(branch, their_next.start)
         if state is None:
             return
@@ -299,28 +305,29 @@ class CatchingUp:
             self._stay(asked, history, first[0])
 
     def _ask_again(self, asked: Question, branch: bytes, point: int) -> None:
-        """From another place. Once: with a third question, a liar could hold the only one that is open for ever."""
+        """Sends one follow-up from another point. With a third request, a liar could occupy the only slot for ever."""
         if not asked.is_second:
             self._ask(asked.peer, branch, point, is_second=True)
             return
-        if asked.mine is self.line.state:  # it is not we who went on meanwhile
+        if asked.mine is self.line.state:  # our own chain has not advanced meanwhile
             self._in_vain(asked.peer, Reason.UNFETCHABLE)
         self.ahead.pop(asked.peer, None)
 
     def _verify(self, asked: Question, branch: bytes, point: int, history: History) -> Verified | None:
         state = self.line.state_at(branch, point)
         if state is None:
-            if asked.peer in self.line.state.place:  # we have nothing to hold it against; a stranger's word is cheap
+            if asked.peer in self.line.state.place:  # we cannot check it, and a stranger's claim is cheap
                 self._part(branch)
             return None
-        start, settled = state, state if state is not self.line.state else None  # the rule settles what begins there
+        start = state
+        settled = state if state is not self.line.state else None  # a branch that begins there is settled by rule
         self._look_for_lies(state, history)
         if history.base is not None:
             jump(state, history.changes, history.base, self.context.signer)
             if not history.steps or not isinstance(history.steps[0], Entry):
-                raise RemoteProtocolError("a jump that nothing certifies")
+                raise RemoteProtocolError("no certified round follows the jump")
             if not self._may_jump(state, history.changes, settled):
-                if settled is not None:  # we parted, and that line can bind nobody here
+                if settled is not None:  # the chains forked, and theirs cannot bind us
                     self._part(branch)
                 self._stay(asked, history, next(step for step in history.changes if isinstance(step, Beginning)))
                 return None
@@ -330,14 +337,14 @@ class CatchingUp:
             if isinstance(step, Beginning) and state is not settled and not self._may_follow(step, state.roster, state):
                 check_beginning(step, state, self.context.signer)
                 self._stay(asked, history, step)
-                break  # what comes before it is true all the same
+                break  # the steps before it are still valid
             state = follow(state, step, self.context.run, self.context.signer)
             steps.append((step, state))
-        changes = history.changes if history.base is not None else ()  # without a jump, nobody has checked them
+        changes = history.changes if history.base is not None else ()  # without a jump they are unchecked
         return Verified(start, changes, history.base, steps) if steps else None
 
     def _may_jump(self, state: AgreedState, changes: tuple[Step, ...], settled: AgreedState | None) -> bool:
-        """Whether every branch of a jump binds us: a few liars could begin theirs in what is left out, too."""
+        """Whether every branch of a jump binds us: a few liars could also begin theirs in the part that is left out."""
         roster = state.roster
         for place, change in enumerate(changes):
             if isinstance(change, Entry):
@@ -352,7 +359,7 @@ class CatchingUp:
         return True
 
     def _may_follow(self, beginning: Beginning, roster: Roster, state: AgreedState | None) -> bool:
-        """The same question as `Regrouping.may_follow`, wherever the branch begins."""
+        """Answers the same question as `Regrouping.may_follow`, for a branch that begins anywhere."""
         if state is self.line.state:
             return self.may_follow(beginning)
         if len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.line.beginnings:
@@ -360,7 +367,7 @@ class CatchingUp:
         return self.context.me not in roster.seat and self.has_waited()
 
     def _look_for_lies(self, state: AgreedState, history: History) -> None:
-        """A round that our own roster certified, after another round than ours: more than f members have lied."""
+        """Looks for a round that our roster certified on top of a different parent: then more than f members lied."""
         theirs, mine = (history.steps[0] if history.steps else None), self.line.entry(state.round)
         if (
             isinstance(theirs, Entry)
@@ -380,7 +387,7 @@ class CatchingUp:
         return wins(other, my_beginning)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "peers ahead": (len(self.ahead), AHEAD_MAX),
             "peers asked in vain": (len(self.retries), RETRIES_MAX),

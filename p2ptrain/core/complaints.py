@@ -1,7 +1,7 @@
-"""Complaints: what is wrong with a node, as data, and the one table of words that people read of it.
+"""Complaints: a node's problems as data, and the one table of the texts that people read.
 
-A complaint is a code with its fields. Codes are stable: /status, /metrics and alerts go by them, and nothing goes by
-the words. The core makes those about the protocol, and the daemon those about its machine, its disk and its owner.
+A complaint is a code with fields. Codes are stable: /status, /metrics and alerts use them, and nothing matches the
+texts. The core raises complaints about the protocol; the daemon raises those about its machine, disk and owner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Severity = Literal["info", "warning", "error"]
 
 
 class Code(StrEnum):
-    """Every complaint, the worst first."""
+    """All complaints, the worst first."""
 
     DEGRADED = "degraded"
     HALTED = "halted"
@@ -40,140 +40,141 @@ class Code(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """Something that is not as it should be."""
+    """A problem, or a state that keeps the node from taking part fully."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # it is a part of /status as it is
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # used as it is in /status
 
     code: Code = field(metadata={"description": "stable, as in the metric p2ptrain_health"})
     severity: Severity = field(
         metadata={
-            "description": "info: as the run or its owner wants it; warning: it passes by itself, as a rule; error: "
-            "somebody has to look"
+            "description": "info: intended by the run or the owner; warning: usually passes by itself; error: needs "
+            "attention"
         }
     )
-    hinders: bool = field(metadata={"description": "the node does not take part as it should, and /readyz says so"})
-    text: str = field(metadata={"description": "in one line, with the fields; the same as in `health`"})
-    title: str = field(metadata={"description": "in a few words"})
-    advice: str = field(metadata={"description": "what it means, and what to do about it"})
-    fields: dict[str, int | str] = field(metadata={"description": "what the text is made of, by name"})
+    hinders: bool = field(metadata={"description": "the node does not take part fully, and /readyz fails"})
+    text: str = field(metadata={"description": "one line, with the fields filled in; the same as in `health`"})
+    title: str = field(metadata={"description": "a few words"})
+    advice: str = field(metadata={"description": "meaning, and what to do about it"})
+    fields: dict[str, int | str] = field(metadata={"description": "the values in the text, by name"})
 
 
 class Meaning(NamedTuple):
-    """A row of the table."""
+    """A row of the table: severity and texts of one code."""
 
     severity: Severity
     hinders: bool
-    text: str  # with the names of the fields in braces
+    text: str  # a format string of the fields
     title: str
     advice: str
 
 
 MEANINGS: dict[Code, Meaning] = {
     Code.DEGRADED: Meaning(
-        "error", True, "degraded: {why}", "The disk takes nothing",
-        "The node says and applies nothing until it can save it. Free some space, or look at the disk: it tries "
-        "again by itself.",
+        "error", True, "degraded: {why}", "The disk cannot be written",
+        "The node sends and applies nothing that it cannot save first. Free some space, or check the disk; the node "
+        "keeps retrying.",
     ),
     Code.HALTED: Meaning(
-        "error", True, "halted: two certificates for one round, more than f members lie",
-        "The run has stopped, to be safe",
-        "Two outcomes were certified for one round. That takes more liars than the roster can bear, and people have "
-        "to decide how to go on.",
+        "error", True, "halted: two certificates exist for one round, so more than f members lie",
+        "The run has stopped for safety",
+        "Two outcomes were certified for one round. That takes more liars than the roster tolerates, so people have "
+        "to decide how to continue.",
     ),
     Code.SPLIT: Meaning(
-        "error", True, "split: another branch went its own way too long ago, an operator has to choose",
+        "error", True, "split: another branch diverged too long ago, and an operator has to choose",
         "The run has split in two",
-        "Another part went its own way too long ago to be joined again. Whoever operates the run has to choose "
-        "which one goes on.",
+        "The two parts diverged too long ago to be merged automatically. The run's operator has to choose which one "
+        "continues.",
     ),
     Code.BANNED: Meaning(
         "error", True, "banned", "This node is banned",
-        "Others have proof that it broke the rules, such as a key that is in use twice. It can come back only with "
-        "a new identity.",
+        "The members have proof that it broke the rules, for example by using one key on two machines. It can only "
+        "come back with a new identity.",
     ),
     Code.QUARANTINED: Meaning(
-        "error", True, "quarantined: own state is not the certified one", "This node’s model is not the agreed one",
-        "It takes no part until it has fetched the right one, which it does by itself. If this comes again, test "
-        "the memory and do not overclock.",
+        "error", True, "quarantined: this node's state differs from the certified one",
+        "This node’s model differs from the agreed one",
+        "It does not take part until it has fetched the right one, which happens automatically. If this happens again, "
+        "test the memory and turn off overclocking.",
     ),
     Code.STALLED: Meaning(
-        "error", True, "stalled: the quorum is lost", "Too few members answer",
-        "Rounds wait until enough of them are back. Look at your own connection first; if others are gone, those "
-        "left regroup by themselves.",
+        "error", True, "stalled: quorum lost", "The quorum is lost",
+        "Rounds wait until enough members are back. Check your own connection first; if others are gone, the "
+        "remaining members regroup automatically.",
     ),
     Code.FEW_HEARD: Meaning(
-        "error", True, "few heard: {heard} of {members} members in the last {seconds} s, and {quorum} decide",
+        "error", True, "few heard: {heard} of {members} members in the last {seconds} s, the quorum is {quorum}",
         "Too few members are heard",
-        "No round is decided until enough of them are heard again. Look at your own connection first, and then at the "
-        "other nodes.",
+        "No round is decided until enough members are heard again. Check your own connection first, and then the other "
+        "nodes.",
     ),
     Code.NO_PEERS: Meaning(
-        "error", True, "no peers", "Nobody can be reached",
-        "This node is alone, though others belong to the run. Check the network and the firewall; it goes on trying.",
+        "error", True, "no peers", "No peer can be reached",
+        "This node has no connection, though the run has other members. Check the network and the firewall; the node "
+        "keeps trying.",
     ),
     Code.CHECKPOINTS_NOT_SAVED: Meaning(
-        "error", False, "checkpoints are not saved: {why}", "Its state is not saved",
-        "It takes part, but after a restart it begins at an older state, and repeats what came since. Look at the "
-        "disk and the memory: it tries again by itself.",
+        "error", False, "checkpoints are not saved: {why}", "Checkpoints are not saved",
+        "The node takes part, but after a restart it would begin at an older state and replay the rounds since. Check "
+        "disk space and memory; the node keeps retrying.",
     ),
     Code.RECORDS_NOT_WRITTEN: Meaning(
-        "error", False, "records are not written: {why}", "Its history is not written",
-        "No round is lost, only what is told of them later. Look at the disk: it tries again by itself.",
+        "error", False, "records are not written: {why}", "Records are not written",
+        "Training is not affected, but the history of these rounds will be missing. Check the disk; the node keeps "
+        "retrying.",
     ),
     Code.OVER_MEMORY: Meaning(
         "error", False, "over its memory limit: {used_bytes:,} bytes are in use, and limits.memory_bytes allows "
-        "{limit_bytes:,}; end it, or raise the limit",
-        "It takes more memory than its owner allows",
-        "It goes on, and this machine may become slow. Raise the limit, or choose a smaller run.",
+        "{limit_bytes:,}; stop the node, or raise the limit",
+        "It uses more memory than its owner allows",
+        "It keeps running, and this machine may become slow. Raise the limit, or choose a smaller run.",
     ),
     Code.UNTRUSTED: Meaning(
-        "warning", True, "untrusted: waiting for a history with the head {head}, {others} of {peers} peers have shown "
-        "others; if it stays so, it is of another history, or older than peers keep: ask for a newer one where you got "
-        "it",
-        "Looking for the run that you named",
-        "No peer has shown the history that was asked for yet.",
+        "warning", True, "untrusted: waiting for a history with head {head}; {others} of {peers} peers have others. "
+        "If this lasts, the head is of another history or older than peers keep: ask your source for a newer one",
+        "Looking for the trusted history",
+        "No peer has shown a history with the head given to --trust yet.",
     ),
     Code.CATCHING_UP: Meaning(
         "warning", True, "catching up", "Catching up",
-        "Others are some rounds ahead. It fetches what is missing, and then trains with them again.",
+        "Others are some rounds ahead. It fetches the missing rounds, and then trains along again.",
     ),
     Code.SILENT: Meaning(
-        "warning", True, "silent: what this identity has said before is not known", "Listening only, for a moment",
-        "It does not know what it has said before it was started, and waits until nothing can be said twice.",
+        "warning", True, "silent: it is unknown how this identity has voted before", "Listening only for now",
+        "The record of its earlier votes is lost. It does not vote until it cannot contradict any of them.",
     ),
     Code.NOT_ADMITTED: Meaning(
         "warning", True, "not admitted", "Not admitted yet",
-        "Its work counts as soon as the members have let it in. That takes some rounds.",
+        "Its contributions count as soon as the members have admitted it. That takes a few rounds.",
     ),
     Code.OUTSIDE_HOURS: Meaning(
-        "info", False, "paused outside its hours, {hours}: it trains again from {until}",
-        "Resting until its hours begin",
-        "Its owner lets it train at other hours. It goes on voting and applying.",
+        "info", False, "paused outside its hours, {hours}: training resumes at {until}",
+        "Paused until its hours begin",
+        "Its owner has set the hours in which it trains. It keeps voting and applying rounds.",
     ),
     Code.ON_BATTERY: Meaning(
-        "info", False, "paused on battery: it trains again when the machine is plugged in; limits.on_battery says so",
-        "Resting: the machine is on battery",
-        "It trains again when it is plugged in. It goes on voting and applying.",
+        "info", False, "paused on battery: training resumes when the machine is plugged in (limits.on_battery)",
+        "Paused: the machine is on battery",
+        "Training resumes when the machine is plugged in. It keeps voting and applying rounds.",
     ),
     Code.PAUSED: Meaning(
-        "info", False, "paused by its owner: it trains no further; `p2ptrain resume` goes on", "Paused by its owner",
-        "It trains no further, and goes on voting and applying. `p2ptrain resume` goes on.",
+        "info", False, "paused by its owner: `p2ptrain resume` continues training", "Paused by its owner",
+        "It does not train, but keeps voting and applying rounds. `p2ptrain resume` continues training.",
     ),
     Code.CRASH_ONLY: Meaning(
-        "info", False, "crash-only: fewer than four members, a liar is not tolerated", "A small run",
-        "With fewer than four members, one that lies could not be outvoted. Among people who trust each other that "
-        "is fine.",
+        "info", False, "crash-only: with fewer than four members, no liar is tolerated", "A small run",
+        "With fewer than four members, a liar cannot be outvoted. That is fine among people who trust each other.",
     ),
 }  # fmt: skip
 
 
 def complaint(code: Code, **fields: int | str) -> Complaint:
-    """The complaint with its words; `fields` are those that its text names."""
+    """Builds a complaint; `fields` are the values that its text needs."""
     severity, hinders, text, title, advice = MEANINGS[code]
     return Complaint(code, severity, hinders, text.format(**fields), title, advice, fields)
 
 
 def by_gravity(found: Iterable[Complaint]) -> list[Complaint]:
-    """The worst first."""
+    """Sorts complaints, the worst first."""
     order = list(Code)
     return sorted(found, key=lambda each: order.index(each.code))

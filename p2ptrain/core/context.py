@@ -1,8 +1,8 @@
-"""Everything that the parts of a node share: its identity, the time, its voice, and what outlives a round.
+"""The context that all parts of a node share: its identity, the time, pending effects, and state that outlives a round.
 
-A message that may be said only once goes to the disk before it goes out, so that a node that is killed in between
-says the same again and not something else. A node that no longer knows what it has said, or that comes back to a
-branch it had left so long ago, says nothing for the rounds in which it may have spoken.
+A message that may be sent only once goes to the disk before it goes out, so that a node that is killed in between
+sends the same again and nothing else. A node that no longer knows what it has sent, or that returns to a branch that it
+left long ago, stays silent in the rounds in which it may have spoken.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from p2ptrain.core.requests import Requests
 from p2ptrain.core.tally import Tallies
 
 SILENT_BRANCHES_MAX = 64  # branches left; the oldest is forgotten, and by then its rounds are long past
-PLACES_MAX = 64  # branches and rounds whose own words are remembered; of an older one, a node that comes back is silent
-SAID_MAX = 256  # messages of a place: three a view, and others hear those of 64 views
-BACKING_BYTES_MAX = 2**26  # of all places but the one we are in, where it takes what its round takes: 30 MB at most
+PLACES_MAX = 64  # rounds whose own messages are remembered; a node that returns to an older one is silent there
+SAID_MAX = 256  # messages of a round: three a view, and peers accept those of 64 views
+BACKING_BYTES_MAX = 2**26  # for all rounds but the current one, which takes as much as its messages: 30 MB at most
 
 
 class Words(Struct):
-    """What we said in one round of one branch, and may not say otherwise."""
+    """Our messages of one round of one branch, which we must not contradict."""
 
     said: list[Said]
-    lock: bytes = b""  # the envelope of the newest precommit for a manifest, which is what we are locked on
+    lock: bytes = b""  # the envelope of our newest precommit for a manifest: our lock
 
     @property
     def backing_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Signer(Verifier, Protocol):
 
 
 class Context:
-    """Shared by the parts of one node."""
+    """State and helpers shared by the parts of one node."""
 
     def __init__(self, run: RunConfig, run_id: bytes, me: bytes, signer: Signer, rng: Random) -> None:
         self.run, self.run_id, self.me, self.signer, self.rng = run, run_id, me, signer, rng
@@ -71,41 +71,41 @@ class Context:
         self.effects: list[Effect] = []
         self.counters: Counter[str] = Counter()
         self.reputation = Reputation()
-        self.tallies = Tallies()  # of contributions, for people
+        self.tallies = Tallies()  # counts of contributions, only shown
         self.payloads = Payloads(self)
         self.offers = Offers(run.agreement.staleness_rounds_max, self.payloads)
         self.requests = Requests(self)
         self.arrivals = Arrivals()
         self.applied_root: tuple[int, bytes] = (0, NOTHING)  # the round and root that our availabilities carry
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
-        self.heard_at: dict[bytes, float] = {}  # when a member last said something about the round we are in
-        self.silent: dict[bytes, int] = {}  # by branch: the last round in which we say nothing
-        self.said: dict[tuple[bytes, int], Words] = {}  # by branch and round: what may be said only once
-        self.regroups: dict[tuple[bytes, bytes], Said] = {}  # by branch and parent: the newest set that we signed
-        self.here: tuple[bytes, int] = (b"", -1)  # the branch and the round we are in
-        self.silent_everywhere = -1  # the same on any branch: what we said there is lost
-        self.is_halted = False  # more than f members have lied, and nothing that we say could be trusted
+        self.heard_at: dict[bytes, float] = {}  # by member: its last message about the current round
+        self.silent: dict[bytes, int] = {}  # by branch: the last round in which we stay silent
+        self.said: dict[tuple[bytes, int], Words] = {}  # by branch and round: messages that may be sent only once
+        self.regroups: dict[tuple[bytes, bytes], Said] = {}  # by branch and parent: our newest regroup
+        self.here: tuple[bytes, int] = (b"", -1)  # the current branch and round
+        self.silent_everywhere = -1  # the same for any branch: our record of it is lost
+        self.is_halted = False  # more than f members have lied, so no vote can be trusted any more
         self.published_at = 0.0
-        self.round_began_at = 0.0  # the round before this one
+        self.round_began_at = 0.0  # when the previous round began
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
 
     def may_speak(self, branch: bytes, number: int) -> bool:
-        """Whether we know all that we have said there."""
+        """Whether we know everything that we have sent in this round."""
         return number > max(self.silent_everywhere, self.silent.get(branch, -1)) and not self.is_halted
 
     def keep_silent(self, branch: bytes, number: int) -> None:
         self.silent[branch] = max(number, self.silent.pop(branch, -1))
-        while len(self.silent) > SILENT_BRANCHES_MAX:  # never of our branch: we would say something else there
+        while len(self.silent) > SILENT_BRANCHES_MAX:  # never the current branch: we might contradict ourselves there
             del self.silent[next(at for at in self.silent if at != self.here[0])]
 
     def enter(self, branch: bytes, number: int) -> None:
-        """A round begins: those before it on its branch are certified, and what backs our words there is dropped.
+        """Enters a round, and drops the backing of our messages in earlier rounds of its branch, which are certified.
 
-        Lost with it: should the certificates of those rounds be lost everywhere that we look, and we be in one of them
-        again, then we are as locked as before, but cannot ourselves propose again what we are locked on; a member
-        that is still there, or has it on its disk, must. A round that we leave with its branch keeps its backing.
+        The cost: if those certificates were lost everywhere and we were in such a round again, we would still be
+        locked, but could not propose our locked manifest ourselves; a member that still has it would have to. A round
+        that we leave by leaving its branch keeps its backing.
         """
         self.here = branch, number
         for (at, place), words in self.said.items():
@@ -114,11 +114,11 @@ class Context:
         self._forget_backing(self.here)
 
     def has_heard(self, member: bytes, since: float) -> bool:
-        """Whether a member has said anything about the round we are in since then; we have."""
+        """Whether a member has sent anything about the current round since then; always true for ourselves."""
         return member == self.me or self.heard_at.get(member, -1.0) >= since
 
     def signed(self, message: Authored, attachment: bytes = b"") -> Received:
-        """A message of ours."""
+        """Signs a message as this node."""
         signature = self.signer.sign(signed_bytes(self.run_id, message))
         return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
 
@@ -129,23 +129,23 @@ class Context:
     def publish_once(
         self, message: Received, backing: tuple[bytes, ...] = (), payloads: tuple[bytes, ...] = ()
     ) -> None:
-        """Say what may be said only once: to the disk first."""
+        """Publishes a message that may be sent only once, after it is on the disk."""
         said = Said(message.envelope, backing, payloads)
         self.remember(message, said)
         self.emit(Persist(said))
         self.publish(message)
 
     def remember(self, message: Received, said: Said) -> None:
-        """Should we come back to this round, over a restart or from another branch, we stand by this."""
+        """Keeps a message, so that we do not contradict it if we return to its round later or after a restart."""
         content = message.message
         if isinstance(content, Regroup):
             parent = content.branch, content.parent
-            self.regroups.pop(parent, None)  # attempts only rise: of older ones nothing is said any more
+            self.regroups.pop(parent, None)  # attempts only rise: older ones are over
             self.regroups[parent] = said
             if len(self.regroups) > PLACES_MAX:
                 del self.regroups[next(iter(self.regroups))]
             return
-        assert isinstance(content, Announcement | Proposal | Vote), "nothing else is said only once"
+        assert isinstance(content, Announcement | Proposal | Vote), "no other kind may be sent only once"
         place = content.branch, content.round
         words = self.said.pop(place, None) or Words([])
         self.said[place] = words  # at the end: the longest unused are forgotten first
@@ -160,10 +160,11 @@ class Context:
             self._forget_backing(place)
 
     def _forget_places(self) -> None:
-        """Be silent for good where we spoke longest ago, but not in the round we are in, nor further on from here.
+        """Forgets the oldest rounds and stays silent there for good, but not in the current round or later ones of its
+        branch.
 
-        Rounds that others of their branch have followed go first: a branch that we left ends with its last rounds, and
-        if it wins, the swarm may need us there.
+        Rounds that are not the last of their branch go first: if a branch that we left wins after all, the swarm may
+        need our vote in its last rounds.
         """
         if len(self.said) <= PLACES_MAX:
             return
@@ -179,7 +180,7 @@ class Context:
             self.keep_silent(*old)
 
     def _forget_backing(self, but: tuple[bytes, int]) -> None:
-        """As in `enter`, for the oldest, when many branches were left while we were locked."""
+        """Drops the oldest backing, as in `enter`, when many branches were left while we were locked."""
         sizes = {place: words.backing_bytes for place, words in self.said.items() if place != but}
         total = sum(sizes.values())
         for place, size in sizes.items():
@@ -188,7 +189,7 @@ class Context:
                 total -= size
 
     def remembered(self, branch: bytes, number: int) -> list[Said]:
-        """What we have said in a round, or about leaving its branch."""
+        """Returns our messages of a round, and our regroups from its branch."""
         regroups = [said for (at, _), said in self.regroups.items() if at == branch]
         words = self.said.get((branch, number))
         return regroups + (words.said if words else [])
@@ -197,12 +198,12 @@ class Context:
         self.emit(Send(peer, tuple(message.envelope for message in messages)))
 
     def some_peers(self, count: int, but: bytes = b"") -> list[bytes]:
-        """A few connected peers at random: whom to ask is nobody else's business."""
+        """Draws a few connected peers at random, so that nobody can predict which are asked."""
         peers = [peer for peer in self.peers if peer != but]
         return peers if len(peers) <= count else self.rng.sample(peers, count)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds. Places further on than the one we are in are not forgotten: two at a time are new."""
+        """Returns each buffer's size and bound. Rounds after the current one, two at most, are kept."""
         backing = [words.backing_bytes for place, words in self.said.items() if place != self.here]
         return {
             "rounds spoken in": (len(self.said), PLACES_MAX + 2),

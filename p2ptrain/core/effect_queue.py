@@ -1,8 +1,8 @@
-"""The effect queue: in which order effects are carried out, and what waits for the disk.
+"""The effect queue: decides the order in which effects are carried out, and which ones wait for the disk.
 
-Effects are carried out in order, and what follows a `Persist` waits until its record is on the disk. All records that
-wait when the disk becomes free go in one write. The daemon and the simulator both run this queue, so that the
-simulator tests the order that production has.
+Effects are carried out in order, and everything after a `Persist` waits until its record is on the disk. All records
+that wait when the disk becomes free go into one write. The daemon and the simulator both run this queue, so the
+simulator tests the order that production uses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ E = TypeVar("E")
 
 
 class EffectQueue(Generic[E]):
-    """Effects of one node that wait. A simulated liar's are not only the core's."""
+    """A queue of pending effects. Generic, because a simulated liar adds effects of its own to the core's."""
 
     def __init__(self) -> None:
-        self.writing: list[Record] = []  # on their way to the disk
+        self.writing: list[Record] = []  # records being written to the disk
         self._waiting: deque[E] = deque()
-        self._on_disk = 0  # records of the first so many `Persist` that wait
+        self._on_disk = 0  # how many `Persist` at the front are on the disk already
         self._is_carrying = False
 
     def __len__(self) -> int:
@@ -32,9 +32,10 @@ class EffectQueue(Generic[E]):
         self._waiting.extend(effects)
 
     def carry_out(self, act: Callable[[E], object]) -> list[Record]:
-        """Have all effects carried out that need not wait for the disk; the records that it is to take now.
+        """Carries out all effects that need not wait for the disk, and returns the records to write next.
 
-        None while it is at a write already. `act` may add effects, and gets each `Persist` when it is on the disk.
+        Returns none while a write is in progress. `act` may add effects, and gets each `Persist` once it is on the
+        disk.
         """
         if self._is_carrying or self.writing:
             return []
@@ -50,10 +51,10 @@ class EffectQueue(Generic[E]):
         return self.writing
 
     def written(self) -> None:
-        """The write has succeeded."""
+        """Marks the records being written as written."""
         self._on_disk, self.writing = len(self.writing), []
 
     def clear(self) -> None:
-        """The process has ended."""
+        """Drops everything, as the end of the process does."""
         self._waiting.clear()
         self._on_disk, self.writing = 0, []

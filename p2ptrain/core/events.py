@@ -1,11 +1,11 @@
-"""Every event that goes into the core, and every effect that comes out.
+"""The events that go into the core, and the effects that come out.
 
-An event is a fact, in the past tense; an effect is a command to the driver. Both are data with one encoding, so that
-a daemon can write its events down and `p2ptrain replay` can run them again. Effects are carried out in order, and
-what follows a `Persist` waits until it is on the disk.
+An event is a fact, in the past tense; an effect is a command to the driver. Both are plain data with one encoding, so
+that a daemon can log its events and `p2ptrain replay` can run them again. Effects are carried out in order, and
+everything after a `Persist` waits until its record is on the disk.
 
-The driver decodes messages (and checks signatures) before it makes events of them, so that this work can be done
-beside the core; what does not decode arrives as `MalformedReceived`.
+The driver decodes messages and checks their signatures before it turns them into events, so that this work can run
+beside the core; a message that does not decode arrives as `MalformedReceived`.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState
 
 # ---------------------------------------------------------------------------------------------------
-# What a node keeps over a restart
+# Records: state that survives a restart
 
 
 class Said(Struct, frozen=True, tag=True):
-    """A message of mine that may be said only once, and what is needed to stand by it."""
+    """A message of this node that may be sent only once, and everything needed to stand by it."""
 
     envelope: bytes
-    backing: tuple[bytes, ...] = ()  # of a precommit: the proposal, and the messages that its manifest is made of
-    payloads: tuple[bytes, ...] = ()  # of an announcement and a prevote: what has to be on the disk with it, or a power
-    # cut could leave a swarm that has agreed on what nobody holds
+    backing: tuple[bytes, ...] = ()  # for a precommit: the proposal, and the messages that its manifest is built from
+    # For an announcement or a prevote: payloads that have to be on the disk with it, or a power cut could leave a swarm
+    # that has agreed on payloads that nobody holds.
+    payloads: tuple[bytes, ...] = ()
 
 
 class Trunk(Struct, frozen=True):
-    """What of a line is kept for ever: how its roster is proved, and where it branched."""
+    """The part of a chain that is kept for ever: the proof of its roster, and its branch points."""
 
     lineage: tuple[Stage, ...]
-    changes: tuple[Step, ...]  # rounds that changed the roster, and beginnings with the round before them
-    forks: tuple[AgreedState, ...]  # from which branches began, the last of them
-    base: AgreedState | None = None  # after a jump, ahead or far back: the state before the step; the rest can go
+    changes: tuple[Step, ...]  # rounds that changed the roster, and beginnings, each with the round before
+    forks: tuple[AgreedState, ...]  # the last states from which branches began
+    base: AgreedState | None = None  # after a jump: the state before the step; older history can go
 
 
 class Certified(Struct, frozen=True, tag=True):
-    """A round that was decided, or a branch that began, and the agreed state after it.
+    """A decided round or the beginning of a branch, with the agreed state after it.
 
-    One that does not follow the last replaces whatever came after the one that it follows.
+    If it does not follow the last one, it replaces everything after the one that it does follow.
     """
 
     step: Step
     state: AgreedState
-    trunk: Trunk | None = None  # if it has changed; the newest counts
+    trunk: Trunk | None = None  # only if it has changed; the newest counts
 
 
 class Silence(Struct, frozen=True, tag=True):
-    """After a restart I say nothing on this branch up to this round: what I have said there is not known.
+    """After a restart, this node stays silent on this branch up to this round, as it may have spoken there before.
 
-    I have left the branch for another, or, when it is empty, lost my log: then it stands for all branches, until it is
-    known how far the others are, for ever. The newest of a branch counts.
+    Either it left the branch for another, or, if `branch` is empty, it lost its log: then the silence covers all
+    branches, and has no end until it is known how far the others are. The newest record of a branch counts.
     """
 
     branch: bytes
@@ -70,7 +71,7 @@ class Observed(Struct, frozen=True, tag=True):
 
 
 class Halted(Struct, frozen=True, tag=True):
-    """Two certificates for one round: more than f members lie, and nothing that is said can be trusted any more."""
+    """Two certificates for one round: more than f members lie, so no vote can be trusted any more."""
 
     first: Entry
     second: Entry
@@ -80,13 +81,13 @@ Record: TypeAlias = Said | Certified | Silence | Observed | Halted
 
 
 class Saved(Struct, frozen=True):
-    """What the store gives back at a start: the newest of everything, each in the order in which it was persisted."""
+    """The state that the store returns at startup: the newest of each kind, in the order in which it was persisted."""
 
     base: AgreedState  # the state before `history`
-    history: tuple[Certified, ...]  # the last of them
-    said: tuple[Said, ...]  # for rounds after that
-    applied_round: int  # what the trainer's state is
-    applied_root: bytes  # empty: there is none, it has to be fetched
+    history: tuple[Certified, ...]  # the newest rounds
+    said: tuple[Said, ...]  # for rounds after the history
+    applied_round: int  # the round of the trainer's state
+    applied_root: bytes  # its root; empty if there is no state and it has to be fetched
     trunk: Trunk | None = None
     silences: tuple[Silence, ...] = ()
     scores: bytes = b""
@@ -102,20 +103,20 @@ class Saved(Struct, frozen=True):
 
 
 class Started(Struct, frozen=True, tag=True):
-    """The node begins. `forgetful`: this identity has spoken before, and what it said is lost."""
+    """The node starts. `forgetful`: this identity has sent messages before, and the record of them is lost."""
 
     saved: Saved
     forgetful: bool = False
     ticket: bytes = b""  # an invitation, for a run that wants one
-    trust: bytes = b""  # the head without which no history is to be adopted (trust.py); only where none was yet
+    trust: bytes = b""  # adopt only a history with this head (trust.py); only before the first history is adopted
 
 
 class MessageReceived(Struct, frozen=True, tag=True):
-    """From gossip the sender is the publisher; from a stream, whoever handed the message over."""
+    """A message arrived: by gossip from its publisher, or by stream from the peer that passed it on."""
 
     sender: bytes
     received: Received
-    payload_good: bool | None = None  # of an attachment, after the strict decoder; None: there is none
+    payload_good: bool | None = None  # the strict decoder's verdict on the attachment; None if there is none
 
 
 class MalformedReceived(Struct, frozen=True, tag=True):
@@ -124,7 +125,7 @@ class MalformedReceived(Struct, frozen=True, tag=True):
 
 
 class PeerSeen(Struct, frozen=True, tag=True):
-    """A connection to this peer is there."""
+    """A connection to this peer was opened."""
 
     peer: bytes
 
@@ -134,7 +135,7 @@ class PeerLost(Struct, frozen=True, tag=True):
 
 
 class TrainingFinished(Struct, frozen=True, tag=True):
-    """The contribution of a `Train`. Large payloads stay with the driver, which serves them by digest."""
+    """A `Train` has produced a contribution. Large payloads stay with the driver, which serves them by digest."""
 
     round: int
     payload: bytes
@@ -143,18 +144,18 @@ class TrainingFinished(Struct, frozen=True, tag=True):
 
 
 class TrainingFailed(Struct, frozen=True, tag=True):
-    """There will be no contribution for the round of a `Train`: a loss that is not finite, data that cannot be had."""
+    """A `Train` has failed, for example with a non-finite loss or unavailable data: the round gets no contribution."""
 
     round: int
     why: str = ""
 
 
 class PayloadArrived(Struct, frozen=True, tag=True):
-    """It is here, its digest is right, and the strict decoder has found it good or bad."""
+    """A payload with the right digest is here, and the strict decoder has found it good or bad."""
 
     payload: bytes
     good: bool
-    payload_bytes: int = 0  # its length, which its digest covers; 0: unknown, whatever was announced counts
+    payload_bytes: int = 0  # its length, covered by the digest; 0: unknown, and the announced one counts
 
 
 class FetchFailed(Struct, frozen=True, tag=True):
@@ -164,7 +165,7 @@ class FetchFailed(Struct, frozen=True, tag=True):
 
 
 class Applied(Struct, frozen=True, tag=True):
-    """The trainer has applied the manifest of this round."""
+    """The trainer has applied the manifest of a round."""
 
     branch: bytes
     round: int
@@ -172,11 +173,11 @@ class Applied(Struct, frozen=True, tag=True):
 
 
 class CaughtUp(Struct, frozen=True, tag=True):
-    """The trainer's state is that of this round, of this root, verified piece by piece."""
+    """The trainer has fetched the state of this round and verified it piece by piece against this root."""
 
     round: int
     root: bytes
-    attempt: int = 0  # of the `CatchUp`
+    attempt: int = 0  # copied from the `CatchUp`
 
 
 class CatchUpFailed(Struct, frozen=True, tag=True):
@@ -185,14 +186,14 @@ class CatchUpFailed(Struct, frozen=True, tag=True):
 
 
 class Asked(Struct, frozen=True, tag=True):
-    """A peer wants messages, by the first 16 bytes of their digests."""
+    """A peer asked for messages, named by the first 16 bytes of their digests."""
 
     peer: bytes
     names: tuple[bytes, ...]
 
 
 class HistoryAsked(Struct, frozen=True, tag=True):
-    """A peer wants what came after this round of this branch."""
+    """A peer asked for the history after this round of this branch."""
 
     peer: bytes
     branch: bytes
@@ -210,13 +211,13 @@ class HistoryFailed(Struct, frozen=True, tag=True):
 
 
 class StopRequested(Struct, frozen=True, tag=True):
-    """The user wants the node to leave the run properly, or only to be away for a while."""
+    """The user asked the node to leave the run, or (`keeps_place`) to stop and come back later."""
 
     keeps_place: bool = False
 
 
 class Tick(Struct, frozen=True, tag=True):
-    """The deadline has come."""
+    """The node's deadline has passed."""
 
 
 Event: TypeAlias = (
@@ -245,27 +246,27 @@ Event: TypeAlias = (
 
 
 class Publish(Struct, frozen=True, tag=True):
-    """To everyone, through gossip."""
+    """Publish a message to everyone, by gossip."""
 
     envelope: bytes
 
 
 class Send(Struct, frozen=True, tag=True):
-    """To one peer, on a stream."""
+    """Send messages to one peer, on a stream."""
 
     peer: bytes
     envelopes: tuple[bytes, ...]
 
 
 class Ask(Struct, frozen=True, tag=True):
-    """The peer for messages by name; what it has comes back as `MessageReceived`."""
+    """Ask a peer for messages by name; its answers arrive as `MessageReceived`."""
 
     peer: bytes
     names: tuple[bytes, ...]
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """A payload, from the first of these peers that has it; then check it."""
+    """Fetch a payload from the first of these peers that has it, and check it."""
 
     payload: bytes
     payload_bytes: int
@@ -273,29 +274,29 @@ class Fetch(Struct, frozen=True, tag=True):
 
 
 class Train(Struct, frozen=True, tag=True):
-    """A contribution for this round, from the state after `base_round`, on the data of place `place` of `places`."""
+    """Train a contribution for this round from the state after `base_round`, on data share `place` of `places`."""
 
     round: int
     base_round: int
     place: int
     places: int
-    unsettled: tuple[int, ...] = ()  # rounds whose contribution of mine may still be taken, or is in one to apply
+    unsettled: tuple[int, ...] = ()  # rounds whose own contribution may still be taken, or is yet to be applied
 
 
 class Apply(Struct, frozen=True, tag=True):
-    """The manifest; all its payloads are here. Contributions of mine that it takes are forgotten."""
+    """Apply a manifest, whose payloads are all here, and forget the own contributions that it takes."""
 
     manifest: Manifest
 
 
 class Return(Struct, frozen=True, tag=True):
-    """My contribution of this round can no longer be taken: add what it carried back to the residual."""
+    """Add the own contribution of this round, which can no longer be taken, back to the residual."""
 
     round: int
 
 
 class NoteWrongState(Struct, frozen=True, tag=True):
-    """My state, which was applied up to this round, came out otherwise than the certified one."""
+    """Note that the own state after this round differs from the certified one."""
 
     round: int
 
@@ -305,15 +306,15 @@ class Persist(Struct, frozen=True, tag=True):
 
 
 class CatchUp(Struct, frozen=True, tag=True):
-    """Make the trainer's state one of these certified roots, from any of these peers: the newest that can be had."""
+    """Fetch the newest available of these certified states from any of these peers, and make it the trainer's state."""
 
-    roots: tuple[tuple[int, bytes], ...]  # (round, root), the newest first; rounds that are kept lead on from each
+    roots: tuple[tuple[int, bytes], ...]  # (round, root), the newest first; the kept rounds continue from each
     sources: tuple[bytes, ...]
-    attempt: int = 0  # one ends what is left of those before it
+    attempt: int = 0  # a new attempt ends earlier ones
 
 
 class AskHistory(Struct, frozen=True, tag=True):
-    """The peer for what came after this round of this branch."""
+    """Ask a peer for the history after this round of this branch."""
 
     peer: bytes
     branch: bytes
@@ -331,7 +332,7 @@ class Disconnect(Struct, frozen=True, tag=True):
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """The node has nothing more to do here."""
+    """Stop the node."""
 
     why: str
 

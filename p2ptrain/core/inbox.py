@@ -1,9 +1,9 @@
-"""The inbox: what a message means here and now.
+"""The inbox: routes a verified message to the part that it concerns.
 
-Messages of our branch and round go to the round; those of the next round wait for it, a few of each author; a later
-round or another branch means that we have something to catch up with. What is of no use costs the sender a
-token, and a sender that runs out of them is shunned: neither asked nor answered, and disconnected. Nothing that
-counts is ever dropped for that: what a member may say in a round is bounded by its places.
+Messages of the current branch and round go to the round. A few per author of the next round are held until it begins.
+A later round or another branch means that we have to catch up. A useless message costs its sender a token, and a sender
+without tokens is shunned: disconnected, and neither asked nor answered. Messages that count are never dropped for that:
+the protocol already bounds how many a member can send in a round.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from p2ptrain.core.node import Node
 
 OF_A_ROUND = (Availability, Proposal, Vote)
-EARLY_OF_AUTHOR_MAX = 6  # messages for the next round: an availability, a proposal, two votes, and what is wrong
-LATE_SECONDS = 0.25  # after a round has begun: what is said in the one before was on its way, and nobody is behind
+EARLY_OF_AUTHOR_MAX = 6  # messages for the next round: an availability, a proposal, two votes, and conflicting ones
+LATE_SECONDS = 0.25  # after a round began: messages of the previous one were in flight, and their author not behind
 
 
 class Inbox:
-    """Of one node."""
+    """Dispatches incoming messages by kind, branch and round."""
 
     def __init__(self, node: Node) -> None:
         self.node, self.context = node, node.context
@@ -60,7 +60,7 @@ class Inbox:
         }
 
     def take(self, event: MessageReceived) -> None:
-        """Take in a message."""
+        """Routes a message to its handler."""
         message = event.received.message
         if isinstance(message, OF_A_ROUND):
             self._of_round(event, message)
@@ -68,7 +68,7 @@ class Inbox:
             self._kinds[type(message)](event)
 
     def begin_round(self) -> None:
-        """A round begins: what came early is on time."""
+        """Takes in the messages that were held for the round that begins."""
         early, self.early = self.early, {}
         self.accused &= self.node.line.state.place.keys()
         for events in early.values():
@@ -102,14 +102,14 @@ class Inbox:
             self._chase(vote)
 
     def _heard(self, heard: Heard, author: bytes, sender: bytes, received: Received) -> None:
-        """What is left to do after a proposal or a vote was taken in."""
+        """Updates who was heard, or accuses the author of a conflict, after a proposal or a vote was taken in."""
         if heard is Heard.NEW:
             self.context.heard_at[author] = self.context.now
         elif heard is not Heard.CONFLICT or not self._accuse(self.node.here.agreement.earlier(received), received):
             self._useless(sender)
 
     def _chase(self, vote: Vote) -> None:
-        """Members prevote a proposal that we have not seen: one of them hands it over."""
+        """Asks a voter for a proposal that we have not seen, once enough members have voted for it."""
         here = self.node.here
         view = here.agreement.views.get(vote.view)
         is_unknown = view is not None and view.proposal is None and vote.view == here.agreement.view
@@ -118,7 +118,7 @@ class Inbox:
             self.node.repair.greet(here, vote.author)
 
     def _elsewhere(self, event: MessageReceived, message: Availability | Proposal | Vote) -> None:
-        """Of another round, or another branch."""
+        """Handles a message of another round or another branch."""
         node = self.node
         branch, number, author = message.branch, message.round, message.author
         if author not in node.line.state.place:
@@ -142,7 +142,7 @@ class Inbox:
             self.context.heard_at[author] = self.context.now
 
     def _on_another_branch(self, author: bytes, branch: bytes, number: int) -> None:
-        """A peer is in a round of another branch: one that lost to ours, one we went on from, or one to look at."""
+        """Handles a peer on another branch: one that lost to ours, one that we went on from, or one to check."""
         node = self.node
         end = node.line.end_of(branch)
         if node.catching_up.has_lost(branch) or (end is not None and number <= end + 1):
@@ -156,7 +156,7 @@ class Inbox:
             catching_up.notice(author, branch, number)
 
     def _behind(self, peer: bytes) -> None:
-        """Tell a peer that lags where we are; it asks for the rest."""
+        """Tells a lagging peer where we are, so that it can ask for history."""
         if peer in self.context.peers and self.node.repair.may_answer(peer):
             self.node.repair.greet(self.node.here, peer)
 
@@ -170,7 +170,7 @@ class Inbox:
     def announcement(
         self, sender: bytes, received: Received, asked_for: bool = False, payload_good: bool | None = None
     ) -> None:
-        """An announcement, of a contribution that may still be taken or soon will be."""
+        """Takes in an announcement, if its contribution may be taken now or soon."""
         node = self.node
         message = received.message
         assert isinstance(message, Announcement)
@@ -190,7 +190,7 @@ class Inbox:
         elif not state.may_take(message, node.context.offers.staleness):
             if (author, message.round) not in state.taken:
                 arrivals = node.context.arrivals
-                if message.round > arrivals.noted.get(author, 0):  # peers repeat what they have heard
+                if message.round > arrivals.noted.get(author, 0):  # not just a repetition by a peer
                     self.context.tallies.of(author).late += 1
                     arrivals.note(author, message.round, self.context.now)
                     node.here.heard_late(author)
@@ -202,7 +202,7 @@ class Inbox:
         assert isinstance(message, Announcement)
         payloads = node.context.payloads
         verdict = node.context.offers.add(received, asked_for)
-        if sender != self.context.me:  # then it was said before a restart, and counted
+        if sender != self.context.me:  # our own were counted before the restart
             self._tally(message.author, verdict)
         if verdict in (Verdict.USELESS, Verdict.FULL):
             self._useless(sender)
@@ -229,14 +229,14 @@ class Inbox:
             tallies.refuse(author, Refusal.TOO_MANY)
 
     def payload_came(self, payload: bytes, but: bytes = b"") -> None:
-        """It is here, and whoever has announced it, but for one announcement, has told the truth about it or not."""
+        """Checks all announcements of a payload that has arrived, except the one named `but`."""
         context = self.node.context
         for offer in list(context.offers.by_payload.get(payload, ())):
             if offer.name != but:
                 self.payload_checked(offer.announcement, context.offers.is_good(offer.announcement))
 
     def payload_checked(self, message: Announcement, good: bool, is_ripe: bool = False) -> None:
-        """The payload of an announcement is here, and good or bad. `is_ripe`: this round may take it."""
+        """Handles an announcement whose payload was found good or bad. `is_ripe`: this round may take it."""
         node, context = self.node, self.context
         if not good:
             context.counters["bad payloads"] += 1
@@ -248,7 +248,7 @@ class Inbox:
             node.here.offer_held(message.author)
 
     # -----------------------------------------------------------------------------------------------
-    # The rest
+    # Other kinds
 
     def _hello(self, event: MessageReceived) -> None:
         node, hello = self.node, event.received.message
@@ -316,7 +316,7 @@ class Inbox:
         elif message.branch != state.branch and node.line.end_of(message.branch) is None:
             self._on_another_branch(message.author, message.branch, 0)
         elif message.branch == state.branch and not self._is_passed(message.parent):
-            self._ahead(message.author, state.branch, state.round + 2)  # since a certificate that we have not seen
+            self._ahead(message.author, state.branch, state.round + 2)  # it names a certificate that we have not seen
         else:
             self._behind(message.author)
 
@@ -328,7 +328,7 @@ class Inbox:
         self._useless(event.sender)
 
     def _accuse(self, first: Received, second: Received) -> bool:
-        """Two messages for one place: keep the proof, and tell everyone; False if there is nothing to tell."""
+        """Publishes evidence that an author signed two conflicting messages; returns False if that is not news."""
         node, context = self.node, self.context
         assert isinstance(second.message, Announcement | Proposal | Vote)
         guilty = second.message.author
@@ -343,22 +343,22 @@ class Inbox:
         return True
 
     def _useless(self, sender: bytes) -> None:
-        """Count a message that was of no use."""
+        """Counts a useless message against its sender."""
         context = self.context
         context.counters["useless messages"] += 1
         if sender != context.me and not context.reputation.allow(sender, context.now):
             self.shun(sender)
 
     def shun(self, sender: bytes) -> None:
-        """Disconnect a peer whose record is too bad."""
+        """Disconnects a peer that is greylisted."""
         context = self.context
         if sender in context.peers and context.reputation.is_greylisted(sender, context.now):
             context.counters["disconnected"] += 1
-            del context.peers[sender]  # as if it were gone: once is enough, however much of it is still to be read
+            del context.peers[sender]  # once is enough, however many of its messages are still queued
             context.emit(Disconnect(sender, "its messages are of no use"))
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         admitted = len(self.node.line.state.admitted)
         return {
             "early messages of an author": (max(map(len, self.early.values()), default=0), EARLY_OF_AUTHOR_MAX),

@@ -1,16 +1,15 @@
-"""My line: the history that I follow, as far back as it is kept, and the rules by which branches are settled.
+"""The chain: the certified rounds that this node follows, as far back as they are kept, and the fork-choice rules.
 
-A line is a sequence of branches, each begun from a certificate of the one before. When two lines meet, they share
-some branches from the run's beginning on, and go apart after a round of the last common one. Facts that cannot grow
-afterwards decide which one goes on, so that everyone who knows them decides alike, and nobody can win by working
-faster alone:
+A chain is a sequence of branches, each begun from a certificate of the one before. Two chains share their first
+branches, and fork after a round of the last common one. The choice between them rests on facts that cannot change
+afterwards, so that all nodes that know them choose alike, and nobody can win by working faster alone:
 
-1. A line that went on with the old roster's quorum beats one that regrouped before that round.
-2. Of two regroups from the same certificate, the one with more members of its own wins; who is in both counts for
-   neither. A set needs the signatures of a quorum of itself, so it cannot be made larger than it is; and it is part of
-   the branch's id, while how many signatures one knows of differs from node to node.
-3. On a tie, the lower branch id. Only while the parting lies within what is kept; else it is `split`, and an operator
-   chooses.
+1. A chain that went on with the old roster's quorum beats one that regrouped before that round.
+2. Of two regroups from the same certificate, the one with more members that are not in the other wins. A set needs the
+   signatures of a quorum of itself, so it cannot be inflated; and it is part of the branch's id, whereas the number of
+   known signatures differs from node to node.
+3. On a tie, the lower branch id wins, provided that the fork lies within the kept rounds; otherwise the run is `split`,
+   and an operator has to choose.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from p2ptrain.core.events import Certified, Saved, Trunk
 from p2ptrain.core.history import CHANGES_MAX, ENTRIES_MAX, STAGES_MAX, Beginning, Entry, History, Stage, Step
 from p2ptrain.core.state import AgreedState
 
-FORKS_MAX = 64  # states from which branches of my line began: beyond, a parting counts as too long ago
+FORKS_MAX = 64  # states from which branches of the chain began: older forks count as too long ago
 
 
 class Line:
-    """States and steps from `base` to `state`."""
+    """The steps from `base` to `state`, and the agreed state after each."""
 
     def __init__(self, base: AgreedState, run_id: bytes, kept: int) -> None:
         self.run_id, self.kept = run_id, kept
@@ -34,13 +33,13 @@ class Line:
         self.steps: deque[Certified] = deque()
         self.forks: dict[bytes, AgreedState] = {}  # by branch: the state from which it began
         self.beginnings: dict[bytes, Beginning] = {}
-        self.changes: list[Step] = []  # rounds that changed the roster, and beginnings with the round before them
+        self.changes: list[Step] = []  # rounds that changed the roster, and beginnings, each with the round before
         self.lineage: list[Stage] = [Stage(run_id, 0)]
-        self.has_new_trunk = False  # something that is kept for ever has changed since `trunk` was asked for
+        self.has_new_trunk = False  # the trunk has changed since the last call of `trunk`
 
     @classmethod
     def restored(cls, saved: Saved, run_id: bytes, kept: int) -> Line:
-        """The line that a node had before its restart."""
+        """Restores the chain that the node had before its restart."""
         line = cls(saved.base, run_id, kept)
         line.steps.extend(saved.history)
         if saved.trunk is not None:
@@ -55,7 +54,7 @@ class Line:
         return line
 
     def trunk(self, base: AgreedState | None = None) -> Trunk:
-        """What is kept for ever."""
+        """Returns the part that is kept for ever."""
         self.has_new_trunk = False
         return Trunk(tuple(self.lineage), tuple(self.changes), tuple(self.forks.values()), base)
 
@@ -67,7 +66,7 @@ class Line:
         if isinstance(step, Beginning):
             last = self.steps[-1].step if self.steps else None
             if isinstance(last, Entry) and not last.manifest.changes_roster:
-                self.changes.append(last)  # which proves where the branch begins
+                self.changes.append(last)  # it proves where the branch begins
             self._remember_fork(step)
             self.lineage.append(Stage(step.branch, step.round))
             del self.lineage[:-STAGES_MAX]
@@ -80,7 +79,7 @@ class Line:
             self.base = self.steps.popleft().state
 
     def _remember_fork(self, beginning: Beginning) -> None:
-        """A branch begins from our head: by this it is settled with others that began there, however late we meet."""
+        """Keeps the state from which a branch begins, to settle it with other branches from there at any later time."""
         self.forks[beginning.branch] = self.state
         self.beginnings[beginning.branch] = beginning
         if len(self.forks) > FORKS_MAX:
@@ -88,21 +87,21 @@ class Line:
             del self.forks[oldest], self.beginnings[oldest]
 
     def end_of(self, branch: bytes) -> int | None:
-        """The last round of a branch that lies on this line; None if none does."""
+        """Returns the last round of a branch on this chain, or None if the branch is not on it."""
         for place, stage in enumerate(self.lineage):
             if stage.branch == branch:
                 return self.lineage[place + 1].start if place + 1 < len(self.lineage) else self.state.round
         return None
 
     def successor_of(self, branch: bytes) -> Stage | None:
-        """The branch that this line goes on with after another."""
+        """Returns the branch that follows another on this chain."""
         for stage, following in pairwise(self.lineage):
             if stage.branch == branch:
                 return following
         return None
 
     def state_at(self, branch: bytes, number: int) -> AgreedState | None:
-        """The agreed state after a round of a branch, if it is kept."""
+        """Returns the agreed state after a round of a branch, if it is kept."""
         for candidate in (self.base, *self.forks.values()):
             if (candidate.branch, candidate.round) == (branch, number):
                 return candidate
@@ -112,7 +111,7 @@ class Line:
         return None
 
     def entry(self, number: int) -> Entry | None:
-        """The entry of a round on this line."""
+        """Returns the entry of a round, if it is kept."""
         for certified in reversed(self.steps):
             step = certified.step
             if isinstance(step, Entry):
@@ -123,7 +122,7 @@ class Line:
         return None
 
     def entries_after(self, number: int) -> list[Entry]:
-        """The entries of the rounds after one, as far as they are kept, in order."""
+        """Returns the kept entries of the rounds after one, in order."""
         found: list[Entry] = []
         for certified in reversed(self.steps):
             step = certified.step
@@ -134,7 +133,7 @@ class Line:
         return found[::-1]
 
     def rewind(self, state: AgreedState) -> None:
-        """Go back to a state of this line."""
+        """Goes back to an earlier state of this chain."""
         while self.steps and self.state is not state:
             self.steps.pop()
         if self.state is not state:
@@ -145,7 +144,7 @@ class Line:
             self.beginnings.pop(gone, None)
         self.changes = [change for change in self.changes if self._precedes(change, state)]
         while self.changes and isinstance(last := self.changes[-1], Entry) and not last.manifest.changes_roster:
-            self.changes.pop()  # what began after it is not on this line any more
+            self.changes.pop()  # the branch that began after it is gone
         self.has_new_trunk = True
 
     def _precedes(self, change: Step, state: AgreedState) -> bool:
@@ -156,10 +155,10 @@ class Line:
         return end is not None and manifest.round <= (state.round if manifest.branch == state.branch else end)
 
     def rebase(self, changes: tuple[Step, ...], base: AgreedState) -> None:
-        """Jump to a state that lies ahead."""
+        """Jumps ahead to a state."""
         for change in changes:
             if isinstance(change, Beginning):
-                if change.parent == self.state.head:  # of the branches that begin later the state is not known
+                if change.parent == self.state.head:  # the states before later beginnings are unknown
                     self._remember_fork(change)
                 self.lineage.append(Stage(change.branch, change.round))
         self.changes = (self.changes + list(changes))[-CHANGES_MAX:]
@@ -169,7 +168,7 @@ class Line:
         self.has_new_trunk = True
 
     def answer(self, branch: bytes, number: int) -> History:
-        """What came after a round of a branch."""
+        """Returns the history after a round of a branch."""
         lineage = tuple(self.lineage)
         head = self.state.round
         end = self.end_of(branch)
@@ -193,7 +192,7 @@ class Line:
         return History(lineage, head, tuple(changes), base, tuple(steps[first : first + ENTRIES_MAX]))
 
     def _place_after(self, branch: bytes, number: int) -> int | None:
-        """The index of the step that follows a place; None if it is not kept."""
+        """Returns the index of the step after a round, or None if it is not kept."""
         if (self.base.branch, self.base.round) == (branch, number):
             return 0
         for place, certified in enumerate(self.steps):
@@ -211,7 +210,7 @@ class Line:
         return self._position_of(step.manifest.branch, step.manifest.round)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "history": (len(self.steps), self.kept),
             "changes of the roster": (len(self.changes), CHANGES_MAX),
@@ -221,19 +220,19 @@ class Line:
 
 
 def common_branch(mine: list[Stage], theirs: tuple[Stage, ...]) -> Stage | None:
-    """The last branch that two lines share."""
+    """Returns the last branch that two chains share."""
     theirs_too = set(theirs)  # a branch's id covers all that came before it
     return next((stage for stage in reversed(mine) if stage in theirs_too), None)
 
 
 def wins(other: Beginning, mine: Beginning) -> bool:
-    """Whether another branch, begun from the same certificate, beats mine."""
+    """Whether another branch that began from the same certificate beats ours."""
     theirs, ours = set(other.members), set(mine.members)
     return (len(theirs - ours), _rank(other.branch)) > (len(ours - theirs), _rank(mine.branch))
 
 
 def are_level(other: Beginning, mine: Beginning) -> bool:
-    """Whether nothing but their names tells two branches apart."""
+    """Whether only their ids decide between two branches."""
     theirs, ours = set(other.members), set(mine.members)
     return len(theirs - ours) == len(ours - theirs)
 

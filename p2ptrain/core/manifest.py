@@ -1,12 +1,12 @@
-"""The manifest: what a round applies, as a pure function of the availabilities that its proposal names.
+"""The manifest: the list of everything that a round applies, a pure function of the availabilities in its proposal.
 
-Whatever q - f of the q named availabilities attest goes in, nothing else, and nothing is left to the proposer but
-which q it names: contributions in the order of their authors' keys, payloads that were found bad, joins, leaves,
-evidence, who was not heard, and the newest state root. So everyone computes the manifest, and a proposal carries only
-its digest. What every honest member attests cannot be left out, and what no honest member attests cannot get in.
+It contains exactly what q - f of the q named availabilities attest: contributions in the order of their authors' keys,
+payloads that were found bad, joins, leaves, evidence, members that were not heard, and the newest state root. The
+proposer only chooses which q availabilities to name. So every node computes the manifest itself, and a proposal carries
+only its digest. Anything that every honest member attests gets in, and nothing that no honest member attests.
 
-Two contributions of one author for one round that are both attested prove a lie: neither is taken, and the author is
-banned. So is the author of a payload that q - f refuse, and whom evidence convicts.
+If two contributions of one author for one round are attested, the author has lied: neither is taken, and the author is
+banned. So are authors of payloads that q - f members refuse, and authors that evidence convicts.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
 
 NO_SERIAL = bytes(16)
-# Members may attest different names, so that more of them are attested than stand in one availability. But q of them
-# have room for q times as many, each counts q - f times, and q is less than twice q - f, whatever N.
+# Members may attest different names, so a manifest can hold more than one availability does. But q availabilities hold
+# at most q times as many names, each of which has to occur q - f times, and q < 2 (q - f) for every N.
 REFUSED_MAX = 2 * HELD_MAX
 ASKED_MAX = 2 * REQUESTS_MAX
 
 
 class Join(Struct, frozen=True, array_like=True):
-    """A key that is admitted, and the invitation that it used, if the run wants one."""
+    """A key to admit, and the invitation that it used, if the run requires one."""
 
     key: Key
     serial: Serial
-    last_round: Number  # of the invitation; 0: none was needed
+    last_round: Number  # of the invitation; 0 if none was needed
 
 
 class Request(Struct, frozen=True):
-    """What a verified join request, leave or evidence asks of the agreed state."""
+    """The change to the agreed state that a verified join request, leave or piece of evidence asks for."""
 
     join: Join | None = None
     leave: bytes = b""
@@ -66,23 +66,23 @@ class Request(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True, array_like=True, dict=True):
-    """What round `round` applies."""
+    """Everything that round `round` applies."""
 
     branch: Digest
     round: Number
-    parent: Digest  # the manifest before, or the branch
-    state: Digest  # the agreed state before
+    parent: Digest  # the previous manifest, or the branch
+    state: Digest  # the agreed state before this round
     root_round: Number
     root: Digest
-    taken: Annotated[tuple[Taken, ...], Meta(max_length=ADMITTED_MAX)]  # by rising author
+    taken: Annotated[tuple[Taken, ...], Meta(max_length=ADMITTED_MAX)]  # by author, ascending
     refused: Annotated[tuple[Short, ...], Meta(max_length=REFUSED_MAX)]  # announcements of bad payloads
     evidence: Annotated[tuple[Short, ...], Meta(max_length=ASKED_MAX)]
-    joins: Annotated[tuple[Join, ...], Meta(max_length=ASKED_MAX)]  # by rising key
+    joins: Annotated[tuple[Join, ...], Meta(max_length=ASKED_MAX)]  # by key, ascending
     leaves: Annotated[tuple[Key, ...], Meta(max_length=ASKED_MAX)]
     banned: Annotated[tuple[Key, ...], Meta(max_length=ADMITTED_MAX)]
-    absent: SeatBits  # members that fewer than q - f of the named heard
-    seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # has a seat from the next round on
-    unseated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # has none any more
+    absent: SeatBits  # members that fewer than q - f of the named authors heard
+    seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # have a seat from the next round on
+    unseated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # lose their seat
 
     @cached_property
     def digest(self) -> bytes:
@@ -100,15 +100,15 @@ Requests = Callable[[bytes], Request | None]
 
 
 class Missing(Struct, frozen=True):
-    """Attested announcements and requests that are not here yet: without them there is no manifest."""
+    """The names of attested announcements and requests that have to be fetched before the manifest can be computed."""
 
     names: tuple[bytes, ...]
 
 
 def attested(fields: Iterable[tuple[bytes, ...]], least: int) -> list[bytes]:
-    """The names that stand in at least `least` of the fields, rising."""
+    """Returns the names that occur in at least `least` of the fields, ascending."""
     counts: Counter[bytes] = Counter()
-    for names, times in Counter(fields).items():  # most fields are equal to one another
+    for names, times in Counter(fields).items():  # most fields are equal
         for name in names:
             counts[name] += times
     return sorted(name for name, times in counts.items() if times >= least)
@@ -122,7 +122,7 @@ def manifest_of(
     offer_of: Offers,
     request_of: Requests,
 ) -> Manifest | Missing:
-    """The manifest that these availabilities of the next round lead to."""
+    """Computes the manifest of the next round from these availabilities."""
     roster = state.roster
     least = roster.attesting
     held = attested((availability.held for availability in named), least)
@@ -149,7 +149,7 @@ def manifest_of(
     }
     absent = _unheard(named, roster.size, least)
     unseated = _unseated(state, run, banned | leaves, absent)
-    if len(unseated) == roster.size:  # a roster never becomes empty: then nobody in it goes
+    if len(unseated) == roster.size:  # a roster never becomes empty: rather nobody leaves it
         banned, leaves, unseated = banned - unseated, leaves - unseated, set()
     gone = banned | leaves
     taken = _oldest_of_each(offer for offer in candidates if offer.author not in gone | liars)
@@ -174,52 +174,51 @@ def manifest_of(
 
 
 def contradiction(manifest: Manifest, state: AgreedState, run: RunConfig, run_id: bytes) -> str | None:
-    """Why no availabilities whatever lead from a state to this manifest; None if some may.
+    """Returns why no availabilities can lead from a state to this manifest, or None if some may.
 
-    Whoever was not there can look into what a manifest says of the state before it, and no further: a quorum that is
-    not honest can still have left out what it likes. That nobody lost a seat is always possible, because a roster that
-    would become empty stays.
+    An outsider can check a manifest against the state before it, and no further: a dishonest quorum can still have left
+    out anything. It is always possible that nobody lost a seat, because a roster that would become empty is kept.
     """
     return next(_contradictions(manifest, state, run, run_id), None)
 
 
 def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig, run_id: bytes) -> Iterator[str]:
-    """The first is what counts: what comes after it may not even be defined."""
+    """Yields contradictions. Only the first counts: the checks after it may rely on it."""
     if not set(state.members) <= set(state.place):
-        yield "the state before it has members that were never admitted"
+        yield "the state before has members that were never admitted"
     gone, unseated = {*manifest.banned, *manifest.leaves}, set(manifest.unseated)
     seats = seats_in(manifest.absent)
     if seats and seats[-1] >= state.roster.size:
-        yield "it misses members that there are not"
+        yield "it reports absent members that do not exist"
     if unseated and unseated != _unseated(state, run, gone, seats):
-        yield "others lose their seats than have to"
+        yield "the wrong members lose their seats"
     if manifest.seated != _seated(
         state, run, run_id, {taken.author for taken in manifest.taken}, gone | unseated, len(unseated)
     ):
-        yield "others get seats than have earned them"
+        yield "keys get seats that have not earned them"
     if not gone <= set(state.place) or gone & {taken.author for taken in manifest.taken}:
-        yield "it takes from those who go, or sends away who was not there"
+        yield "it takes contributions of keys that go, or removes keys that were not admitted"
     if manifest.joins != tuple(_joins(state, run, list(manifest.joins), gone)):
-        yield "it admits who cannot be"
+        yield "it admits keys that cannot be admitted"
     if (manifest.root_round, manifest.root) != (state.root_round, state.root) and not (
         state.root_round < manifest.root_round <= state.round
     ):
-        yield "its state root is of no round that could be next"
+        yield "its state root is of a round that cannot be next"
     authors = [taken.author for taken in manifest.taken]
     rising = (authors, manifest.refused, manifest.evidence, manifest.leaves, manifest.banned)
     if any(first >= second for names in rising for first, second in pairwise(names)):
-        yield "what it names does not rise"
+        yield "its lists are not in ascending order"
     staleness = run.agreement.staleness_rounds_max
     for taken in manifest.taken:
         offer = Announcement(
             state.branch, taken.round, taken.base_round, state.root, taken.payload, taken.payload_bytes, taken.author
         )
         if not state.may_take(offer, staleness) or taken.base_round > taken.round:
-            yield f"it takes a contribution of round {taken.round} that it may not take"
+            yield f"it takes a contribution of round {taken.round} that cannot be taken"
 
 
 def _conflicting(candidates: list[Announcement]) -> set[bytes]:
-    """Who has two contributions for one round among the attested."""
+    """Returns the authors with two attested contributions for one round."""
     places = Counter((offer.author, offer.round) for offer in candidates)
     return {author for (author, _), times in places.items() if times > 1}
 
@@ -245,7 +244,7 @@ def _unheard(named: list[Availability], size: int, least: int) -> list[int]:
 
 
 def _unseated(state: AgreedState, run: RunConfig, gone: set[bytes], absent: list[int]) -> set[bytes]:
-    """Members that lose their seat: gone, or unheard for too long."""
+    """Returns the members that lose their seat: gone, or unheard for too long."""
     unheard = {state.members[seat] for seat in absent}
     limit = run.admission.absence_rounds_max
     return {
@@ -258,8 +257,8 @@ def _unseated(state: AgreedState, run: RunConfig, gone: set[bytes], absent: list
 def _seated(
     state: AgreedState, run: RunConfig, run_id: bytes, taken: set[bytes], out: set[bytes], freed: int
 ) -> tuple[bytes, ...]:
-    """Newcomers that have proved themselves, the longest admitted first; a few a round, so that the roster that
-    decides about them stays the larger part of the next."""
+    """Returns the newcomers that get a seat after probation, the longest admitted first; a few per round, so that the
+    roster that decides about them stays the larger part of the next one."""
     free = run.admission.seats_max - len(state.members) + freed
     most = min(free, max(1, len(state.members) // 4))
     if most <= 0 or len(state.admitted) == len(state.members):
@@ -277,7 +276,7 @@ def _seated(
 
 
 def _joins(state: AgreedState, run: RunConfig, joins: list[Join], gone: set[bytes]) -> tuple[Join, ...]:
-    """At most one of each key and one of each invitation, while there is room."""
+    """Returns the joins to grant: at most one per key and per invitation, while there is room."""
     room = run.admission.contributors_max - len(state.admitted)
     spent = {serial for serial, _ in state.spent}
     chosen: dict[bytes, Join] = {}

@@ -1,8 +1,8 @@
-"""My own place in the run: asking to be admitted, and leaving properly.
+"""This node's own membership: asks for admission, and leaves the run properly.
 
-A newcomer asks once it has the newest state, and again until a manifest admits it; what it was told to show (an
-invitation) goes with it. A leaver says so, and votes on until a manifest carries its leave, but not for longer than
-`leave_seconds`: the others should not lose a quorum to good manners.
+A newcomer sends join requests, with its invitation if it has one, from when it has the newest state until a manifest
+admits it. A leaving node announces that, and keeps voting until a manifest carries its leave or `leave_seconds` have
+passed, so that the others do not lose the quorum when it goes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from p2ptrain.core.messages import JoinRequest, Leave
 from p2ptrain.core.requests import Requests
 from p2ptrain.core.state import AgreedState
 
-JOIN_SECONDS = 5.0  # between requests; doubles, because a swarm that is busy needs no more of them
+JOIN_SECONDS = 5.0  # between requests; doubles, so as not to load a busy swarm
 JOIN_SECONDS_MAX = 60.0
 LEAVE_SECONDS = 5.0  # between repetitions of a leave
 
 
 class Membership:
-    """Of one node."""
+    """Sends this node's join requests and its leave."""
 
     def __init__(self, context: Context, requests: Requests, ticket: bytes) -> None:
         self.context, self.requests, self.ticket = context, requests, ticket
@@ -29,13 +29,13 @@ class Membership:
         self.has_stopped = False
 
     def leave(self) -> None:
-        """The user wants to leave the run."""
+        """Starts leaving the run."""
         if self.leave_until is None:
             self.leave_until = self.context.now + self.context.run.admission.leave_seconds
             self.next_at = 0.0
 
     def go_away(self) -> None:
-        """The user wants to end the node, which is to keep its place: to the others it is as if it had crashed."""
+        """Stops the node without leaving the run: to the others it looks like a crash."""
         if not self.has_stopped:
             self.has_stopped = True
             self.leave_until = self.context.now

@@ -1,18 +1,18 @@
-"""Wire messages: what nodes say to one another, each with one encoding and a bound on every length.
+"""Wire messages: the kinds of messages between nodes, each with one encoding and a bound on every length.
 
-A message travels in an envelope, msgpack [body, signature, attachment]; the body is an array of the kind's tag
-and its fields in order. There are no maps, no floats and no optional fields. `decode` encodes again what it
-read and compares, so that a message has exactly one encoding: an integer in nine bytes, a field too many or a
-string in place of bytes is refused. The signature is the author's, over
+A message travels in an envelope, msgpack [body, signature, attachment]; the body is an array of the kind's tag and its
+fields in order. There are no maps, floats or optional fields. `decode` encodes its result again and compares, so that a
+message has exactly one encoding: an integer in nine bytes, an extra field or a string in place of bytes is refused. The
+author signs
 
     "p2ptrain" | protocol version | run id | kind | digest of the body
 
-so that it says nothing in another run, in another version, or as another kind. A message's digest leaves the
-signature out: whoever can sign may be able to sign the same thing in two ways, and it is still the same thing.
+so that a signature is worthless in another run, in another version, or as another kind. A message's digest does not
+cover the signature: an author may be able to sign the same message in two ways, and it is still the same message.
 
-A `Certificate` has no author, but a quorum's signatures, and `Evidence` two envelopes: both prove themselves
-to anyone. Whatever a stranger can send passes `decode`. Past it, types say that a message is well formed;
-whether it means anything here and now is the core's to decide.
+A `Certificate` has no author but a quorum's signatures, and `Evidence` holds two signed envelopes: anyone can verify
+either. Everything that a stranger can send goes through `decode`. Behind it, types guarantee that a message is well
+formed; whether it matters in the current round is for the core to decide.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import DIGEST_BYTES, digest, leaf_digests, merkle_root
 from p2ptrain.errors import RemoteProtocolError
 
-ENVELOPE_BYTES_MAX = 1_000_000  # gossipsub drops what passes 1,048,446 bytes without a word to anyone
+ENVELOPE_BYTES_MAX = 1_000_000  # gossipsub silently drops anything over 1,048,446 bytes
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-SHORT_BYTES = 16  # names an announcement within its round: two that share it take 2**64 tries, and are of one author
+SHORT_BYTES = 16  # names an announcement within its round: a collision takes 2**64 tries, and one author
 SEATS_MAX = 256  # RunConfig.admission.seats_max
 ADMITTED_MAX = 1_024  # RunConfig.admission.contributors_max
-HELD_MAX = 2 * ADMITTED_MAX  # an author's oldest untaken announcement, and the second one that proves it lied
-REQUESTS_MAX = 512  # joins, leaves and evidence of a round; what does not fit waits for the next
+HELD_MAX = 2 * ADMITTED_MAX  # per author the oldest untaken announcement, and a second one that proves a lie
+REQUESTS_MAX = 512  # joins, leaves and evidence per round; the rest waits for the next
 ATTACHMENT_BYTES_MAX = 262_144  # RunConfig.agreement.inline_bytes_max at its largest
-PAYLOAD_BYTES_MAX = 2**32  # a billion parameters at k = 512 take a tenth of it
+PAYLOAD_BYTES_MAX = 2**32  # a billion parameters at k = 512 take a tenth of that
 TICKET_BYTES_MAX = 256  # an invitation: key, serial, last round, signature
-PROVEN_BYTES_MAX = 65_536  # each half of evidence; a proposal that names 256 availabilities takes 9 KB
+PROVEN_BYTES_MAX = 65_536  # per half of evidence; a proposal that names 256 availabilities takes 9 KB
 NUMBER_MAX = 2**48  # rounds, views and attempts: one a microsecond for nine years
 PROTOCOLS_MAX = 8  # protocol versions that a daemon speaks: the current one and the one before
 
@@ -55,7 +55,7 @@ Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATU
 SeatBits = Annotated[bytes, Meta(max_length=SEATS_MAX // 8)]
 
 NOTHING = bytes(DIGEST_BYTES)  # a vote for no manifest
-SETS = ("held", "refused", "requests", "availabilities", "members", "protocols")  # fields that rise strictly
+SETS = ("held", "refused", "requests", "availabilities", "members", "protocols")  # strictly ascending fields
 BITMAPS = ("heard", "seats", "announced", "available", "prevoted", "precommitted")
 
 
@@ -73,11 +73,11 @@ class Ballot(IntEnum):
 
 
 # ---------------------------------------------------------------------------------------------------
-# The kinds
+# The kinds of messages
 
 
 class Announcement(Struct, frozen=True, array_like=True, tag="announcement"):
-    """A contribution exists. Its payload may ride along as the attachment."""
+    """Announces a contribution. Its payload may be attached."""
 
     branch: Digest
     round: Number
@@ -89,7 +89,7 @@ class Announcement(Struct, frozen=True, array_like=True, tag="announcement"):
 
 
 class Availability(Struct, frozen=True, array_like=True, tag="availability"):
-    """What the author holds and has checked, and whom it heard."""
+    """Lists the contributions that the author holds and has checked, and the members that it heard."""
 
     branch: Digest
     round: Number
@@ -103,7 +103,7 @@ class Availability(Struct, frozen=True, array_like=True, tag="availability"):
 
 
 class Proposal(Struct, frozen=True, array_like=True, tag="proposal"):
-    """The availabilities that a view's manifest is a function of, and the digest of that manifest."""
+    """Names the availabilities that a view's manifest is computed from, and the digest of that manifest."""
 
     branch: Digest
     round: Number
@@ -124,7 +124,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
 
 
 class Certificate(Struct, frozen=True, array_like=True, tag="certificate"):
-    """A quorum's precommits for one manifest."""
+    """The precommits of a quorum for one manifest."""
 
     branch: Digest
     round: Number
@@ -135,7 +135,7 @@ class Certificate(Struct, frozen=True, array_like=True, tag="certificate"):
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """Where the author stands, so that a peer can hand over what it lacks."""
+    """Tells a peer the author's position and the messages that it holds, so that the peer can send the missing ones."""
 
     protocols: Annotated[tuple[Annotated[int, Meta(ge=1, lt=2**16)], ...], Meta(min_length=1, max_length=PROTOCOLS_MAX)]
     branch: Digest
@@ -145,7 +145,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     available: SeatBits
     prevoted: SeatBits
     precommitted: SeatBits
-    is_silent: bool  # the author does not know what it has said in this round, and takes no part in deciding it
+    is_silent: bool  # the author does not know its earlier votes of this round, and does not vote in it
     author: Key
 
 
@@ -163,7 +163,7 @@ class Leave(Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class Call(Struct, frozen=True, array_like=True, tag="call"):
-    """I have lost the quorum since this certificate; who is there?"""
+    """Says that the author lost the quorum after this certificate, and asks who else is there."""
 
     branch: Digest
     parent: Digest
@@ -172,7 +172,7 @@ class Call(Struct, frozen=True, array_like=True, tag="call"):
 
 
 class Regroup(Struct, frozen=True, array_like=True, tag="regroup"):
-    """With these members I go on from this certificate."""
+    """Signs a set of members that are to go on from this certificate."""
 
     branch: Digest
     parent: Digest
@@ -182,7 +182,7 @@ class Regroup(Struct, frozen=True, array_like=True, tag="regroup"):
 
 
 class Evidence(Struct, frozen=True, array_like=True, tag="evidence"):
-    """Two envelopes that no honest author would have signed both."""
+    """Two envelopes by one author, of which no honest author would have signed both."""
 
     first: Annotated[bytes, Meta(min_length=1, max_length=PROVEN_BYTES_MAX)]
     second: Annotated[bytes, Meta(min_length=1, max_length=PROVEN_BYTES_MAX)]
@@ -194,21 +194,21 @@ Message: TypeAlias = Authored | Certificate | Evidence
 
 class Envelope(Struct, frozen=True, array_like=True):
     body: bytes
-    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]  # empty for what proves itself
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]  # empty for certificates and evidence
     attachment: Annotated[bytes, Meta(max_length=ATTACHMENT_BYTES_MAX)]
 
 
 class Received(Struct, frozen=True, dict=True):
-    """A message that was decoded, whose signature holds."""
+    """A decoded message with a valid signature."""
 
     message: Message
     digest: bytes
-    envelope: bytes  # as it came: what evidence and handing over repeat
+    envelope: bytes  # as it was received, for evidence and for passing it on
     attachment: bytes
 
     @cached_property
     def name(self) -> bytes:
-        """By which others ask for it."""
+        """The short name by which peers ask for the message."""
         return self.digest[:SHORT_BYTES]
 
 
@@ -216,9 +216,9 @@ M = TypeVar("M", bound=Message)
 
 
 def read(received: Received, kind: type[M]) -> M:
-    """The message, of which the caller knows the kind."""
+    """Returns the message as the kind that the caller knows it to be."""
     message = received.message
-    assert isinstance(message, kind), "filed under its kind"
+    assert isinstance(message, kind), "messages are filed by kind"
     return message
 
 
@@ -233,25 +233,25 @@ def kind_of(message: Message) -> str:
 
 
 def encode(message: Message, signature: bytes = b"", attachment: bytes = b"") -> bytes:
-    """The envelope of a message."""
+    """Encodes a message into its envelope."""
     encoded = wire.encode(Envelope(wire.encode(message), signature, attachment))
-    assert len(encoded) <= ENVELOPE_BYTES_MAX, "the limits of the fields keep a message in an envelope"
+    assert len(encoded) <= ENVELOPE_BYTES_MAX, "the bounds of the fields keep every message below the limit"
     return encoded
 
 
 def open_envelope(envelope: bytes) -> tuple[bytes, bytes, bytes]:
-    """Body, signature and attachment of an envelope that was decoded before."""
+    """Returns body, signature and attachment of an envelope that was decoded before."""
     opened = _ENVELOPE.decode(envelope)
     return opened.body, opened.signature, opened.attachment
 
 
 def seal_envelope(body: bytes, signature: bytes) -> bytes:
-    """An envelope without an attachment."""
+    """Encodes an envelope without an attachment."""
     return wire.encode(Envelope(body, signature, b""))
 
 
 def signature_of(received: Received) -> bytes:
-    """The author's signature, as it stands in the envelope."""
+    """Returns the author's signature from the envelope."""
     return _ENVELOPE.decode(received.envelope).signature
 
 
@@ -260,42 +260,42 @@ def message_digest(message: Message) -> bytes:
 
 
 def payload_digest(payload: bytes) -> bytes:
-    """A Merkle root, so that above a piece's size each piece is checked as it arrives."""
+    """Returns the payload's Merkle root, so that each piece of a large payload can be checked as it arrives."""
     return merkle_root(leaf_digests(payload), len(payload))
 
 
 def signed_bytes(run_id: bytes, message: Message) -> bytes:
-    """What the author signs."""
+    """Returns the bytes that the author signs."""
     domain = f"p2ptrain {PROTOCOL_VERSION} {kind_of(message)}".encode()
     return domain + b"\0" + run_id + message_digest(message)
 
 
 def decode(data: bytes, verifier: Verifier) -> Received:
-    """The message in an envelope; RemoteProtocolError with the reason if there is none that an honest node sends."""
+    """Decodes and verifies an envelope; raises RemoteProtocolError with the reason if no honest node would send it."""
     if len(data) > ENVELOPE_BYTES_MAX:
-        raise RemoteProtocolError(f"message of {len(data)} bytes, the limit is {ENVELOPE_BYTES_MAX}")
+        raise RemoteProtocolError(f"a message of {len(data)} bytes, the limit is {ENVELOPE_BYTES_MAX}")
     envelope = decode_strictly(_ENVELOPE, data, "a message")
     message = decode_strictly(_MESSAGE, envelope.body, "a message")
     _check_form(message)
     _check_attachment(message, envelope.attachment)
     if isinstance(message, Certificate | Evidence):
         if envelope.signature:
-            raise RemoteProtocolError(f"a signature on a {kind_of(message)}, which proves itself")
+            raise RemoteProtocolError(f"the {kind_of(message)} must not be signed")
     elif len(envelope.signature) != SIGNATURE_BYTES or not verifier(
         message.author, signed_bytes(verifier.run_id, message), envelope.signature
     ):
-        raise RemoteProtocolError(f"a {kind_of(message)} with a wrong signature")
+        raise RemoteProtocolError(f"the {kind_of(message)} has an invalid signature")
     return Received(message, message_digest(message), data, envelope.attachment)
 
 
 def _check_form(message: Message) -> None:
-    """What types cannot say: sets rise, bitmaps end with a set bit, and parts agree with one another."""
+    """Checks what types cannot express: sets ascend, bitmaps have no trailing zero byte, and fields are consistent."""
     for name in type(message).__struct_fields__:
         value = getattr(message, name)
         if name in SETS and any(first >= second for first, second in pairwise(value)):
-            raise RemoteProtocolError(f"{name} do not rise")
+            raise RemoteProtocolError(f"{name} are not in ascending order")
         if name in BITMAPS and value[-1:] == b"\0":
-            raise RemoteProtocolError(f"{name} ends with a byte of no seats")
+            raise RemoteProtocolError(f"{name} ends with a zero byte")
     match message:
         case Proposal(view=view, valid_view=valid_view) if valid_view >= view:
             raise RemoteProtocolError(f"a proposal of view {view} backed by view {valid_view}")
@@ -303,13 +303,13 @@ def _check_form(message: Message) -> None:
             raise RemoteProtocolError(f"an announcement of round {number} from the later round {base_round}")
         case Certificate(seats=seats, signatures=signatures):
             if sum(octet.bit_count() for octet in seats) != len(signatures):
-                raise RemoteProtocolError(f"a certificate with {len(signatures)} signatures for other seats")
+                raise RemoteProtocolError(f"a certificate whose {len(signatures)} signatures do not match its seats")
             if message.manifest == NOTHING:
-                raise RemoteProtocolError("a certificate of no manifest")
+                raise RemoteProtocolError("a certificate for no manifest")
         case Regroup(members=members, author=author) if author not in members:
-            raise RemoteProtocolError("a regroup without its author")
+            raise RemoteProtocolError("a regroup whose author is not in the set")
         case Evidence(first=first, second=second) if first >= second:
-            raise RemoteProtocolError("evidence whose halves do not rise")
+            raise RemoteProtocolError("evidence whose halves are not in ascending order")
         case _:
             pass
 
@@ -318,6 +318,6 @@ def _check_attachment(message: Message, attachment: bytes) -> None:
     if not attachment:
         return
     if not isinstance(message, Announcement):
-        raise RemoteProtocolError(f"an attachment to a {kind_of(message)}")
+        raise RemoteProtocolError(f"the {kind_of(message)} must not have an attachment")
     if len(attachment) != message.payload_bytes or payload_digest(attachment) != message.payload:
         raise RemoteProtocolError("an attachment that is not the announced payload")

@@ -1,16 +1,16 @@
 """The node: events in, effects out.
 
-`handle` gives an event to the part that it concerns, and then lets the node go on as far as it can: a round that was
-decided leads to the next, a certified round is applied, training begins. The parts are a round (round.py), what
-outlives it (offers, payloads, requests, arrivals), my line of history and the way back to it (line.py, catchup.py),
-my own work (work.py), and what happens when messages or members are lost (repair.py, regroup.py).
+`handle` passes an event to the part that it concerns, and then lets the node advance as far as it can: a decided round
+leads to the next one, a certified round is applied, training begins. The parts are the round (round.py), the pools that
+outlive it (offers, payloads, requests, arrivals), the chain and catching up with others (line.py, catchup.py), training
+and applying (work.py), and recovery from lost messages and lost members (repair.py, regroup.py).
 
-Most messages only add to what is counted, and the node goes on when a count is full. `_may_rest` and
-`_counted` are the one place that knows what `_go_on` looks at: while none of that has changed, and the deadline has
-not come, going on would do nothing.
+Most messages only increase a count, and the node advances when the count reaches a threshold. `_may_rest` and
+`_counted` are the only place that knows which state `_go_on` depends on: while none of it has changed and the deadline
+has not passed, `_go_on` would do nothing.
 
-One deadline stands for all timers. Only time in which the node ran counts: a clock that goes back is taken as having
-stood still, and so is one that goes far beyond the deadline, because the machine slept or somebody set it.
+A single deadline stands for all timers. Only time in which the node ran counts: a clock that jumps back is treated as
+having stood still, and so is one that jumps far beyond the deadline, because the machine slept or the clock was set.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from p2ptrain.core.trust import Trust
 from p2ptrain.core.work import Work
 from p2ptrain.errors import DataError
 
-GAP_SECONDS = 5.0  # after the deadline: by then the driver would have come, had the machine not slept
-PEERS_MAX = 1_024  # connections that the core knows of; an edge keeps far fewer
-SAVE_SCORES_SECONDS = 60.0  # a restart may forget what was observed in the last minute
+GAP_SECONDS = 5.0  # after the deadline: a driver that comes later than this means that the machine slept
+PEERS_MAX = 1_024  # connections that the core tracks; the network layer keeps far fewer
+SAVE_SCORES_SECONDS = 60.0  # a restart may lose the observations of the last minute
 RECALL_MARGIN = 2  # rounds: others may be one behind what we had seen, and we may have been one ahead
 
 
 class Node:
-    """One participant's share of the protocol."""
+    """The protocol's state machine for one participant."""
 
     def __init__(self, run: RunConfig, run_id: bytes, me: bytes, signer: Signer, rng: Random) -> None:
         self.context = Context(run, run_id, me, signer, rng)
@@ -72,15 +72,15 @@ class Node:
         self.regrouping: Regrouping
         self.membership: Membership
         self.inbox: Inbox
-        self.trust: Trust | None = None  # as long as no history has the head that we were told to trust
-        self.recalled: dict[bytes, int] | None = None  # where members stand, while we do not know what we said
+        self.trust: Trust | None = None  # until a history with the trusted head is found
+        self.recalled: dict[bytes, int] | None = None  # members' rounds, while we do not know what we have sent
         self._view = NodeView(self)
         self._saved_scores = b""
         self._saved_scores_at = 0.0
         self._last = 0.0
-        self._shift = 0.0  # from the driver's clock to ours, which neither sleeps nor goes back
-        self._due = 0.0  # the deadline in our own time
-        self._rested: tuple[object, ...] | None = None  # what `_counted` was when we had gone on; None: stay awake
+        self._shift = 0.0  # from the driver's clock to ours, which never jumps or goes back
+        self._due = 0.0  # the deadline on our own clock
+        self._rested: tuple[object, ...] | None = None  # `_counted` after the last `_go_on`; None: must not rest
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Started: self._started,
             ev.MalformedReceived: self._malformed_received,
@@ -102,7 +102,7 @@ class Node:
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        """Take in a fact; what is to be done about it."""
+        """Processes an event and returns the effects to carry out."""
         context, before = self.context, self._shift
         if now < self._last:
             self._shift += self._last - now
@@ -110,7 +110,7 @@ class Node:
         slept = self.deadline is not None and now > self.deadline + GAP_SECONDS
         if self.deadline is not None and slept:
             self._shift -= now - self.deadline
-        if now + self._shift < context.now:  # rounded
+        if now + self._shift < context.now:  # a rounding error
             self._shift = context.now - now
         context.now = max(context.now, now + self._shift)
         if slept:
@@ -118,24 +118,24 @@ class Node:
         self._handlers[type(event)](event)
         is_quiet = type(event) is ev.MessageReceived and not context.effects and self._shift == before
         if is_quiet and context.now < self._due and self._rested is not None and self._counted() == self._rested:
-            return []  # only counted: nothing to do, and the deadline is what it was
+            return []  # nothing to do, and the deadline is unchanged
         self._go_on()
         self._rested = self._counted() if self.trust is None and self._may_rest() else None
         effects, context.effects = context.effects, []
         return effects
 
     def _may_rest(self) -> bool:
-        """Whether only what `_counted` shows, the deadline, or another event than a message can let us go on."""
+        """Whether only a change of `_counted`, the deadline, or an event other than a message can let us advance."""
         regrouping, work, now = self.regrouping, self.work, self.context.now
         is_working = work.is_current or work.applying is not None or work.catching is not None
         is_called = regrouping.attempt >= 0 or bool(regrouping.calls or regrouping.signed)
         stall = self.context.run.agreement.stall_seconds
-        is_late = regrouping.since is not None and now >= regrouping.since + stall  # it counts who was heard when
+        is_late = regrouping.since is not None and now >= regrouping.since + stall  # then every message counts
         is_waiting = is_working and not (is_called or is_late) and self.context.me in self.here.state.place
         return is_waiting and not self._is_agreeing()
 
     def _is_agreeing(self) -> bool:
-        """Whether any message may bring this round on, and not only one that fills a count."""
+        """Whether any message may advance this round, and not only one that reaches a threshold."""
         here, agreement = self.here, self.here.agreement
         if agreement.is_due or agreement.decided is not None or here.questions.open:
             return True
@@ -147,7 +147,7 @@ class Node:
         return may_propose and agreement.proposer(agreement.view) == self.context.me
 
     def _counted(self) -> tuple[object, ...]:
-        """All that `_go_on` looks at and a message may change without an effect. It is asked for each of them."""
+        """Returns the state that `_go_on` depends on and that a message may change without an effect. Must be cheap."""
         here, catching_up, regrouping = self.here, self.catching_up, self.regrouping
         agreement = here.agreement
         return (
@@ -170,7 +170,7 @@ class Node:
         )
 
     # -----------------------------------------------------------------------------------------------
-    # The beginning
+    # Startup
 
     def _started(self, event: ev.Started) -> None:
         context, saved = self.context, event.saved
@@ -210,7 +210,7 @@ class Node:
         self.has_started = True
 
     def _stand_by(self, records: list[ev.Said]) -> None:
-        """We have been in this round before: what was said holds, and what it rests on is here again."""
+        """Restores our own messages of a round that we were in before, and the messages that back them."""
         here, context = self.here, self.context
         said = [decode(record.envelope, context.signer) for record in records]
         self.regrouping.restore([each for each in said if isinstance(each.message, Regroup)])
@@ -311,7 +311,7 @@ class Node:
             self.membership.leave()
 
     def _tick(self, event: ev.Tick) -> None:
-        """Everything whose time has come is done by `_go_on`."""
+        """Does nothing: `_go_on` does everything that is due."""
 
     def _woke_up(self) -> None:
         self.context.counters["gaps"] += 1
@@ -319,11 +319,11 @@ class Node:
         self.repair.greet(self.here, *self.context.some_peers(3))
 
     # -----------------------------------------------------------------------------------------------
-    # Going on
+    # Advancing
 
     def _go_on(self) -> None:
-        """Do all that can be done now."""
-        if self.trust is not None:  # then that is nothing but looking for a history, or leaving
+        """Does everything that can be done now."""
+        if self.trust is not None:  # until then, only look for a history, or leave
             self.trust.tick()
             self.membership.tick(self.line.state, is_current=False)
             self._rest(self.trust.deadline, self.membership.deadline(self.line.state))
@@ -352,20 +352,20 @@ class Node:
         )
 
     def _rest(self, *times: float | None) -> None:
-        """Until the first of these."""
+        """Sets the deadline to the earliest of these times."""
         due = self._due = max(self.context.now, min(time for time in times if time is not None))
         self.deadline = due - self._shift
-        while self.deadline + self._shift < due:  # rounded down, a tick would come just before what it is for
+        while self.deadline + self._shift < due:  # if rounded down, the tick would come just too early
             self.deadline = nextafter(self.deadline, inf)
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether we need something from others, and not only from our own device."""
+        """Whether we are waiting for others, and not only for our own device."""
         is_outside = self.context.me not in self.line.state.place
         return self.here.closed_at is not None or self.catching_up.is_behind or is_outside
 
     def _decide(self) -> bool:
-        """Go to the next round, if this one was decided."""
+        """Enters the next round if this one was decided."""
         entry = self.here.decision() if self.here.agreement.decided else None
         if entry is None or self.context.is_halted:
             return False
@@ -374,7 +374,7 @@ class Node:
         return True
 
     def _regroup(self) -> bool:
-        """Begin a branch with those who are left, if a quorum of them has signed it."""
+        """Begins a branch with the remaining members if a quorum of them has signed it."""
         if not self.regrouping.signed or self.context.run.agreement.on_quorum_loss == "halt":
             return False
         beginning = self.regrouping.beginning()
@@ -399,7 +399,8 @@ class Node:
         self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
 
     def _leave_branch(self) -> None:
-        """Should this branch win in the end, a restart in between must not let us say twice what we said there."""
+        """Records that we stay silent on the branch that we leave, so that we do not contradict ourselves there if a
+        restart intervenes and the branch wins in the end."""
         left = self.line.state
         spoken = left.round + 1 + self.context.run.agreement.overlap_rounds
         self.context.emit(ev.Persist(ev.Silence(left.branch, spoken)))
@@ -424,7 +425,7 @@ class Node:
         self._save_scores()
 
     def _save_scores(self) -> None:
-        """What we observed of peers survives a restart."""
+        """Persists the peers' scores now and then, so that they survive a restart."""
         context = self.context
         if context.now - self._saved_scores_at < SAVE_SCORES_SECONDS:
             return
@@ -438,7 +439,7 @@ class Node:
         self.context.payloads.keep(self.context.offers.by_payload.keys() | self.work.payloads_needed())
 
     def _adopt(self, verified: Verified) -> None:
-        """Follow what a peer has proved."""
+        """Follows the history that a peer has proved."""
         context, line = self.context, self.line
         point = verified.point
         if point is not line.state:
@@ -449,7 +450,7 @@ class Node:
         base = verified.base
         if base is not None:
             line.rebase(verified.changes, base)
-        elif not line.steps:  # perhaps the point is older than what is kept: the store must begin there, too
+        elif not line.steps:  # the point may be older than the kept history: the store has to begin there, too
             base = line.base
         for step, state in verified.steps:
             self._follow(step, state, base)
@@ -458,10 +459,11 @@ class Node:
         self._begin_round(self.here)
 
     def recall(self, member: bytes, number: int) -> None:
-        """A member says where it stands, and we do not know what we have said: be silent for as long as it may be.
+        """Notes a member's round, to find out how long we have to stay silent after losing our log.
 
-        In any quorum is an honest member that has voted in the last round that was decided; we can have spoken in
-        the next at most. What f liars invent far beyond the rest is cut, so that it does not silence us for ever.
+        Any quorum includes an honest member that voted in the last decided round, and we can have spoken in the next
+        one at most. Rounds far beyond the rest, which f liars may have made up, are capped, so that they do not silence
+        us for ever.
         """
         assert self.recalled is not None
         self.recalled[member] = number
@@ -475,14 +477,14 @@ class Node:
             self.context.emit(ev.Persist(ev.Silence(b"", self.context.silent_everywhere)))
 
     # -----------------------------------------------------------------------------------------------
-    # What others see
+    # Views for others
 
     def view(self) -> NodeView:
-        """All that others may see; not before the node has started."""
+        """Returns the read-only view of the node, for everyone outside the core."""
         return self._view
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Every buffer's size and bound."""
+        """Returns the size and bound of every buffer."""
         context = self.context
         members = self.line.state.place
         owners: tuple[Any, ...] = (

@@ -1,9 +1,9 @@
-"""Contributions on offer: the announcements that are here, and what became of their payloads.
+"""Offers: the pool of announced contributions that may still be taken.
 
-An announcement is named by the first 16 bytes of its digest. Of each admitted author the pool keeps what may still
-be taken: its oldest round, which is the one a manifest takes, and the newest ones up to a bound, with at most two
-announcements a round, so that a lie stays visible and nothing more of it is kept. Payloads themselves are the
-driver's; here it is only noted whether they are held, as long as announced, and found good by the strict decoder.
+An announcement is named by the first 16 bytes of its digest. For each admitted author the pool keeps its oldest round,
+which is the one that a manifest takes, and the newest ones up to a bound. It keeps at most two announcements per round,
+enough to prove a lie. The payloads themselves are with the driver; payloads.py records whether they are held, have the
+announced length, and were found good by the strict decoder.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Availa
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.state import AgreedState
 
-ROUNDS_KEPT = 3  # of one author, an honest one has two on offer at most
-OFFERS_OF_AUTHOR_MAX = 2 * ROUNDS_KEPT + 2 * SEATS_MAX  # with those that members attest, two each, which we then need
+ROUNDS_KEPT = 3  # per author; an honest one has two on offer at most
+OFFERS_OF_AUTHOR_MAX = 2 * ROUNDS_KEPT + 2 * SEATS_MAX  # with two more per member that attests them, which we then need
 OFFERS_MAX = 2 * ROUNDS_KEPT * ADMITTED_MAX + 4 * SEATS_MAX * SEATS_MAX
 
 
 class Verdict(Enum):
     NEW = "new"
     USELESS = "useless"
-    CONFLICT = "conflict"  # the author has announced something else for this round
-    FULL = "full"  # so many of this author's wait already
+    CONFLICT = "conflict"  # the author has announced a different one for this round
+    FULL = "full"  # too many of this author's are waiting already
 
 
 class Offer(Struct):
@@ -35,7 +35,7 @@ class Offer(Struct):
 
 
 class Offers:
-    """The pool of one node."""
+    """The pool of announcements, by name, author and payload."""
 
     def __init__(self, staleness: int, payloads: Payloads) -> None:
         self.staleness, self.payloads = staleness, payloads
@@ -44,7 +44,7 @@ class Offers:
         self.by_payload: dict[bytes, list[Offer]] = {}
 
     def add(self, received: Received, asked_for: bool = False) -> Verdict:
-        """Take in an announcement by an admitted author, of a round that may still count."""
+        """Adds an announcement by an admitted author for a round that may still count."""
         announcement = read(received, Announcement)
         name = received.name
         if name in self.by_name:
@@ -61,12 +61,12 @@ class Offers:
             mine.append(offer)
         self.by_name[name] = offer
         self.by_payload.setdefault(announcement.payload, []).append(offer)
-        if announcement.author == self.payloads.context.me:  # so it is with what we have made ourselves
+        if announcement.author == self.payloads.context.me:  # our own: the announced length is true
             self.payloads.sizes[announcement.payload] = announcement.payload_bytes
         return verdict
 
     def _verdict(self, mine: list[Offer], number: int, asked_for: bool) -> Verdict:
-        """What another announcement, for this round, is to those of its author."""
+        """Decides about another announcement for a round, given those of its author."""
         same = sum(offer.announcement.round == number for offer in mine)
         if asked_for:
             if len(mine) >= OFFERS_OF_AUTHOR_MAX:
@@ -78,7 +78,7 @@ class Offers:
         return Verdict.CONFLICT if same else Verdict.NEW
 
     def conflicting(self, received: Received) -> Received:
-        """The first announcement that the same author made for the same round."""
+        """Returns the first announcement of the same author for the same round."""
         announcement = read(received, Announcement)
         return next(
             offer.received
@@ -91,23 +91,23 @@ class Offers:
         return offer.announcement if offer else None
 
     def is_good(self, announcement: Announcement) -> bool:
-        """Whether its payload is here, and is what was announced."""
+        """Whether the payload of an announcement is here and matches it."""
         return self.payloads.is_good(announcement.payload, announcement.payload_bytes)
 
     def has_from(self, author: bytes, state: AgreedState) -> bool:
-        """Whether a good contribution of this author, which the next round may take, is held."""
+        """Whether we hold a good contribution of this author that the next round may take."""
         return any(
             self.is_good(offer.announcement) and state.may_take(offer.announcement, self.staleness)
             for offer in self.by_author.get(author, ())
         )
 
     def are_of_others(self, names: tuple[bytes, ...], author: bytes) -> bool:
-        """Whether all of these are known, and none is this author's."""
+        """Whether all of these announcements are known and none of them is by this author."""
         known = [self.by_name.get(name) for name in names]
         return all(offer is not None and offer.announcement.author != author for offer in known)
 
     def attestable(self, state: AgreedState) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """What an availability for the next round names as held and as refused: of each author the oldest round."""
+        """Returns the names that our availability lists as held and as refused: the oldest round of each author."""
         held: list[bytes] = []
         refused: list[bytes] = []
         here, checked = self.payloads.held, self.payloads.checked
@@ -129,7 +129,7 @@ class Offers:
         return tuple(sorted(held)), tuple(sorted(refused))
 
     def holders(self, payload: bytes, available: dict[bytes, list[Received]]) -> list[bytes]:
-        """Members whose availability says that they hold a payload."""
+        """Returns the members whose availability says that they hold a payload."""
         names = [offer.name for offer in self.by_payload.get(payload, ())]
         return [
             author
@@ -138,7 +138,7 @@ class Offers:
         ]
 
     def prune(self, state: AgreedState) -> None:
-        """Forget what can no longer be taken."""
+        """Forgets announcements that can no longer be taken."""
         for author in list(self.by_author):
             kept = [
                 offer
@@ -157,7 +157,7 @@ class Offers:
                 self.by_payload.setdefault(offer.announcement.payload, []).append(offer)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "offers": (len(self.by_name), OFFERS_MAX),
             "offers of an author": (max(map(len, self.by_author.values()), default=0), OFFERS_OF_AUTHOR_MAX),

@@ -1,11 +1,11 @@
-"""Payloads: which are here, and which are being fetched, from whom.
+"""Payloads: tracks which payloads are here and which are being fetched, and chooses the peers to fetch from.
 
-The driver holds the bytes, fetches one payload from the first source that has it, and says so for every source that
-does not. Here it is decided what is wanted and who is asked, and how long to wait before all are asked again.
+The driver holds the bytes, fetches a payload from the first source that has it, and reports every source that does not.
+This module decides which payloads are wanted, which peers are asked, and when to retry.
 
-How long a payload is, and whose, is what an announcement claims, and a liar may announce another's payload with a
-false length. So each author's claim is fetched by itself, and none stands in the way of the right one. The digest
-covers the length: of what is here it is known, and an announcement with another one has been found to be bad.
+An announcement claims a payload's length and author, and a liar may announce somebody else's payload with a false
+length. So each author's claim is fetched separately, and none of them blocks the right one. The digest covers the
+length: for a payload that is here it is known, and announcements with another length are bad.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from p2ptrain.core.reputation import Reason
 if TYPE_CHECKING:
     from p2ptrain.core.context import Context
 
-SOURCES_MAX = 8  # that one fetch tries; the next tries others
+SOURCES_MAX = 8  # sources per fetch; the next fetch tries others
 RETRY_SECONDS = 1.0  # after all sources have failed; doubles
 RETRY_SECONDS_MAX = 30.0
-ANSWER_SECONDS = 120.0  # a driver that says nothing for so long is asked again: 100 MB at 1 MB/s
-CLAIMS_MAX = ADMITTED_MAX  # of one payload: nobody else may announce
-PAYLOADS_MAX = 16 * ADMITTED_MAX  # on offer or certified and not yet applied
+ANSWER_SECONDS = 120.0  # after this time without a result, the driver is asked again: 100 MB at 1 MB/s
+CLAIMS_MAX = ADMITTED_MAX  # per payload: nobody else may announce it
+PAYLOADS_MAX = 16 * ADMITTED_MAX  # on offer, or certified and not yet applied
 
 
 class Want(Struct):
-    claims: dict[bytes, int]  # by author: how many bytes it says there are, as it said last
-    sources: dict[bytes, None]  # who may have it
-    is_old: bool = False  # it was agreed on: its author may be gone, and every member has it
-    asked: int = 0  # sources that have not answered
+    claims: dict[bytes, int]  # by author: the length in bytes that it claimed last
+    sources: dict[bytes, None]  # peers that may have it
+    is_old: bool = False  # already agreed on: its author may be gone, but every member has it
+    asked: int = 0  # sources that have not answered yet
     tries: int = 0
     next_at: float = 0.0
 
     @property
     def is_contested(self) -> bool:
-        """Whether some author lies about the length: then who does not have it so has done nothing wrong."""
+        """Whether authors disagree about the length: then a source that does not have it is not to blame."""
         return len(set(self.claims.values())) > 1
 
 
 class Payloads:
-    """Of one node."""
+    """The payloads that are held or wanted, and the fetches under way."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.held: dict[bytes, bool] = {}  # good or bad
-        self.sizes: dict[bytes, int] = {}  # of those, in bytes, where it is known, and of ours
+        self.held: dict[bytes, bool] = {}  # True if it was found good
+        self.sizes: dict[bytes, int] = {}  # lengths in bytes, where known
         self.wanted: dict[bytes, Want] = {}
         self.deadline: float | None = None
 
     def is_good(self, payload: bytes, payload_bytes: int = 0) -> bool:
-        """Whether it is here, and of this length if one is given."""
+        """Whether a good payload is here, with this length if one is given."""
         return self.checked(payload, payload_bytes) is True
 
     def checked(self, payload: bytes, payload_bytes: int) -> bool | None:
-        """Whether what was announced with this length is good; None: it is not here."""
+        """Whether a payload announced with this length is good, or None if it is not here."""
         good = self.held.get(payload)
         size = self.sizes.get(payload, 0)
         is_false = good is True and 0 not in (size, payload_bytes) and size != payload_bytes
@@ -73,7 +73,7 @@ class Payloads:
         sources: Iterable[bytes] = (),
         is_old: bool = False,
     ) -> None:
-        """Get this payload, if it is not here. The driver looks into its own store first."""
+        """Fetches a payload that is not here. The driver looks into its own store first."""
         if payload in self.held:
             return
         want = self.wanted.get(payload)
@@ -90,11 +90,11 @@ class Payloads:
                 want.sources.setdefault(source)
         if want.asked == 0 and want.next_at <= self.context.now:
             self._fetch(payload, want)
-        elif is_new:  # beside what is under way, which may be a liar's claim, and without putting off the next try
+        elif is_new:  # in parallel, as the claim under way may be false; the retry stays scheduled
             want.asked += self._fetch_claim(payload, want, author)
 
     def add_source(self, payload: bytes, source: bytes) -> None:
-        """This peer says that it holds a payload that we lack."""
+        """Notes that a peer says it holds a payload that we lack."""
         want = self.wanted.get(payload)
         if want is not None and len(want.sources) < 4 * SOURCES_MAX and source != self.context.me:
             want.sources.setdefault(source)
@@ -106,7 +106,7 @@ class Payloads:
         self._reschedule()
 
     def _fetch_claim(self, payload: bytes, want: Want, author: bytes) -> int:
-        """Fetch what one author has claimed; how many are asked."""
+        """Fetches a payload as one author has announced it, and returns the number of sources."""
         context = self.context
         others = context.reputation.preferred([peer for peer in want.sources if peer != author], context.now)
         if want.tries:
@@ -118,7 +118,7 @@ class Payloads:
         return len(sources)
 
     def arrived(self, payload: bytes, good: bool, payload_bytes: int = 0) -> bool:
-        """It is here; False if it had not been wanted."""
+        """Records a payload that was fetched; returns False if it was not wanted."""
         if self.wanted.pop(payload, None) is None:
             return False
         self._hold(payload, good, payload_bytes)
@@ -126,7 +126,7 @@ class Payloads:
         return True
 
     def came_along(self, payload: bytes, good: bool, payload_bytes: int = 0) -> bool:
-        """It rode along with its announcement; False if it had not been wanted."""
+        """Records a payload that was attached to its announcement; returns False if it was not wanted."""
         want = self.wanted.pop(payload, None)
         self._hold(payload, good, payload_bytes)
         return want is not None
@@ -140,7 +140,7 @@ class Payloads:
             self.sizes[payload] = payload_bytes
 
     def failed(self, payload: bytes, peer: bytes) -> None:
-        """A source does not have it, or cannot be reached."""
+        """Records that a source does not have a payload or cannot be reached."""
         want = self.wanted.get(payload)
         if want is None:
             return
@@ -164,14 +164,14 @@ class Payloads:
         self.deadline = min((want.next_at for want in self.wanted.values()), default=None)
 
     def keep(self, payloads: Collection[bytes]) -> None:
-        """Forget all others."""
+        """Forgets all payloads but these."""
         self.held = {payload: good for payload, good in self.held.items() if payload in payloads}
         self.sizes = {payload: size for payload, size in self.sizes.items() if payload in payloads}
         self.wanted = {payload: want for payload, want in self.wanted.items() if payload in payloads}
         self._reschedule()
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "payloads held": (len(self.held), PAYLOADS_MAX),
             "payloads whose length is known": (len(self.sizes), PAYLOADS_MAX),

@@ -1,9 +1,9 @@
-"""Questions: messages that a round needs and lacks, by name, and who may have them.
+"""Questions: requests for named messages that a round needs and lacks.
 
-Each is asked of one peer at a time, and of the next one when no answer came. Of more who may have it some are drawn,
-after the first, and who was asked in vain makes way for others: else those who vote first, or come first by their keys,
-could be liars and all of them. The answer is a message like any other; that it was asked for lets it pass bounds that
-keep strangers out.
+Each message is asked of one peer at a time, and of the next one if no answer comes. If many peers may have it, some are
+drawn at random after the first, and peers that were asked in vain are replaced: otherwise the peers that vote first, or
+have the lowest keys, could all be liars. The answer is a message like any other, but because it was asked for it is
+exempt from the bounds that keep strangers out.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from itertools import islice
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Ask
 
-ASK_SECONDS = 1.0  # until an unanswered question goes to somebody else; doubles
+ASK_SECONDS = 1.0  # until an unanswered question goes to the next peer; doubles
 DOUBLINGS_MAX = 5
-QUESTIONS_MAX = 4_096  # of a round: every availability and offer of it, twice
-UNNEEDED_MAX = QUESTIONS_MAX // 2  # of those for what no proposal needs: anyone may name what does not exist
-NAMES_MAX = 256  # of one question
-SOURCES_MAX = 8  # peers that a question goes to in turn, before there are others
+QUESTIONS_MAX = 4_096  # per round: every availability and offer of it, twice
+UNNEEDED_MAX = QUESTIONS_MAX // 2  # for messages that no proposal needs: anyone may name one that does not exist
+NAMES_MAX = 256  # per question
+SOURCES_MAX = 8  # peers that a question goes to in turn, until they are replaced
 
 
 @dataclass(slots=True)
 class Question:
-    """A message that we lack."""
+    """A missing message, and the peers that may have it."""
 
-    sources: list[bytes]  # first the one asked last, then those to come, then those asked in vain
+    sources: list[bytes]  # first the one asked last, then the next ones, then those asked in vain
     next_at: float
     is_needed: bool
     tries: int = 0
-    in_vain: int = 0  # sources at the end
+    in_vain: int = 0  # sources at the end of the list that were asked in vain
 
     def next_source(self) -> bytes:
-        """Go on to the next one."""
+        """Moves on to the next source and returns it."""
         self.sources.append(self.sources.pop(0))
         self.in_vain = min(self.in_vain + 1, len(self.sources) - 1)
         return self.sources[0]
@@ -44,7 +44,7 @@ class Question:
         return SOURCES_MAX - len(self.sources) + self.in_vain
 
     def add(self, sources: list[bytes]) -> None:
-        """As many as there is room for; of those that were asked in vain the first make way."""
+        """Adds as many sources as there is room for, replacing the first ones that were asked in vain."""
         sources = sources[: self.room]
         place = len(self.sources) - self.in_vain
         self.sources[place:place] = sources
@@ -55,7 +55,7 @@ class Question:
 
 
 class Questions:
-    """Of one round."""
+    """The open questions of one round."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -63,12 +63,12 @@ class Questions:
         self.unneeded = 0
 
     def ask(self, names: Iterable[bytes], sources: list[bytes], is_needed: bool = False) -> None:
-        """Ask for these, unless that has just been done. `is_needed`: a proposal, ours or another's, waits for them.
+        """Asks for messages, unless just asked for. `is_needed`: a proposal, ours or another's, waits for them.
 
-        What is needed finds room and is asked for anew, whoever has named it before: else a few liars, who name what
-        does not exist, or are asked for what they keep to themselves, would hold up every proposal.
+        Needed messages always find room and are asked for anew, whoever named them before: otherwise a few liars that
+        name messages that do not exist, or withhold messages that they are asked for, would hold up every proposal.
         """
-        named = tuple(islice(names, QUESTIONS_MAX))  # else one call would push out, and ask again, its own
+        named = tuple(islice(names, QUESTIONS_MAX))  # otherwise one call could evict its own questions
         if all((known := self.open.get(name)) and known.is_needed >= is_needed and not known.room for name in named):
             return
         others = self._drawn([source for source in sources if source != self.context.me])
@@ -82,7 +82,7 @@ class Questions:
             elif is_needed or (self.unneeded < UNNEEDED_MAX and len(self.open) < QUESTIONS_MAX):
                 self._close(name)
                 if len(self.open) >= QUESTIONS_MAX:
-                    self._close(next(iter(self.open)))  # the oldest: if its proposal still counts, it is asked anew
+                    self._close(next(iter(self.open)))  # the oldest: if it still matters, it is asked again
                 first = others[:SOURCES_MAX] + [source for source in before if source not in others]
                 self.open[name] = Question(first[:SOURCES_MAX], self.context.now + ASK_SECONDS, is_needed)
                 self.unneeded += not is_needed
@@ -92,7 +92,7 @@ class Questions:
             self._emit(others[0], fresh)
 
     def _drawn(self, sources: list[bytes]) -> list[bytes]:
-        """The first, who should have it, and then the others by chance, those with the best record before the rest."""
+        """Orders sources: the first one, which should have it, then the others at random, best reputation first."""
         rest = list(dict.fromkeys(sources[1:]))
         self.context.rng.shuffle(rest)
         return sources[:1] + self.context.reputation.preferred(rest, self.context.now)
@@ -106,7 +106,7 @@ class Questions:
             self.unneeded -= not question.is_needed
 
     def tick(self, is_known: Callable[[bytes], bool]) -> None:
-        """Ask again what is still unknown."""
+        """Asks again for messages that are still unknown."""
         now = self.context.now
         by_peer: dict[bytes, list[bytes]] = {}
         for name, question in list(self.open.items()):
@@ -131,7 +131,7 @@ class Questions:
         return min((question.next_at for question in self.open.values()), default=None)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "questions": (len(self.open), QUESTIONS_MAX),
             "questions for what no proposal needs": (self.unneeded, UNNEEDED_MAX),

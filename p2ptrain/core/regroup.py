@@ -1,14 +1,14 @@
-"""Losing the quorum: who is still there, and whether to go on with those.
+"""Loss of the quorum: finds out which members are left, and whether to go on with them.
 
 The quorum counts as lost when no round was decided for `stall_seconds` after our availability, while we ran and were
-connected, and when in that time fewer members were heard than a quorum: as long as a quorum is heard, it is only
-slow. Then either we wait (`halt`), or (`regroup`) each member floods a call that names the last certificate; who has
-seen no new call for `settle_seconds` signs the set that it has, once an attempt. A set that a quorum of itself has
-signed begins a new branch. Were that all, a lone liar could sign a set of itself and take over a swarm that is well;
-so a set that we have not signed binds us only if an honest member must have lost the quorum (`may_follow`).
+connected, and fewer members than a quorum were heard in that time: as long as a quorum is heard, it is only slow.
+Then the node either waits (`halt`) or regroups (`regroup`): each member floods a call that names the last certificate,
+and when no new call has arrived for `settle_seconds`, it signs the set of callers, once per attempt. A set signed by a
+quorum of itself begins a new branch. By that alone, a lone liar could sign a set of itself and take over a healthy
+swarm; so a set that we have not signed binds us only if an honest member must have lost the quorum (`may_follow`).
 
-The settle time is longer than members differ in noticing the stall, else they would sign different sets. An attempt
-that comes to nothing is followed by another, after twice the time, up to a cap.
+The settle time is longer than the spread with which members notice the stall, or they would sign different sets. A
+failed attempt is followed by another after twice the time, up to a cap.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from p2ptrain.core.messages import Call, Received, Regroup, read, signature_of
 from p2ptrain.core.roster import quorum_of
 from p2ptrain.core.state import AgreedState
 
-ATTEMPTS_KEPT = 4  # the newest, of which calls and signatures are kept
+ATTEMPTS_KEPT = 4  # the newest attempts, whose calls and signatures are kept
 PATIENCE_MAX = 8  # times stall_seconds: the longest wait between attempts
-REPEAT_SECONDS = 3.0  # calls and signatures are said again: gossip may lose them, and newcomers have no history
-ATTEMPTS_AHEAD = 2  # attempts beyond ours of which calls are kept, so that nobody drives them up alone
-HEARD_SECONDS = 45.0  # in which a member is heard that is there: two of repair.py's heartbeats, as gossip may lose one
-SHARE_CALLED = 0.5  # of the time that somebody waits whom others have called already: members notice a stall at
-# different times, and this brings them together
+REPEAT_SECONDS = 3.0  # calls and signatures are repeated: gossip may lose them, and newcomers have no history
+ATTEMPTS_AHEAD = 2  # attempts beyond ours whose calls are kept, so that nobody drives the number up alone
+HEARD_SECONDS = 45.0  # a live member is heard in this time: two of repair.py's heartbeats, as gossip may lose one
+SHARE_CALLED = 0.5  # the share of the wait that is left once others have called: members notice a stall at different
+# times, and this brings them together
 
 
 class Regrouping:
-    """Of one node, since one agreed state."""
+    """Detects the loss of the quorum after one agreed state, and collects calls and signatures for a regroup."""
 
     def __init__(self, context: Context, state: AgreedState) -> None:
         self.context, self.state = context, state
         self.is_member = context.me in state.roster.seat
         self.began = self.listening_since = context.now
-        self.since: float | None = None  # the stall clock; None: it does not run
-        self.attempt = -1  # the one we have called for
+        self.since: float | None = None  # start of the stall clock; None: it is not running
+        self.attempt = -1  # the attempt that we have called for
         self.called_at = 0.0
-        self.last_new_at = 0.0  # when a call was new
+        self.last_new_at = 0.0  # when the last new call arrived
         self.repeat_at = 0.0
         self.calls: dict[int, dict[bytes, Received]] = {}  # by attempt, by author
         self.signed: dict[int, dict[bytes, Received]] = {}
-        self.mine: list[Received] = []  # what we said last
+        self.mine: list[Received] = []  # our last call and signature, to repeat
 
     @property
     def is_stalled(self) -> bool:
@@ -51,7 +51,7 @@ class Regrouping:
 
     @property
     def complaint(self) -> Complaint | None:
-        """Members say something every twenty seconds, however long a round takes: who is not heard is not there."""
+        """The complaint about missing members, if any. A live member is heard every twenty seconds in any round."""
         if self.is_stalled:
             return complaint(Code.STALLED)
         heard, quorum, size = self._present(HEARD_SECONDS), self.state.roster.quorum, self.state.roster.size
@@ -68,7 +68,7 @@ class Regrouping:
             self.since = self.context.now
 
     def restart_clock(self) -> None:
-        """We slept, or were cut off: that time does not count."""
+        """Restarts the stall clock after we slept or were cut off: that time does not count."""
         self.listening_since = self.context.now
         if self.since is not None:
             self.since = self.context.now
@@ -78,7 +78,7 @@ class Regrouping:
         return min(stall * 2.0 ** min(self.attempt + 1, 16), stall * PATIENCE_MAX)
 
     def _is_lost(self, share: float = 1.0) -> bool:
-        """Whether the clock has run for this share of the time, and fewer members than a quorum were heard in it."""
+        """Whether the clock has run for this share of `stall_seconds`, and fewer than a quorum were heard in it."""
         now = self.context.now
         stall = share * self.context.run.agreement.stall_seconds
         if self.since is None or now - self.since < stall or self._is_cut_off():
@@ -86,17 +86,18 @@ class Regrouping:
         return self._present(stall) < self.state.roster.quorum
 
     def _is_deserted(self) -> bool:
-        """Whether for long nobody has said anything on this branch: then there may be nothing to offer, either."""
+        """Whether fewer than a quorum were heard here for `stall_seconds`, whether or not the clock is running."""
         stall = float(self.context.run.agreement.stall_seconds)
         return self.context.now - self.began >= stall and self._present(stall) < self.state.roster.quorum
 
     def _present(self, seconds: float) -> int:
-        """Members that were heard lately, we among them."""
+        """Returns how many members were heard lately, including ourselves."""
         now, heard, me = self.context.now, self.context.heard_at, self.context.me
         return sum(key == me or now - heard.get(key, now - 2.0 * seconds) < seconds for key in self.state.members)
 
     def _is_cut_off(self) -> bool:
-        """Without any connection it is we who are gone; but in a crash-only roster the others may be all there was."""
+        """Whether we are the ones who are cut off: we have no connection at all. In a crash-only roster, the few others
+        may really be gone."""
         return not self.context.peers and not self.state.roster.is_crash_only
 
     @property
@@ -138,7 +139,7 @@ class Regrouping:
         return {attempt for attempt, signed in self.signed.items() if self.context.me in signed}
 
     # -----------------------------------------------------------------------------------------------
-    # What is said
+    # Calls and signatures
 
     def _call(self, attempt: int) -> None:
         context, state = self.context, self.state
@@ -163,7 +164,7 @@ class Regrouping:
         context.publish_once(regroup)
 
     def hear_call(self, received: Received) -> bool:
-        """A member's call since the same certificate; False if it is of no use."""
+        """Takes in a member's call after the same certificate; returns False if it is of no use."""
         call = read(received, Call)
         if call.author not in self.state.roster.seat or not self._is_kept(call.attempt):
             return False
@@ -176,7 +177,7 @@ class Regrouping:
         return True
 
     def hear_regroup(self, received: Received) -> bool:
-        """A member's signature under a set; False if it is of no use."""
+        """Takes in a member's signature of a set; returns False if it is of no use."""
         regroup = read(received, Regroup)
         seat = self.state.roster.seat
         if any(key not in seat for key in regroup.members) or not self._is_kept(regroup.attempt):
@@ -194,7 +195,7 @@ class Regrouping:
         return self.attempt - ATTEMPTS_KEPT < attempt <= max(self.attempt, 0) + ATTEMPTS_AHEAD
 
     def beginning(self) -> Beginning | None:
-        """A branch that a quorum of its own members has signed, if there is one."""
+        """Returns the beginning of a branch that a quorum of its own members has signed, if there is one."""
         for attempt in sorted(self.signed, reverse=True):
             sets: dict[tuple[bytes, ...], list[Received]] = {}
             for received in self.signed[attempt].values():
@@ -207,11 +208,11 @@ class Regrouping:
         return None
 
     def may_follow(self, beginning: Beginning) -> bool:
-        """Whether a branch from our head binds us, and is not a few liars taking over a swarm that is well.
+        """Whether a branch from our head binds us, and is not an attempt of a few liars to take over a healthy swarm.
 
-        It does if we signed it; if f + 1 members signed, of whom one is honest and has lost the quorum; or if we have
-        lost it ourselves, and more members signed than answer our own call, or, before there is one, more than half of
-        those that are still heard. Who has no vote has no call, and waits.
+        It does if we signed it; if f + 1 members signed it, at least one of whom is honest and has lost the quorum; or
+        if we have lost the quorum ourselves and more members signed it than answered our call or, before we have
+        called, more than half of those still heard. A node without a vote cannot call, and waits instead.
         """
         signers = beginning.signers
         if self.context.me in signers or len(signers) > self.state.roster.tolerated:
@@ -219,14 +220,14 @@ class Regrouping:
         if not self.is_member:
             return self.has_waited
         now, agreement = self.context.now, self.context.run.agreement
-        if self.attempt >= 0:  # others had time to answer our call
+        if self.attempt >= 0:  # others have had time to answer our call
             has_settled = now >= self.last_new_at + agreement.settle_seconds
             return has_settled and len(signers) > len(self.calls.get(self.attempt, ()))
         return self._is_deserted() and 2 * len(signers) > self._present(agreement.stall_seconds)
 
     @property
     def has_waited(self) -> bool:
-        """Whether we have no vote, and nothing was decided for so long that members would have lost the quorum."""
+        """Whether we have no vote, and nothing was decided for as long as members take to notice a lost quorum."""
         return not self.is_member and self.context.now - self.began >= self.context.run.agreement.stall_seconds
 
     def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:
@@ -242,7 +243,7 @@ class Regrouping:
         )
 
     def restore(self, said: list[Received]) -> None:
-        """After a restart: a set that was signed stays signed."""
+        """Restores our signatures after a restart: a signed set stays signed."""
         for received in said:
             regroup = read(received, Regroup)
             if (regroup.branch, regroup.parent) == (self.state.branch, self.state.head):
@@ -250,7 +251,7 @@ class Regrouping:
                 self.attempt, self.called_at, self.mine = regroup.attempt, self.context.now, [received]
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         size, kept = self.state.roster.size, ATTEMPTS_KEPT + ATTEMPTS_AHEAD + 1
         return {
             "attempts called for": (len(self.calls), kept),

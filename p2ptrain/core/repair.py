@@ -1,9 +1,9 @@
-"""Repair: what gossip has lost, peers hand over.
+"""Repair: peers resend the messages that gossip has lost.
 
-Now and then, and whenever it waits for votes, a node tells a few peers where it stands (`Hello`): branch, round,
-view, and of which members it holds what. A peer at the same place hands over what is missing, on a stream; one
-that is further on says where it stands itself, so that the other asks for history. Answers are limited per peer, in
-number and in bytes, so that nobody can make us send without end.
+From time to time, and whenever it waits for votes, a node sends a few peers a `Hello`: its branch, round and view, and
+which members' messages it holds. A peer in the same round sends the missing messages on a stream; a peer that is ahead
+answers with its own position, so that the node asks for history. Answers are limited per peer, in number and in bytes,
+so that nobody can make us send without end.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from p2ptrain.core.messages import Ballot, Hello, Proposal, Received, read
 from p2ptrain.core.roster import bitmap, seats_in
 from p2ptrain.core.round import Round
 
-PEERS_TOLD = 3  # told at a time: of those, somebody has what a node lacks, and the swarm's load stays linear
+PEERS_TOLD = 3  # peers per hello: one of them has what a node lacks, and the swarm's load stays linear
 WAITING_SECONDS = 1.0  # between hellos while waiting for messages; a fast round is over by then
-HEARTBEAT_SECONDS = 20.0  # without a message of ours, so that nobody takes a long training for an absence
-ANSWER_SECONDS = 0.4  # at most one answer a peer in that time
+HEARTBEAT_SECONDS = 20.0  # without a message of ours, so that a long training does not look like an absence
+ANSWER_SECONDS = 0.4  # at most one answer per peer in that time
 ANSWERS_MAX = 2_048  # peers whose last answer is remembered
-HANDED_MAX = 512  # messages of an answer
+HANDED_MAX = 512  # messages per answer
 HANDED_BYTES_MAX = 2**20
-QUESTION_BYTES = 1_024  # what any question costs, as looking for what is not here is work, too
+QUESTION_BYTES = 1_024  # the cost of any question, as a fruitless lookup is work, too
 BURST_BYTES = 2**23  # all availabilities of 256 members with 1,024 contributions, twice
-REFILL_BYTES_A_SECOND = 2**20  # a home's upload, for one peer; a guess
-HISTORIES_BURST = 32.0  # for who catches up: 2,048 rounds at once
+REFILL_BYTES_A_SECOND = 2**20  # a home connection's upload, for one peer; a guess
+HISTORIES_BURST = 32.0  # for a peer that catches up: 2,048 rounds at once
 HISTORIES_A_SECOND = 4.0  # 256 rounds; nobody applies as many
 
 
 class Budget(Struct):
-    """What one peer may still have us send."""
+    """How much one peer may still have us send."""
 
-    at: float  # when it was this much
+    at: float  # when it was last refilled
     size: float = BURST_BYTES
     histories: float = HISTORIES_BURST
 
 
 class Repair:
-    """Of one node."""
+    """Sends hellos, and answers those of others within each peer's budget."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.next_at: float | None = None  # of the hellos while waiting
+        self.next_at: float | None = None  # the next hello while waiting
         self.answered: dict[bytes, float] = {}
-        self.budgets: dict[bytes, Budget] = {}  # the one used last at the end
+        self.budgets: dict[bytes, Budget] = {}  # ordered by last use
 
     def hello(self, here: Round) -> Received:
-        """Where we stand."""
+        """Builds a hello with our position and the messages that we hold."""
         seat = here.roster.seat
         view = here.agreement.views[here.agreement.view]
         offers = here.context.offers.by_author
@@ -68,7 +68,7 @@ class Repair:
         )
 
     def greet(self, here: Round, *peers: bytes) -> None:
-        """Tell these peers where we stand."""
+        """Sends a hello to these peers."""
         if peers:
             hello = self.hello(here)
             for peer in peers:
@@ -79,7 +79,7 @@ class Repair:
         if not is_waiting:
             self.next_at = None
         elif self.next_at is None:
-            self.next_at = context.now + WAITING_SECONDS  # mostly it is all on its way
+            self.next_at = context.now + WAITING_SECONDS  # usually everything is on its way already
         elif context.now >= self.next_at:
             self.greet(here, *context.some_peers(PEERS_TOLD))
             self.next_at = context.now + WAITING_SECONDS
@@ -103,7 +103,7 @@ class Repair:
         return True
 
     def hand_over(self, here: Round, hello: Hello) -> None:
-        """Send a peer at the same round what it lacks and we hold."""
+        """Sends a peer in the same round the messages that it lacks and we hold."""
         lacking = [] if self._is_level(here, hello) else self._lacking(here, hello)
         chosen, size = [], 0
         for received in lacking[:HANDED_MAX]:
@@ -115,7 +115,7 @@ class Repair:
             self.context.send(hello.author, *chosen)
 
     def _is_level(self, here: Round, hello: Hello) -> bool:
-        """Whether a peer plainly lacks nothing: then nothing is looked through."""
+        """Whether a peer obviously lacks nothing, so that the search can be skipped."""
         mine = here.agreement.views[here.agreement.view]
         counts = len(here.available), len(mine.prevotes), len(mine.precommits), len(here.context.offers.by_author)
         bitmaps = hello.available, hello.prevoted, hello.precommitted, hello.announced
@@ -127,7 +127,7 @@ class Repair:
     def _lacking(self, here: Round, hello: Hello) -> list[Received]:
         agreement, members = here.agreement, here.roster.members
         lacking: list[Received] = []
-        if hello.view in agreement.views:  # perhaps just what keeps the peer from leaving that view
+        if hello.view in agreement.views:  # it may be what keeps the peer in that view
             lacking += self._of_view(here, hello.view, hello)
         if hello.view < agreement.view:
             lacking += self._of_view(here, agreement.view, None)
@@ -140,7 +140,7 @@ class Repair:
         return lacking
 
     def _of_view(self, here: Round, number: int, hello: Hello | None) -> list[Received]:
-        """What a peer lacks of a view; everything, unless it has said what it holds."""
+        """Returns the messages of a view that a peer lacks: all of them, if there is no hello that says otherwise."""
         agreement, members = here.agreement, here.roster.members
         view = agreement.views[number]
         prevoted = set(seats_in(hello.prevoted)) if hello else set()
@@ -157,7 +157,7 @@ class Repair:
         return found
 
     def _budget(self, peer: bytes) -> Budget:
-        """A peer's budget, filled up to now. Who comes back after so many others starts anew: it is long ago then."""
+        """Returns a peer's budget, refilled up to now. A forgotten peer starts with a full one: it was long ago."""
         now = self.context.now
         budget = self.budgets.pop(peer, None) or Budget(now)
         elapsed, budget.at = max(0.0, now - budget.at), now
@@ -169,7 +169,7 @@ class Repair:
         return budget
 
     def may_send(self, peer: bytes, size_bytes: int) -> bool:
-        """Whether a peer that asks may have so much of us now; counts as sent."""
+        """Whether a peer's budget allows so many bytes now; if so, they count as sent."""
         budget = self._budget(peer)
         if budget.size < size_bytes:
             self.context.counters["answers refused"] += 1
@@ -178,7 +178,7 @@ class Repair:
         return True
 
     def may_tell_history(self, peer: bytes) -> bool:
-        """Whether a peer that asks for history gets it now; counts as told."""
+        """Whether a peer that asks for history gets it now; if so, it counts against the budget."""
         if self.context.reputation.is_greylisted(peer, self.context.now):
             return False
         budget = self._budget(peer)
@@ -189,7 +189,7 @@ class Repair:
         return True
 
     def answer(self, here: Round, peer: bytes, names: tuple[bytes, ...]) -> None:
-        """Send a peer the messages that it asks for by name, each once, as far as its budget goes."""
+        """Sends a peer the messages that it asks for by name, each once, as far as its budget goes."""
         if peer not in self.context.peers or not self.may_send(peer, QUESTION_BYTES):
             return
         known = {received.name: received for received in here.availabilities.values()}
@@ -207,7 +207,7 @@ class Repair:
             self.context.send(peer, *found)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {
             "peers answered": (len(self.answered), ANSWERS_MAX),
             "peers with a budget": (len(self.budgets), ANSWERS_MAX),

@@ -1,12 +1,12 @@
-"""Reputation: what a peer did wrong, as proof for everyone or as an observation of our own.
+"""Reputation: records misbehaviour of peers, as proof for everyone or as our own observation.
 
-Provable is what two signatures show: two announcements, votes or proposals by one author for one place. Such
-evidence goes into a manifest, everyone verifies it, and it bans. (A payload that q - f members refuse bans too, but
-needs no evidence: manifest.py.)
+Equivocation can be proved: two signed announcements, votes or proposals by one author for the same place in the
+protocol. Such evidence goes into a manifest, everyone verifies it, and the author is banned. (A payload that q - f
+members refuse also gets its author banned, without evidence: manifest.py.)
 
-Our own observations (late, silent, unfetchable, malformed, useless, flooding) add up to a score that decays, with a
-counter for each reason. It decides whom we ask and answer first, whom we dial, and whom we keep away; it never
-decides what is averaged, because no two nodes observe the same.
+Our own observations (late, silent, unfetchable, malformed, flooding) add up to a score that decays, with a counter for
+each reason. The score decides which peers we prefer, dial and keep away; it never decides which contributions are
+averaged, because no two nodes observe the same.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.errors import DataError, RemoteProtocolError
 
-HALF_LIFE_SECONDS = 3_600.0  # a laptop that was asleep at night should not be shunned the next morning; a guess
+HALF_LIFE_SECONDS = 3_600.0  # a laptop that slept at night should not be shunned the next morning; a guess
 GREYLISTED_FROM = 20.0  # points; two dozen malformed messages, or a flood that lasts ten seconds
-PARDONED_BELOW = 10.0  # points; lower than the line above, so that nobody flutters between the two
-BURST = 256.0  # useless messages that cost nothing: a hand-over that crossed with gossip
+PARDONED_BELOW = 10.0  # points; below the threshold above, so that no peer flips back and forth
+BURST = 256.0  # useless messages that cost nothing: a repair answer that crossed with gossip
 REFILL_A_SECOND = 16.0
 FLOOD_SECONDS = 1.0  # a flood is noted once in that time
 PEERS_MAX = 4_096
 SAVED_BYTES_MAX = 2**20  # 4,096 peers take 600 kB
-SCORE_MAX = 1_000.0  # points; whatever a peer did, seven quiet hours later it may try again
+SCORE_MAX = 1_000.0  # points; whatever a peer did, it may try again after seven quiet hours
 
 
 class Reason(Enum):
-    """What we observed, and its points. The weights are guesses: only malformed and flooding need intent."""
+    """Kinds of observed misbehaviour. Their points are guesses: only malformed and flooding take intent."""
 
     LATE = "late"
     SILENT = "silent"
@@ -90,7 +90,7 @@ def _place(message: Message) -> tuple[object, ...]:
 
 
 def prove(first: bytes, second: bytes) -> Evidence:
-    """Evidence from two envelopes; attachments prove nothing and stay away."""
+    """Builds evidence from two envelopes, without their attachments, which prove nothing."""
     lower, higher = sorted((_without_attachment(first), _without_attachment(second)))
     return Evidence(lower, higher)
 
@@ -101,12 +101,12 @@ def _without_attachment(envelope: bytes) -> bytes:
 
 
 def convict(evidence: Evidence, verifier: Verifier) -> bytes:
-    """The key that evidence proves guilty; RemoteProtocolError if it proves nothing."""
+    """Returns the key that evidence proves guilty; raises RemoteProtocolError if it proves nothing."""
     first, second = decode(evidence.first, verifier), decode(evidence.second, verifier)
     if first.attachment or second.attachment:
-        raise RemoteProtocolError("evidence with an attachment")
+        raise RemoteProtocolError("the evidence contains an attachment")
     if not conflict(first.message, second.message):
-        raise RemoteProtocolError("evidence of two messages that an honest author may sign")
+        raise RemoteProtocolError("an honest author may have signed both messages of the evidence")
     assert isinstance(first.message, Announcement | Proposal | Vote)
     return first.message.author
 
@@ -116,10 +116,10 @@ def convict(evidence: Evidence, verifier: Verifier) -> bytes:
 
 
 class Record(Struct):
-    """One peer, as we know it."""
+    """Our observations of one peer."""
 
     score: float = 0.0
-    at: float = 0.0  # when the score was that
+    at: float = 0.0  # when the score was computed
     is_greylisted: bool = False
     tokens: float = BURST
     tokens_at: float = 0.0
@@ -128,7 +128,7 @@ class Record(Struct):
 
 
 class SavedRecord(Struct, frozen=True, array_like=True):
-    """A record on disk: ages, because clocks start anew."""
+    """A record on disk, with ages instead of times, because the clock restarts with the process."""
 
     key: Key
     score: Annotated[float, Meta(ge=0, le=SCORE_MAX)]
@@ -141,14 +141,14 @@ _SAVED = msgspec.msgpack.Decoder(Annotated[tuple[SavedRecord, ...], Meta(max_len
 
 
 class Reputation:
-    """What one node has observed of its peers."""
+    """One node's observations of its peers."""
 
     def __init__(self) -> None:
         self.records: dict[bytes, Record] = {}
-        self._noted: Counter[str] = Counter()  # which peers that are forgotten do not lower, nor a restart raises
+        self._noted: Counter[str] = Counter()  # since the start, including peers that were forgotten
 
     def note(self, peer: bytes, reason: Reason, now: float) -> None:
-        """A peer did something wrong."""
+        """Records an observation against a peer."""
         record = self._record(peer, now)
         was_greylisted = self._is_greylisted(record, now)
         record.score, record.at = min(self._decayed(record, now) + POINTS[reason], SCORE_MAX), now
@@ -157,17 +157,17 @@ class Reputation:
         record.is_greylisted = was_greylisted or record.score >= GREYLISTED_FROM
 
     def score(self, peer: bytes, now: float) -> float:
-        """Points against a peer; none is best."""
+        """Returns the points against a peer; zero is best."""
         record = self.records.get(peer)
         return self._decayed(record, now) if record else 0.0
 
     def is_greylisted(self, peer: bytes, now: float) -> bool:
-        """Whether to keep this peer away."""
+        """Whether to keep a peer away."""
         record = self.records.get(peer)
         return record is not None and self._is_greylisted(record, now)
 
     def allow(self, peer: bytes, now: float) -> bool:
-        """Count a useless message of a peer; False if it has sent too many."""
+        """Counts a useless message of a peer; returns False if it has sent too many."""
         record = self._record(peer, now)
         elapsed = max(0.0, now - record.tokens_at)
         record.tokens = min(BURST, record.tokens + elapsed * REFILL_A_SECOND)
@@ -181,11 +181,11 @@ class Reputation:
         return False
 
     def preferred(self, peers: Iterable[bytes], now: float) -> list[bytes]:
-        """The peers, the best first; equals stay in the order in which they came."""
+        """Sorts peers, the best first; equals keep their order."""
         return sorted(peers, key=lambda peer: (self.is_greylisted(peer, now), round(self.score(peer, now), 3)))
 
     def counters(self) -> Counter[str]:
-        """How often each reason was noted, in this life."""
+        """Returns how often each reason was noted since the start."""
         return Counter(self._noted)
 
     def _is_greylisted(self, record: Record, now: float) -> bool:
@@ -203,7 +203,7 @@ class Reputation:
         return record
 
     def _forget_the_most_harmless(self, now: float) -> None:
-        """New keys cost nothing: they must not push out the peers whose record is bad."""
+        """Forgets the peers with the best scores: new keys cost nothing, and must not push out bad records."""
         harmless = sorted(
             self.records,
             key=lambda peer: (self.is_greylisted(peer, now), self.score(peer, now)),
@@ -212,7 +212,7 @@ class Reputation:
             del self.records[peer]
 
     def saved(self, now: float) -> bytes:
-        """Scores and counters, for the store."""
+        """Encodes scores and counters for the store."""
         records = tuple(
             SavedRecord(
                 key,
@@ -226,7 +226,7 @@ class Reputation:
         return msgspec.msgpack.encode(records)
 
     def restore(self, saved: bytes, now: float) -> None:
-        """Take up what `saved` returned; DataError if it is damaged."""
+        """Restores the output of `saved`; raises DataError if it is damaged."""
         if len(saved) > SAVED_BYTES_MAX:
             raise DataError(f"saved reputation of {len(saved)} bytes, the limit is {SAVED_BYTES_MAX}")
         try:
@@ -244,5 +244,5 @@ class Reputation:
             )
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {"peers remembered": (len(self.records), PEERS_MAX)}

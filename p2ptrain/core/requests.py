@@ -1,8 +1,8 @@
-"""Requests: joins, leaves and evidence that this node has verified, and that wait for a manifest to carry them.
+"""Requests: the pool of verified joins, leaves and evidence that wait for a manifest.
 
-Of one author at most two wait, and joins may fill only part of the pool, so that a crowd at the door keeps neither
-evidence nor leaves out. When its part is full, newcomers ask again later. Evidence is counted apart: else a liar who
-has asked to leave, twice, could not be convicted, and a crowd that leaves would keep out all of it.
+At most two requests per author wait, and joins may fill only part of the pool, so that a crowd of newcomers cannot keep
+out evidence and leaves; newcomers ask again later. Evidence is counted separately: otherwise a liar with two pending
+leaves could not be convicted, and a crowd that leaves would keep out all evidence.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from p2ptrain.core.context import Context
 
 JOINS_MAX = REQUESTS_MAX // 2
-EVIDENCE_MAX = REQUESTS_MAX // 2  # beside joins and leaves; three times as many as liars are tolerated
+EVIDENCE_MAX = REQUESTS_MAX // 2  # apart from joins and leaves; three times the number of tolerated liars
 OF_AUTHOR_MAX = 2
 
 
 class Waiting(Struct):
     received: Received
     request: Request
-    about: bytes  # whom it concerns
+    about: bytes  # the key that it concerns
 
 
 class Requests:
-    """The pool of one node."""
+    """The pool of requests, by name."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.by_name: dict[bytes, Waiting] = {}
 
     def add(self, received: Received, state: AgreedState, asked_for: bool = False) -> bool:
-        """Take in a request; False if there is no room or no use for it, RemoteProtocolError if it is wrong.
+        """Adds a request; returns False if it is of no use or has no room, raises RemoteProtocolError if it is invalid.
 
-        One that we asked for, because others attest it, finds room: without it we know no manifest.
+        A request that we asked for, because others attest it, always finds room: the manifest depends on it.
         """
         name = received.name
         if name in self.by_name:
@@ -76,20 +76,20 @@ class Requests:
         return waiting.received if waiting else None
 
     def names(self) -> tuple[bytes, ...]:
-        """For an availability, rising; of too many the evidence first."""
+        """Returns the names for an availability, ascending; if there are too many, evidence goes first."""
         chosen = sorted(self.by_name, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
         return tuple(sorted(chosen))
 
     def prune(self, state: AgreedState) -> None:
-        """Forget what has been granted or has lost its meaning."""
+        """Forgets requests that were granted or have become invalid."""
         self.by_name = {name: waiting for name, waiting in self.by_name.items() if self._still(waiting, state)}
 
     def _still(self, waiting: Waiting, state: AgreedState) -> bool:
-        """The same test that others apply when they see it: what one attests, the rest must be able to take in."""
+        """Whether a request is still valid, by the same test that others apply: they have to accept what we attest."""
         message = waiting.received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
         if isinstance(message, Evidence):
-            return waiting.about in state.place  # that it is proof does not change
+            return waiting.about in state.place  # a proof stays a proof
         try:
             check_request(message, state, self.context.run, self.context.signer)
         except RemoteProtocolError:
@@ -97,5 +97,5 @@ class Requests:
         return True
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {"requests": (len(self.by_name), 2 * REQUESTS_MAX)}

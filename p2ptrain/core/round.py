@@ -1,9 +1,9 @@
-"""One round as one node lives it: collect, avail, propose, vote, decide.
+"""One round on one node: collect contributions, publish the availability, propose, vote, decide.
 
-Collecting ends when every contribution that is worth waiting for is held, at a deadline that follows the members'
-own pace (arrivals.py), or when q - f members have stopped collecting. Then each member says once what it holds. The
-manifest is a function of q such availabilities (manifest.py), and agreement.py decides which q. What a proposal
-names and we lack is asked for, first of its proposer, then of whoever prevoted it.
+Collecting ends when every contribution worth waiting for is held, at a deadline that follows the members' own pace
+(arrivals.py), or when q - f members have stopped collecting. Then each member publishes once which contributions it
+holds. The manifest is a function of q such availabilities (manifest.py), and agreement.py decides which q. Messages
+that a proposal names and we lack are requested, first from its proposer, then from members that prevoted it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import bitmap, proposers
 from p2ptrain.core.state import AgreedState
 
-JUDGED_MAX = 128  # proposals of a round that are worked out and kept so: one a view
-MANIFESTS_MAX = 2 * JUDGED_MAX  # of a round: theirs, and our drafts, which change with each availability
-OF_MEMBER_MAX = 16  # availabilities of a member: two, one after each restart, and those that proposals name
-EARLY_SPREAD = 3.0  # a proposer waits for the rest for as many times as the first q took; a guess
+JUDGED_MAX = 128  # checked proposals kept per round: one per view
+MANIFESTS_MAX = 2 * JUDGED_MAX  # per round: those of proposals, and our drafts, which change with each availability
+OF_MEMBER_MAX = 16  # availabilities per member: two, one after each restart, and those that proposals name
+EARLY_SPREAD = 3.0  # a proposer waits this many times as long for the rest as the first q took; a guess
 
 
 @dataclass(slots=True)
 class Judged:
-    """A proposal, as far as it could be worked out."""
+    """The result of checking a proposal so far."""
 
     manifest: Manifest | None = None
     is_bad: bool = False
@@ -49,7 +49,7 @@ class Judged:
 
 
 class Round:
-    """The round after `state`."""
+    """The round that follows `state`, from collecting contributions to the decision."""
 
     def __init__(self, context: Context, state: AgreedState) -> None:
         self.context, self.state = context, state
@@ -59,14 +59,14 @@ class Round:
         context.enter(self.branch, self.number)
         self.heard_since, context.round_began_at = context.round_began_at, context.now
         self.closed_at: float | None = None  # when collecting ended
-        self.mine: Received | None = None  # my availability
-        self.mine_held = 0  # contributions that it names
+        self.mine: Received | None = None  # our availability
+        self.mine_held = 0  # how many contributions it names
         self.availabilities: dict[bytes, Received] = {}  # by digest
         self.available: dict[bytes, list[Received]] = {}  # by member
         self.first_available_at: float | None = None
         self.propose_at: float | None = None
         self.judged: dict[bytes, Judged] = {}  # by the digest of the proposal
-        self.manifests: dict[bytes, Manifest] = {}  # those worked out, by their digest
+        self.manifests: dict[bytes, Manifest] = {}  # computed manifests, by digest
         self.questions = Questions(context)
         self.draft: tuple[tuple[bytes, ...], Manifest] | None = None
         agreement = context.run.agreement
@@ -81,21 +81,21 @@ class Round:
         context.arrivals.begin(self.number, context.now)
         self.collect_at: float | None = None
         self.waiting: set[bytes] = set()
-        self.has_any = self.is_blind = False  # blind: after a restart, when no pace is known
+        self.has_any = self.is_blind = False  # blind: after a restart, with no arrivals known
         self._expect()
 
     # -----------------------------------------------------------------------------------------------
     # Collect
 
     def _expect(self) -> None:
-        """Work out whom to wait for, and until when."""
+        """Determines which authors to wait for, and until when."""
         arrivals, me = self.context.arrivals, self.context.me
         members = self.roster.members
         usual, strangers = arrivals.patience(members)
         self.has_any = any(self.context.offers.has_from(author, self.state) for author in self.context.offers.by_author)
         if usual is None:
             stall = float(self.context.run.agreement.stall_seconds)
-            # We have an offer from before a restart, and know of no arrival: the others may have gone meanwhile.
+            # We have an offer from before a restart, and no arrivals: the others may have moved on meanwhile.
             self.is_blind = self.has_any
             self.collect_at = self.context.now + stall if self.has_any else None
             self.waiting = {key for key in members if not self.context.offers.has_from(key, self.state)}
@@ -107,27 +107,27 @@ class Round:
         self.waiting = {key for key in expected if not self.context.offers.has_from(key, self.state)}
 
     def heard_late(self, author: bytes) -> None:
-        """Its last contribution missed its round, maybe by little: then this round waits for its next one."""
+        """Waits for an author's next contribution if its last one missed its round only by a little."""
         is_open = self.closed_at is None and self.collect_at is not None
         has_one = self.context.offers.has_from(author, self.state)
         if is_open and not has_one and self.context.arrivals.is_in_time(author, self.roster.members):
             self.waiting.add(author)
 
     def offer_held(self, author: bytes) -> None:
-        """A good contribution that this round may take is here."""
+        """Notes that a good contribution is here that this round may take."""
         if self.closed_at is not None:
             return
         is_first, self.has_any = not self.has_any, True
         self.waiting.discard(author)
         if self.collect_at is None:
             self._expect()
-        if is_first and self.collect_at is not None:  # should our estimates be too short, the rest get their time, too
+        if is_first and self.collect_at is not None:  # if our estimates are too short, leave the others some time
             first = self.context.now - self.began
             self.collect_at = max(self.collect_at, self.began + (1.0 + SLACK) * first)
         self.collect()
 
     def collect(self) -> None:
-        """End the phase if it is time."""
+        """Ends collecting if it is time."""
         if self.closed_at is not None:
             return
         now = self.context.now
@@ -140,7 +140,7 @@ class Round:
             self._close()
 
     def _lets_pass(self, author: bytes) -> bool:
-        """Whether a member that has said what it holds has nothing of its own."""
+        """Whether a member's availability shows that it has no contribution of its own."""
         return self.context.offers.are_of_others(read(self.available[author][0], Availability).held, author)
 
     def _idle_at(self) -> float:
@@ -179,7 +179,7 @@ class Round:
     # Availabilities
 
     def hear_availability(self, received: Received) -> bool:
-        """Take in a member's availability; False if it is of no use."""
+        """Takes in a member's availability; returns False if it is of no use."""
         message = read(received, Availability)
         digest, author = received.digest, message.author
         if digest in self.availabilities:
@@ -200,9 +200,9 @@ class Round:
         return True
 
     def _has_room(self, mine: list[Received]) -> bool:
-        """Whether another one of a member, which a proposal names, may be kept: the oldest that none names makes way.
+        """Whether there is room for another availability of a member, making some by dropping the oldest unused one.
 
-        Named by a proposal that may still be voted on, that is; our lock and what others precommit rest on those.
+        Availabilities named by a proposal that may still be voted on stay: our lock and others' precommits need them.
         """
         if len(mine) < OF_MEMBER_MAX:
             return True
@@ -227,7 +227,7 @@ class Round:
             self.agreement.start(now)
         is_mine = self.agreement.proposer(self.agreement.view) == self.context.me
         if self.closed_at is not None and (count == self.roster.quorum or (count > self.roster.quorum and is_mine)):
-            self.advance()  # others wait for the proposal, and for what it names
+            self.advance()  # others wait for our proposal
 
     def _ask_for_what_it_holds(self, message: Availability) -> None:
         by_name, payloads = self.context.offers.by_name, self.context.payloads
@@ -237,7 +237,7 @@ class Round:
             and not payloads.wanted
             and not message.requests
         ):
-            return  # we hold as much; should it be something else, the proposal will tell
+            return  # we hold as many; if they differ, the proposal will show it
         unknown = [name for name in message.held if name not in by_name]
         if payloads.wanted:
             for name in message.held:
@@ -264,14 +264,14 @@ class Round:
         return self._make_draft()
 
     def _everyone_is_here(self) -> bool:
-        """Whether nobody is missing from whom we heard lately."""
+        """Whether we have the availability of every member that was heard lately."""
         if len(self.available) == self.roster.size:
             return True
         has_heard = self.context.has_heard
         return all(key in self.available or not has_heard(key, self.began) for key in self.roster.members)
 
     def _make_draft(self) -> bool:
-        """Choose the q availabilities that attest most of what we hold; True if their manifest is here in full."""
+        """Chooses the q availabilities that attest most of what we hold; returns True if their manifest is complete."""
         by_name, requests = self.context.offers.by_name, self.context.requests.by_name
         lacking: dict[tuple[bytes, ...], int] = {}
 
@@ -295,7 +295,7 @@ class Round:
         return self._payloads_are_here(self.draft[1])
 
     def _manifest(self, names: tuple[bytes, ...]) -> Manifest | None:
-        """The manifest of these availabilities; None if something is missing, which is then asked for."""
+        """Computes the manifest of these availabilities; if messages are missing, asks for them and returns None."""
         context = self.context
         named = [read(self.availabilities[name], Availability) for name in names]
         found = manifest_of(
@@ -304,7 +304,7 @@ class Round:
         if isinstance(found, Missing):
             self.questions.ask(found.names, [each.author for each in named], is_needed=True)
             return None
-        if len(self.manifests) >= MANIFESTS_MAX:  # only what a proposal or our draft stands for is asked about again
+        if len(self.manifests) >= MANIFESTS_MAX:  # only those of proposals and our draft are needed again
             kept = [judged.manifest for judged in self.judged.values()] + [self.draft[1] if self.draft else None]
             self.manifests = {each.digest: each for each in kept if each is not None}
         return self.manifests.setdefault(found.digest, found)
@@ -359,7 +359,7 @@ class Round:
         return heard
 
     def advance(self) -> None:
-        """Do what the agreement wants, until it wants nothing more."""
+        """Carries out the agreement's actions until there are none left."""
         agreement, context = self.agreement, self.context
         while True:
             match agreement.advance(context.now):
@@ -373,7 +373,7 @@ class Round:
                     return
 
     def help_in(self, view: int) -> None:
-        """A member has not come further than this view."""
+        """Helps a member that is still in an earlier view, by voting nil there."""
         for vote in self.agreement.pass_by(view):
             self._vote(vote.view, vote.ballot, vote.manifest)
         self.advance()
@@ -396,9 +396,9 @@ class Round:
                 self.context.send(peer, shown)
 
     def _backing(self, view: int, manifest: bytes) -> tuple[bytes, ...]:
-        """What we need after a restart to propose again what we are locked on."""
+        """Returns the envelopes that we need after a restart to propose our locked manifest again."""
         received = self.agreement.views[view].proposal
-        assert received is not None, "one precommits what was proposed"
+        assert received is not None, "a precommit follows a proposal"
         proposal = read(received, Proposal)
         named = [self.availabilities[name] for name in proposal.availabilities]
         contents = [read(each, Availability) for each in named]
@@ -415,7 +415,7 @@ class Round:
     def _propose(self, view: int, valid_view: int, valid: Proposal | None) -> None:
         context = self.context
         if valid is None:
-            assert self.draft is not None, "one proposes when a draft is ready"
+            assert self.draft is not None, "a proposal needs a draft"
             names, manifest = self.draft[0], self.draft[1].digest
         else:
             names, manifest = valid.availabilities, valid.manifest
@@ -428,10 +428,10 @@ class Round:
         self.agreement.hear_proposal(proposal)
 
     # -----------------------------------------------------------------------------------------------
-    # Saying again
+    # Repeating
 
     def say_again(self) -> None:
-        """Gossip may have lost anything: publish what we have said in this round and still stand by."""
+        """Publishes our messages of this round again, as far as they still hold, because gossip may have lost them."""
         agreement, me = self.agreement, self.context.me
         again = [self.mine] if self.mine else []
         for number in sorted({agreement.view - 1, agreement.view}):
@@ -444,14 +444,14 @@ class Round:
             self.context.publish(*again)
 
     # -----------------------------------------------------------------------------------------------
-    # The end
+    # Deciding
 
     def decision(self) -> Entry | None:
-        """The manifest and its certificate, once both are here."""
+        """Returns the manifest with its certificate, once both are here."""
         decided = self.agreement.decided
         if decided is None:
             return None
-        if decided.manifest not in self.manifests:  # perhaps in a proposal that we have not looked at
+        if decided.manifest not in self.manifests:  # it may be in a proposal that we have not checked
             for view in self.agreement.views.values():
                 if view.proposal and read(view.proposal, Proposal).manifest == decided.manifest:
                     self._judge(view.proposal)
@@ -486,7 +486,7 @@ class Round:
         return name in self.context.offers.by_name or name in self.context.requests.by_name
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds. What backed our lock, when we were here before, is of no member's list."""
+        """Returns each buffer's size and bound. Restored backing of our lock is in no member's list."""
         size = self.roster.size
         return {
             "availabilities": (len(self.availabilities), (OF_MEMBER_MAX + 1) * size),

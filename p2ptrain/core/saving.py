@@ -1,12 +1,11 @@
-"""Saving: what a node's records come to, of all that it has persisted since it began.
+"""The journal: folds all records that a node has persisted into the state that it needs at startup.
 
-A record says what is new; what a start needs is the newest certified rounds, what was said for rounds that are not
-decided yet, the branches that were left, and scores. The journal folds the one into the other. The store writes the
-records down and folds them again when it is opened, and the simulator keeps a journal for a disk, so that what comes
-back after a crash is decided in one place.
+Each record is an increment. At startup a node needs the newest certified rounds, its messages for undecided rounds, the
+branches that it left, and the scores. The store writes the records and folds them when it is opened; the simulator uses
+a journal as its disk. So one module decides what survives a crash.
 
-It also says what a saved state of the trainer is worth: a checkpoint is written as soon as its round is applied, and
-whether its root is right is certified by a manifest of a later round.
+The journal also tells whether a saved state of the trainer can be trusted: a checkpoint is written as soon as its round
+is applied, but its root is only certified by the manifest of a later round.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from p2ptrain.core.messages import Message, Regroup
 from p2ptrain.core.state import AgreedState
 
 SILENCES_KEPT = 64  # branches; as many as the core remembers
-REGROUPS_KEPT = 64  # signatures under sets of survivors
+REGROUPS_KEPT = 64  # own signatures under regroups
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a history says of a saved state, and why it says no more."""
+    """A verdict on a saved state by the history, with the reason."""
 
-    verdict: Literal["certified", "followed", "open", "refuted"]  # followed: made after a manifest of the history
+    verdict: Literal["certified", "followed", "open", "refuted"]  # followed: it follows a manifest of the history
     why: str
 
     @property
@@ -41,8 +40,8 @@ class Judgement:
 
     @property
     def is_on_history(self) -> bool:
-        """A start may go on from it. It may not where its branch has lost, where its root is not the certified one, or
-        where it is older than the history that is kept."""
+        """Whether a node may start from this state: not if its branch has lost, its root is not the certified one, or
+        it is older than the kept history."""
         return self.verdict in ("certified", "followed")
 
     def __str__(self) -> str:
@@ -51,9 +50,9 @@ class Judgement:
 
 @dataclass(slots=True)
 class Journal:
-    """Of one node."""
+    """The records of one node, folded."""
 
-    base: AgreedState  # before the history
+    base: AgreedState  # the state before the history
     kept: int  # rounds of history
     history: list[Certified] = field(default_factory=list)
     said: list[tuple[Message, Said]] = field(default_factory=list)
@@ -64,7 +63,7 @@ class Journal:
 
     @classmethod
     def restored(cls, saved: Saved, kept: int, read: Callable[[bytes], Message]) -> Self:
-        """The journal that `saved_at` was asked of; `read` opens the envelope of what was said."""
+        """Restores the journal from the output of `saved_at`; `read` decodes the envelope of a message."""
         return cls(
             base=saved.base,
             kept=kept,
@@ -77,7 +76,7 @@ class Journal:
         )
 
     def copy(self) -> Journal:
-        """Another one, to try records on."""
+        """Returns a copy, to try records on."""
         return Journal(
             self.base,
             self.kept,
@@ -91,11 +90,11 @@ class Journal:
 
     @property
     def payloads(self) -> set[bytes]:
-        """What has to be on the disk with the history and with what was said."""
+        """The payloads that the history and the node's own messages need on the disk."""
         return self.payloads_after(-1)
 
     def payloads_after(self, number: int) -> set[bytes]:
-        """Of these, what a trainer needs that has applied round `number`."""
+        """Returns those payloads that are still needed once the trainer has applied round `number`."""
         steps = [each.step for each in self.history if each.state.round > number]
         taken = {taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken}
         return taken | {payload for _, said in self.said for payload in said.payloads}
@@ -106,21 +105,21 @@ class Journal:
 
     @property
     def states(self) -> list[AgreedState]:
-        """All that are kept, the newest at the end."""
+        """All kept states, the newest last."""
         return [self.base, *(certified.state for certified in self.history)]
 
     @property
     def roots(self) -> dict[int, bytes]:
-        """Those that are certified, by round."""
+        """The certified roots, by round."""
         return {state.root_round: state.root for state in self.states}
 
     def write(self, record: Record, message: Message | None) -> None:
-        """Persist a record; `message` is what is said in a `Said`."""
+        """Folds in a record; `message` is the decoded message of a `Said`."""
         match record:
             case Certified():
                 self._certify(record)
             case Said():
-                assert message is not None, "what was said is a message"
+                assert message is not None, "a Said record contains a message"
                 self.said.append((message, record))
             case Silence():
                 kept = [each for each in self.silences if each.branch != record.branch]
@@ -139,7 +138,7 @@ class Journal:
                 self.base, self.history = record.trunk.base, []
         while self.history and self.history[-1].state.head != parent:
             self.history.pop()
-        assert self.state.head == parent, "what is certified follows a state that is saved"
+        assert self.state.head == parent, "a certified step follows a saved state"
         self.history.append(record)
         if len(self.history) > self.kept:
             self.base = self.history.pop(0).state
@@ -149,7 +148,7 @@ class Journal:
         self.said = regroups + later
 
     def saved_at(self, applied_round: int, applied_root: bytes) -> Saved:
-        """What a start begins with, with the trainer's state of this round and root."""
+        """Returns the state for a startup, with the trainer's state of this round and root."""
         return Saved(
             base=self.base,
             history=tuple(self.history),
@@ -163,9 +162,9 @@ class Journal:
         )
 
     def judge(self, number: int, head: bytes, root: bytes) -> Judgement:
-        """A state of the trainer after round `number`, made after the manifest `head`; empty: that is not known.
+        """Judges a state of the trainer after round `number` and the manifest `head` (empty if unknown).
 
-        A manifest of a later round certifies its root, so that the newest often has to wait for its proof.
+        Its root is certified by the manifest of a later round, so the newest state often has no proof yet.
         """
         states, roots = self.states, self.roots
         if number in roots:
@@ -173,11 +172,11 @@ class Journal:
             if certified == root:
                 return Judgement("certified", "certified by this node's log")
             what = f"round {number} was certified with the root {certified.hex()[:16]}"
-            return Judgement("refuted", f"{what}, and it has {root.hex()[:16]}")
+            return Judgement("refuted", f"{what}, but this state has {root.hex()[:16]}")
         heads = [state.head for state in states if state.round == number]
         if heads and head and head not in heads:
-            return Judgement("refuted", f"it was made after another manifest of round {number} than the log has")
-        why, newest = f"the log has no certified root of round {number}", self.state.root_round
+            return Judgement("refuted", f"it follows another manifest of round {number} than the one in the log")
+        why, newest = f"the log has no certified root for round {number}", self.state.root_round
         if number > newest:
-            why = f"the newest root that the log certifies is of round {newest}, and not yet of {number}"
+            why = f"the newest certified root in the log is of round {newest}, before round {number}"
         return Judgement("followed" if head in heads else "open", why)

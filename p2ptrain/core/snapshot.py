@@ -1,4 +1,4 @@
-"""The view: all of a node that others may see. It decides nothing, and nothing can be changed through it."""
+"""The read-only view of a node, for everything outside the core. It decides and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Standing(Struct, frozen=True):
-    """One peer, or this node itself, as this node has seen it since it began."""
+    """Statistics on one peer, or on this node itself, as observed by this node since its start."""
 
     peer: bytes
     is_connected: bool
     is_member: bool
     is_admitted: bool
-    points: float  # against it, now
+    points: float  # against it, at present
     is_greylisted: bool
     offered: int  # contributions (tally.py)
     applied: int
     late: int
     refused: dict[str, int]  # by reason
-    observed: dict[str, int]  # what the points are for (reputation.py), of earlier starts too
+    observed: dict[str, int]  # the reasons for the points (reputation.py), including earlier starts
 
 
 class NodeView:
-    """A node as it is now, whenever something is asked of it. Before it has started, only who it is can be asked."""
+    """A live view: each property reads the node's current state. Before the start, only its identity is available."""
 
     __slots__ = ("_node", "me", "run", "run_id")
 
@@ -46,28 +46,28 @@ class NodeView:
         return self._node.has_started
 
     def is_in(self, peer: bytes) -> bool:
-        """Whether a peer is admitted, as far as this node knows by now."""
+        """Whether a peer is admitted, as far as this node knows."""
         return self.has_started and peer in self.state.place
 
     # -----------------------------------------------------------------------------------------------
-    # The round, and what was agreed on before it
+    # The current round, and the agreed state before it
 
     @property
     def state(self) -> AgreedState:
         return self._node.line.state
 
     def entry(self, number: int) -> Entry | None:
-        """A round of our history, if it is kept."""
+        """Returns the entry of a round, if it is kept."""
         return self._node.line.entry(number)
 
     @property
     def view(self) -> int:
-        """Tries of this round to agree; 0: the first."""
+        """The current view of this round's agreement; 0 is the first."""
         return self._node.here.agreement.view
 
     @property
     def phase(self) -> str:
-        """train, collect, agree or apply."""
+        """The current phase: train, collect, agree or apply."""
         work = self._node.work
         if work.applying is not None or work.catching is not None:
             return "apply"
@@ -77,18 +77,18 @@ class NodeView:
 
     @property
     def held(self) -> int:
-        """Contributions on offer."""
+        """The number of contributions on offer."""
         return len(self._node.context.offers.by_name)
 
     @property
     def waiting_for(self) -> int:
-        """Contributions that collecting still waits for."""
+        """The number of contributions that the round still waits for."""
         here = self._node.here
         return len(here.waiting) if here.closed_at is None else 0
 
     @property
     def payloads(self) -> Collection[bytes]:
-        """Those that may still be asked for."""
+        """The digests of payloads that peers may still ask for."""
         return self._node.context.payloads.held.keys()
 
     # -----------------------------------------------------------------------------------------------
@@ -104,12 +104,12 @@ class NodeView:
 
     @property
     def is_quarantined(self) -> bool:
-        """Its own state is not the certified one."""
+        """Whether the node's own state differs from the certified one."""
         return self._node.work.is_quarantined
 
     @property
     def is_stalled(self) -> bool:
-        """It takes the quorum for lost."""
+        """Whether the node considers the quorum lost."""
         return self._node.regrouping.is_stalled
 
     @property
@@ -122,12 +122,12 @@ class NodeView:
 
     @property
     def roots(self) -> dict[int, bytes]:
-        """Its own, of the last rounds."""
+        """The node's own state roots of the last rounds."""
         return dict(self._node.work.roots)
 
     @property
     def complaints(self) -> list[Complaint]:
-        """Everything that a person should know of, the worst first."""
+        """The current complaints, the worst first."""
         node = self._node
         context, state, work = node.context, node.line.state, node.work
         found = {
@@ -150,16 +150,16 @@ class NodeView:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts events by name since the start."""
+        """Event counts by name since the start."""
         return dict(sorted(self._node.context.counters.items()))
 
     @property
     def observed(self) -> dict[str, int]:
-        """How often each reason (reputation.py) was noted, in this life."""
+        """How often each reason (reputation.py) was noted since the start."""
         return dict(sorted(self._node.context.reputation.counters().items()))
 
     def standings(self) -> list[Standing]:
-        """Everyone who is connected, and who is admitted or was lately."""
+        """Returns the standings of all peers that are connected, or are or recently were admitted."""
         context, state = self._node.context, self.state
         reputation, tallies = context.reputation, context.tallies.by_author
         found = []

@@ -1,12 +1,12 @@
-"""The agreed state: what all members know alike after a round, and how a manifest changes it.
+"""The agreed state: the replicated state that all members share after a round, and its transition by a manifest.
 
-Roster, admitted keys, bans, the window of contributions taken, absences and spent invitations. A manifest names the
-digest of the state before it, so that a certificate also proves the state. Everything here is a function of the
-state and the manifest alone; nothing is looked up, drawn or timed.
+It holds the roster, admitted keys, bans, the window of contributions taken, absences and spent invitations. A manifest
+names the digest of the state before it, so that a certificate also proves the state. Everything here is a function of
+the state and the manifest alone, without lookups, randomness or time.
 
-A contribution is taken once ever: the window remembers (author, round) as long as a contribution of that round
-could still be taken. Its base may lie at most `staleness_rounds_max` non-empty manifests back, and a base is never
-later than its round, so older entries can go.
+A contribution is taken at most once: the window remembers (author, round) for as long as a contribution of that round
+could be taken. Its base may be at most `staleness_rounds_max` non-empty manifests old, and is never later than its
+round, so older entries can be dropped.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
     from p2ptrain.core.manifest import Manifest
 
-BANS_MAX = 4_096  # only admitted keys are banned, 1,024 at a time; beyond, the oldest ban is forgotten
-SPENT_MAX = 65_536  # serials of invitations that could still be used; then no more are accepted until some expire
+BANS_MAX = 4_096  # only admitted keys are banned, at most 1,024 at a time; then the oldest ban is forgotten
+SPENT_MAX = 65_536  # serials of unexpired invitations; when full, no more are accepted until some expire
 WINDOW_MAX = 65 * ADMITTED_MAX  # staleness_rounds_max is 64 at most
-UNSEATED_ABSENCES = 64  # times absence_rounds_max: how long an open run keeps the place of one that has no seat and
-# offers nothing. A machine fifty times slower than the rest still counts; a guess beyond that.
+UNSEATED_ABSENCES = 64  # times absence_rounds_max: how long an open run keeps a key admitted that has no seat and
+# offers nothing. Long enough for a machine fifty times slower than the rest; a guess beyond that.
 
 
 class Admitted(Struct, frozen=True, array_like=True):
-    """One who may contribute."""
+    """A key that may contribute."""
 
     key: Key
     since: Number  # the round that admitted it
@@ -55,18 +55,18 @@ Serial = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class AgreedState(Struct, frozen=True, array_like=True, dict=True):
-    """After round `round` of `branch`."""
+    """The state after round `round` of `branch`."""
 
     branch: Digest
     round: Number
     head: Digest  # the manifest of this round; at the start of a branch, the branch
-    members: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # rising
-    admitted: Annotated[tuple[Admitted, ...], Meta(max_length=ADMITTED_MAX)]  # by rising key; members too
+    members: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # ascending
+    admitted: Annotated[tuple[Admitted, ...], Meta(max_length=ADMITTED_MAX)]  # by key, ascending; includes the members
     bans: Annotated[tuple[Key, ...], Meta(max_length=BANS_MAX)]  # the oldest first
-    window: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=WINDOW_MAX)]  # (author, round) taken; rising
+    window: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=WINDOW_MAX)]  # (author, round) taken; ascending
     filled: Annotated[tuple[Number, ...], Meta(max_length=65)]  # the last rounds whose manifest was not empty
-    spent: Annotated[tuple[tuple[Serial, Number], ...], Meta(max_length=SPENT_MAX)]  # (serial, last round); rising
-    root_round: Number  # the newest certified root, and the round it is of
+    spent: Annotated[tuple[tuple[Serial, Number], ...], Meta(max_length=SPENT_MAX)]  # (serial, last round); ascending
+    root_round: Number  # the round of the newest certified root
     root: Digest
 
     @cached_property
@@ -75,7 +75,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def place(self) -> dict[bytes, int]:
-        """Where an admitted key stands among all of them."""
+        """The index of each admitted key among all of them."""
         return _places(tuple([entry.key for entry in self.admitted]))
 
     @cached_property
@@ -91,7 +91,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         return roster_of(self.members)
 
     def oldest_base(self, staleness: int) -> int:
-        """The earliest base of a contribution that the next round may take."""
+        """Returns the earliest base that a contribution for the next round may have."""
         return self.filled[-staleness - 1] if len(self.filled) > staleness else 0
 
     def may_take(self, offer: Announcement, staleness: int) -> bool:
@@ -105,8 +105,8 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         )
 
     def after(self, manifest: Manifest, run: RunConfig) -> AgreedState:
-        """The state that a manifest leads to."""
-        assert manifest.state == self.digest, "a manifest follows the state that it names"
+        """Returns the state after a manifest."""
+        assert manifest.state == self.digest, "a manifest applies to the state that it names"
         members = _changed(self.members, add=manifest.seated, drop=manifest.unseated)
         filled = (*self.filled, manifest.round) if manifest.taken else self.filled
         filled = filled[-run.agreement.staleness_rounds_max - 1 :]
@@ -152,9 +152,9 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         return tuple(sorted(entries, key=lambda entry: entry.key))
 
     def regrouped(self, branch: bytes, members: tuple[bytes, ...]) -> AgreedState:
-        """The state in which a branch of these members starts. The rest stay admitted, and earn their seats again."""
+        """Returns the state at the start of a branch of these members. The others stay admitted, without a seat."""
         kept = set(members)
-        assert kept <= set(self.members), "a regroup is made of members"
+        assert kept <= set(self.members), "only members can regroup"
         return msgspec.structs.replace(
             self,
             branch=branch,
@@ -171,7 +171,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 @lru_cache(maxsize=16)
 def _places(keys: tuple[bytes, ...]) -> dict[bytes, int]:
-    """The same for round after round, of which hundreds are kept; never changed."""
+    """Cached, because hundreds of kept states share it; must not be changed."""
     return {key: place for place, key in enumerate(keys)}
 
 
@@ -181,7 +181,7 @@ def _as_set(window: tuple[tuple[bytes, int], ...]) -> frozenset[tuple[bytes, int
 
 
 def genesis(run_id: bytes, members: tuple[bytes, ...], root: bytes) -> AgreedState:
-    """The state before the first round."""
+    """Returns the state before the first round."""
     ordered = tuple(sorted(members))
     return AgreedState(
         branch=run_id,
@@ -200,5 +200,5 @@ def genesis(run_id: bytes, members: tuple[bytes, ...], root: bytes) -> AgreedSta
 
 def _changed(keys: tuple[bytes, ...], add: tuple[bytes, ...], drop: tuple[bytes, ...]) -> tuple[bytes, ...]:
     if not add and not drop:
-        return keys  # the same object, so that its roster is found at once
+        return keys  # the same object, so that its roster is found in the cache
     return tuple(sorted((set(keys) | set(add)) - set(drop)))

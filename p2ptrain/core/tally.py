@@ -1,10 +1,10 @@
-"""The tally: what became of each author's contributions, counted for people. It decides nothing.
+"""Tallies: count the fate of each author's contributions, only for display.
 
-A contribution is offered when its announcement is taken in, applied when a manifest takes it that this node follows,
-late when it comes after the last round that could have taken it, and refused for a reason. What was offered and is
-neither applied nor refused has expired, or may still be taken. Every node counts what it has seen itself, and since it
-began: other nodes, which heard other messages, count otherwise, and of rounds that were caught up with only what was
-applied is known.
+A contribution counts as offered when its announcement is accepted, applied when a manifest on this node's chain takes
+it, late when it arrives after the last round that could have taken it, and refused for a reason. One that was offered
+but neither applied nor refused has expired or may still be taken. Each node counts its own observations since its
+start: other nodes receive other messages and get other counts, and for rounds that a node caught up with it only knows
+what was applied.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from msgspec import Struct
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import ADMITTED_MAX
 
-AUTHORS_MAX = 2 * ADMITTED_MAX  # those who are admitted, and as many who were
+AUTHORS_MAX = 2 * ADMITTED_MAX  # those that are admitted, and as many that were
 
 
 class Refusal(Enum):
-    """Why a contribution does not count."""
+    """Reasons for refusing a contribution."""
 
     BAD_PAYLOAD = "bad payload"  # the strict decoder refuses it, or it is not as long as announced
     TWO_FOR_ONE_ROUND = "two for one round"
@@ -30,7 +30,7 @@ class Refusal(Enum):
 
 
 class Tally(Struct):
-    """Of one author."""
+    """The counts of one author."""
 
     offered: int = 0
     applied: int = 0
@@ -39,7 +39,7 @@ class Tally(Struct):
 
 
 class Tallies:
-    """Of all authors that were admitted lately."""
+    """The tallies of all authors that are or recently were admitted."""
 
     def __init__(self) -> None:
         self.by_author: dict[bytes, Tally] = {}
@@ -55,16 +55,16 @@ class Tallies:
         refused[why.value] = refused.get(why.value, 0) + 1
 
     def take(self, manifest: Manifest) -> None:
-        """This node goes on by a manifest."""
+        """Counts the contributions that a manifest applies."""
         for taken in manifest.taken:
             self.of(taken.author).applied += 1
 
     def forget(self, admitted: Container[bytes]) -> None:
-        """A round begins, in which only these can be counted: of the others keep as many as leave room for them."""
+        """Drops enough authors that are no longer admitted to leave room for those that are."""
         many = len(self.by_author) - (AUTHORS_MAX - ADMITTED_MAX)
         for author in [author for author in self.by_author if author not in admitted][: max(0, many)]:
             del self.by_author[author]
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {"authors tallied": (len(self.by_author), AUTHORS_MAX)}

@@ -1,26 +1,25 @@
-"""Trust: following no history but one that a person has vouched for.
+"""Trust: adopts only a history that contains a head that a person has vouched for.
 
-A newcomer verifies the chain of rosters from genesis, by the signatures of whoever had a vote. But keys of members of
-long ago may have leaked, and whoever has a quorum of them can sign another history, as long as they like, which
-verifies as well. No protocol can tell the two apart from inside (weak subjectivity, Buterin 2014); what can is a recent
-fact that came another way. With `p2ptrain join --trust HEAD` it is the head of the history that somebody else follows,
-as `p2ptrain status` shows it: the digest of a manifest, or a branch's id just after a regroup.
+A newcomer verifies the rosters from genesis on by the signatures of their members. But keys of former members may have
+leaked, and anyone with a quorum of them can sign another history of any length, which verifies just as well. No
+protocol can tell the two apart from inside (weak subjectivity, Buterin 2014); it takes a recent fact from another
+source. With `p2ptrain join --trust HEAD` that is the head of the history that somebody else follows, as shown by
+`p2ptrain status`: the digest of a manifest, or a branch's id just after a regroup.
 
-Why the head and not a state root: a manifest names its parent and the digest of the agreed state before it, roster
-included. So nobody can put it into another history; what follows it needs the quorum of the right roster. A state root
-is only a field, which a forger writes into a manifest of his own, and goes on from there as he likes. For the same
-reason the head counts only where the state before it was followed to it (`follow`), not among the changes of a jump,
-nor in a state that a jump names: there a forger may put it between rosters of his own.
+Why the head and not a state root: a manifest names its parent and the digest of the agreed state before it, including
+the roster. So it cannot be put into another history, and continuing it needs a quorum of the right roster. A state root
+is only a field, which a forger can copy into a manifest of his own and continue from there. For the same reason the
+head counts only where the state before it was computed (`follow`), not among the changes of a jump, nor in a state that
+a jump names: a forger could put it there between rosters of his own.
 
-Until such a history was found, the node takes part in nothing: it hears no round, says nothing, fetches no state,
-and asks the peers that it is connected with, one after the other, for what came after genesis. What they answer is
-followed on a line of its own, to its end or to the head, whichever comes first; only one with the head becomes the
-node's. Everything before the head is verified as without it. Peers keep `history_rounds` rounds: an older head is found
-with nobody, and a newer one as soon as it is certified.
+Until such a history is found, the node does not take part: it ignores messages, sends none, fetches no state, and asks
+its connected peers in turn for the history after genesis. Each answer is followed on a trial chain, to its end or to
+the head, whichever comes first; only a chain with the head is adopted. Everything before the head is verified as usual.
+Peers keep `history_rounds` rounds: an older head is not found, and a newer one is found once it is certified.
 
-Nobody may hold a node in this for long. Who has more to tell fills its answers. Who answers slowly makes way for
-others, and has longer the next time, so that a peer that is slow and honest comes to its end. Who is asked next is
-drawn: by any order of merit, liars who just keep to the limits could stand before an honest peer for ever.
+No peer can hold a node in this state for long. A peer with more history has to fill its answers. A slow peer gives way
+to others and gets more time on its next turn, so that a slow but honest peer finishes eventually. The next peer is
+drawn at random: with any ranking, liars that just keep to the limits could stay ahead of an honest peer for ever.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ from p2ptrain.core.reputation import Reason
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
-PEER_SECONDS = 30.0  # for one peer, if others wait: 256 rounds take a home's line ten; a guess, which doubles each time
+PEER_SECONDS = 30.0  # per peer, if others wait: 256 rounds take a home connection ten; a guess, doubled each turn
 PEER_SECONDS_MAX = 960.0
-RETRY_SECONDS = 10.0  # until a peer whose history lacks the head is asked again: the round of the head may be to come
-ROUNDS_SPARE = 4 * ENTRIES_MAX  # that a peer may get ahead by while we follow it; one that leads us on for ever lies
+RETRY_SECONDS = 10.0  # until a peer without the head is asked again: the head's round may be yet to come
+ROUNDS_SPARE = 4 * ENTRIES_MAX  # that a peer may advance while we follow it; one whose history never ends is lying
 
 
 class Trust:
-    """Of one node that has adopted nothing yet."""
+    """The search for the trusted history, for a node that has not adopted any yet."""
 
     def __init__(self, context: Context, line: Line, head: bytes) -> None:
         self.context, self.head = context, head
         self.mine = line.state  # genesis
         self.asked: bytes | None = None
-        self.until = 0.0  # for the answer
-        self.turn_until = 0.0  # for all of its answers, if others wait
-        self.turns_lost: dict[bytes, int] = {}  # how often a peer's turn ended before its history did
-        self.late: dict[bytes, None] = {}  # peers that may still answer what they are not asked any more
-        self.trial = line  # of the peer that is asked
-        self.rounds = 0  # followed on it
-        self.rests: dict[bytes, float] = {}  # peers whose histories were not it, and until when they are left alone
-        self.others: dict[bytes, None] = {}  # connected peers that showed a whole history without the head
+        self.until = 0.0  # the deadline of the answer
+        self.turn_until = 0.0  # the end of the peer's turn, if others wait
+        self.turns_lost: dict[bytes, int] = {}  # by peer: turns that ended before its history did
+        self.late: dict[bytes, None] = {}  # peers that may still answer an abandoned request
+        self.trial = line  # the trial chain of the peer being asked
+        self.rounds = 0  # rounds followed on the trial chain
+        self.rests: dict[bytes, float] = {}  # by failed peer: when to ask it again
+        self.others: dict[bytes, None] = {}  # connected peers that showed a complete history without the head
 
     @property
     def complaint(self) -> Complaint:
@@ -99,7 +98,7 @@ class Trust:
         self.context.emit(AskHistory(peer, state.branch, state.round))
 
     def failed(self, peer: bytes, reason: Reason | None = Reason.SILENT) -> None:
-        """It has no history with the head, or none that holds."""
+        """Ends a peer's turn: it has no valid history with the head."""
         if peer != self.asked:
             return
         self.asked = None
@@ -108,14 +107,14 @@ class Trust:
             self.context.reputation.note(peer, reason, self.context.now)
 
     def answered(self, peer: bytes, history: History) -> Verified | None:
-        """What to adopt, once a history has the head; None: not yet."""
+        """Takes in an answer; returns the history to adopt once it has the head, or None."""
         if peer != self.asked:
             return None
         try:
             is_found = self._follow(history)
         except RemoteProtocolError:
             self.context.counters["histories refused"] += 1
-            may_be_old = peer in self.late  # the answer to what it was asked before
+            may_be_old = peer in self.late  # it may answer an earlier request
             self.late.pop(peer, None)
             self.failed(peer, None if may_be_old else Reason.MALFORMED)
             return None
@@ -133,25 +132,25 @@ class Trust:
         return None
 
     def _follow(self, history: History) -> bool:
-        """Go on with the trial; whether the head is on it, and what follows is a quorum's of the right roster."""
+        """Extends the trial chain by an answer; returns whether the head is on it."""
         trial, context = self.trial, self.context
         if history.base is not None:
             jump(trial.state, history.changes, history.base, context.signer)
             if not history.steps or not isinstance(history.steps[0], Entry):
-                raise RemoteProtocolError("a jump that nothing certifies")
+                raise RemoteProtocolError("no certified round follows the jump")
             trial.rebase(history.changes, history.base)
         is_found = False
         for step in history.steps:
             if is_found and isinstance(step, Beginning):
-                break  # whether to follow it is asked as ever, when the rest is ours
+                break  # the usual rules decide about it once the rest is adopted
             state = follow(trial.state, step, context.run, context.signer)
             trial.append(step, state)
-            # A branch's id covers its members, and not all that is agreed: a round that they certify on it does.
+            # A branch's id covers its members, but not the whole agreed state; a round certified on it does.
             is_found |= isinstance(step, Entry) and self.head in (step.manifest.digest, step.manifest.branch)
         return is_found
 
     def _verified(self) -> Verified:
-        """The trial, as an answer that the node can adopt from genesis on."""
+        """Returns the trial chain in a form that the node can adopt from genesis."""
         trial = self.trial
         steps = [(certified.step, certified.state) for certified in trial.steps]
         told = trial.answer(self.context.run_id, 0)
@@ -161,7 +160,7 @@ class Trust:
         return Verified(self.mine, told.changes, told.base, steps[skipped:])
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         peers = len(self.context.peers)
         return {
             "trial history": (len(self.trial.steps), self.trial.kept),
@@ -171,6 +170,6 @@ class Trust:
 
 
 def is_on(head: bytes, base: AgreedState, steps: tuple[Step, ...]) -> bool:
-    """Whether a head lies on a line that was verified before, as far back as it is kept."""
+    """Whether a head lies on a chain that was verified before, as far back as it is kept."""
     heads = [step.branch if isinstance(step, Beginning) else step.manifest.digest for step in steps]
     return head in (base.head, *heads)

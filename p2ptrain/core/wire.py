@@ -1,7 +1,7 @@
-"""What comes from others is decoded here, and nothing but its one encoding passes.
+"""Strict decoding of data from peers: accepts only the canonical encoding.
 
-msgpack can write the same thing in several ways, and msgspec reads some that it never writes: what it has read is
-encoded again and compared. Bytes of a stranger may also nest without end, or be no text where text should be.
+msgpack can encode the same value in several ways, and msgspec accepts some that it never produces: so a decoded value
+is encoded again and compared. Hostile data may also nest very deeply, or contain invalid text.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import msgspec
 
 from p2ptrain.errors import RemoteProtocolError
 
-WHY_MAX = 200  # characters of what msgspec says, which quotes the data
+WHY_MAX = 200  # characters of msgspec's error message, which may quote the data
 
 T = TypeVar("T")
 encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    """Whatever msgspec takes for it, as from a version that may write more. RemoteProtocolError: it is not `what`."""
+    """Decodes leniently, as for data of a later version with more fields. `what` names the data in the error."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -27,8 +27,8 @@ def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
 
 
 def decode_strictly(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    """What has been encoded as `encode` does it, and in no other way."""
+    """Decodes data, and raises RemoteProtocolError unless it is exactly as `encode` writes it."""
     found = decode(decoder, data, what)
     if encode(found) != data:
-        raise RemoteProtocolError(f"{what} in another than its canonical encoding")
+        raise RemoteProtocolError(f"{what} is not in its canonical encoding")
     return found

@@ -1,13 +1,13 @@
-"""My own work: what to train, what to apply, and whether my state is the swarm's.
+"""Local work: decides when to train and what to apply, and checks this node's state against the certified one.
 
-Training waits for the newest applied state, and for the last contribution to be taken or to expire: one on offer at a
-time, two with overlap. Where only a contribution from the newest state counts, one that begins late comes late, and so
-would the next and all after it: such a node lets the round pass, and begins the next together with the others.
+Training waits for the newest applied state, and for the last contribution to be taken or to expire: one is on offer at
+a time, two with overlap. If only contributions from the newest state count, a training that begins late ends late, and
+so would the next one and all after it: such a node skips the round, and begins the next one together with the others.
 
-Certified rounds are applied in order, each when all its payloads are here. Every manifest
-carries the newest root that q - f members attest; a node whose own root for that round is another has computed
-something else. It stops contributing (`quarantine`), gets the certified state from its peers, and goes on; the
-counter says how often, because a machine that does this again is broken.
+Certified rounds are applied in order, each once all its payloads are here. Every manifest carries the newest root that
+q - f members attest; a node with a different root for that round has computed something wrong. It stops contributing
+(`quarantine`), fetches the certified state from its peers, and goes on; a counter tells how often, because a machine on
+which this happens repeatedly is broken.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
 from p2ptrain.core.round import Round
 
-REPLAY_ROUNDS_MAX = 32  # behind by more, fetching the state is cheaper than fetching each round's payloads; a guess
-FETCH_TRIES_MAX = 5  # of a payload that was certified; then the state itself is fetched
+REPLAY_ROUNDS_MAX = 32  # beyond that, fetching the state is cheaper than fetching every round's payloads; a guess
+FETCH_TRIES_MAX = 5  # for a certified payload; then the state itself is fetched
 ROOTS_MAX = 128  # rounds whose own root is remembered: a manifest certifies one of the last few
 RETRY_SECONDS = 1.0
 RETRY_SECONDS_MAX = 30.0
-CERTIFIED_MAX = 256  # roots that may be fetched: more than any peer keeps states
+CERTIFIED_MAX = 256  # roots that may be fetched: more states than any peer keeps
 SOURCES_MAX = 8  # peers that a state is fetched from at once
-PASSED_TIMES = 2.0  # of what a round usually takes, without anybody's contribution: then there may be nobody else
+PASSED_TIMES = 2.0  # times a round's usual length without any contribution: then there may be nobody else
 
 
 @dataclass(slots=True)
 class Training:
-    """In progress."""
+    """A training in progress."""
 
     round: int
     base_round: int
     base_root: bytes
     began: float
-    is_useful: bool = True  # False: its base has left our line
+    is_useful: bool = True  # False once its base is no longer on our chain
 
 
 class Work:
-    """Of one node."""
+    """This node's training and applying."""
 
     def __init__(self, context: Context, line: Line, applied_round: int, applied_root: bytes) -> None:
         self.context, self.line = context, line
         self.applied_round = applied_round
-        self.roots = {applied_round: applied_root} if applied_root else {}  # mine, by round
+        self.roots = {applied_round: applied_root} if applied_root else {}  # our own, by round
         self.applying: Manifest | None = None
         self.training: Training | None = None
-        self.training_seconds = 0.0  # that my last training took
-        self.passed = (b"", 0)  # branch and round that I let pass last, because I would have come too late
-        self.passed_until = 0.0  # unless somebody else has contributed to it, or does until then
-        self.look_at: float | None = None  # whether to train after all
-        self.outstanding: dict[int, Received] = {}  # my announcements that may still be taken
-        self.announced: dict[bytes, int] = {}  # by branch: the last round that I have announced for
-        self.is_astray = not applied_root  # the applied state is not on my line, or there is none
-        self.is_quarantined = False  # my root is not the certified one
+        self.training_seconds = 0.0  # duration of our last training
+        self.passed = (b"", 0)  # branch and round that we skipped last, because we would have been too late
+        self.passed_until = 0.0  # until then, skip it even if nobody else has contributed
+        self.look_at: float | None = None  # when to reconsider training
+        self.outstanding: dict[int, Received] = {}  # our announcements that may still be taken
+        self.announced: dict[bytes, int] = {}  # by branch: the last round that we announced for
+        self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
+        self.is_quarantined = False  # our root is not the certified one
         self.is_stopping = False
         self.catching: dict[int, bytes] | None = None  # the roots of which one is being fetched
-        self.attempt = -1  # to fetch a state: the line may have changed before the last one comes back
+        self.attempt = -1  # number of the last fetch of a state: the chain may change before an earlier one ends
         self.fetched_round = -1  # of the state that was fetched last
         self.retry_at: float | None = None
         self.tries = 0
@@ -70,7 +70,7 @@ class Work:
 
     @property
     def is_current(self) -> bool:
-        """Whether my state is the newest one that was agreed on."""
+        """Whether our state is the newest agreed one."""
         return not (self.is_astray or self.is_quarantined) and self.applied_round == self.line.state.round
 
     def _carry_root(self) -> None:
@@ -81,10 +81,10 @@ class Work:
             self.context.applied_root = (self.applied_round, self.roots[self.applied_round])
 
     # -----------------------------------------------------------------------------------------------
-    # What was agreed on
+    # Progress of the chain
 
     def advanced(self, manifest: Manifest | None) -> None:
-        """The line went on by a manifest, or by the beginning of a branch."""
+        """Settles our contributions after the chain advanced by a manifest, or by the beginning of a branch (None)."""
         me, state = self.context.me, self.line.state
         taken = {each.round for each in manifest.taken if each.author == me} if manifest else set()
         for number in sorted(self.outstanding):
@@ -111,8 +111,8 @@ class Work:
         self._carry_root()
 
     def rewound(self, number: int) -> None:
-        """The line has gone back to this round."""
-        if self.applied_round > number or self.applying is not None:  # the trainer may be at it already
+        """Drops work that was based on later rounds, after the chain went back to this one."""
+        if self.applied_round > number or self.applying is not None:  # the trainer may have begun already
             self.is_astray = True
         self.applying = None
         self.catching = None
@@ -124,7 +124,7 @@ class Work:
     # Applying
 
     def go_on(self) -> None:
-        """Apply what can be applied, and train if it is time."""
+        """Applies the next certified round if possible, and trains if it is time."""
         if self.catching is None and (self.retry_at is None or self.context.now >= self.retry_at):
             if self.is_astray or self.is_quarantined:
                 self._catch_up()
@@ -153,15 +153,15 @@ class Work:
             self._catch_up()
 
     def _holders(self) -> list[bytes]:
-        """Who is likely to have what was agreed on, and can be reached."""
+        """Returns connected peers that are likely to hold certified payloads."""
         state, peers = self.line.state, self.context.peers
         return [key for key in peers if key in state.place] or list(state.members)
 
     def applied(self, branch: bytes, number: int, root: bytes) -> None:
-        """The trainer has applied a manifest."""
+        """Notes that the trainer has applied a manifest."""
         manifest = self.applying
         if manifest is None or (manifest.branch, manifest.round) != (branch, number):
-            return  # of a line that we have left meanwhile
+            return  # our chain has changed meanwhile
         self.applying = None
         self.applied_round = number
         self._remember(number, root)
@@ -177,11 +177,11 @@ class Work:
         first_needed = state.root_round + 1
         if first_needed <= state.round and self.line.entry(first_needed) is None:
             self.retry_at = None
-            return  # nothing certified yet that the kept rounds lead on from: a later round will
+            return  # the kept rounds do not continue from the certified root yet; those of later rounds will
         others = [peer for peer in context.peers if peer in state.place] or list(context.peers)
         context.rng.shuffle(others)
         sources = context.reputation.preferred(others[: 2 * SOURCES_MAX], context.now)[:SOURCES_MAX]
-        is_lost = self.is_astray or self.is_quarantined  # else only a later state is of use
+        is_lost = self.is_astray or self.is_quarantined  # otherwise only a later state is useful
         roots = [(number, root) for number, root in self._certified_roots() if is_lost or number > self.applied_round]
         self.catching = dict(roots)
         context.counters["states fetched"] += 1
@@ -189,7 +189,7 @@ class Work:
         context.emit(CatchUp(tuple(roots), tuple(sources), self.attempt))
 
     def _certified_roots(self) -> list[tuple[int, bytes]]:
-        """The newest first, as far back as kept rounds lead on from them to the present."""
+        """Returns certified (round, root) pairs, the newest first, from which the kept rounds continue."""
         line, found = self.line, {self.line.state.root_round: self.line.state.root}
         first = next((step.step.manifest.round for step in line.steps if isinstance(step.step, Entry)), None)
         for state in (*(certified.state for certified in reversed(line.steps)), line.base):
@@ -207,7 +207,7 @@ class Work:
         self._carry_root()
 
     def peer_seen(self) -> None:
-        """It may have the state that nobody had."""
+        """Retries a failed fetch at once, because a new peer may have the state."""
         if self.catching is None:
             self.retry_at = None
 
@@ -234,11 +234,11 @@ class Work:
         if self._lets_pass(number):
             return
         self.training = Training(number, self.applied_round, self.roots[self.applied_round], context.now)
-        place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # all that was agreed is applied
+        place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # everything agreed on is applied
         context.emit(Train(number, self.applied_round, place, len(state.admitted), unsettled))
 
     def _lets_pass(self, number: int) -> bool:
-        """Whether a training from now on would come too late only because it begins late; never twice in a row."""
+        """Whether to skip a round, because a training that begins now would end too late; never twice in a row."""
         context, state = self.context, self.line.state
         now = context.now
         if self.passed != (state.branch, number):
@@ -261,7 +261,7 @@ class Work:
         return any(context.offers.has_from(author, state) for author in context.offers.by_author)
 
     def finished(self, event: TrainingFinished, here: Round) -> None:
-        """Offer what was trained, if it may still be taken."""
+        """Announces the trained contribution, if it may still be taken."""
         training = self.training
         if training is None or training.round != event.round:
             return
@@ -292,7 +292,7 @@ class Work:
             context.counters["contributions too late"] += 1
             context.tallies.of(context.me).late += 1
             context.emit(Return(event.round))
-            if is_mine_to_say and event.round <= state.round:  # nobody can take it, but all learn how long to wait
+            if is_mine_to_say and event.round <= state.round:  # too late, but the others learn how long to wait
                 self.announced[state.branch] = event.round
                 context.publish_once(context.signed(announcement))
             return
@@ -307,7 +307,7 @@ class Work:
         here.offer_held(context.me)
 
     def failed(self, number: int) -> None:
-        """No contribution for this round; the next round is another try."""
+        """Gives up on a contribution for this round; the next round is a new try."""
         if self.training is None or self.training.round != number:
             return
         self.training = None
@@ -316,7 +316,7 @@ class Work:
         self.context.counters["trainings failed"] += 1
 
     def restore(self, announcements: list[Received]) -> None:
-        """After a restart: what was announced stays announced."""
+        """Restores our announcements after a restart."""
         state = self.line.state
         for received in announcements:
             announcement = read(received, Announcement)
@@ -338,7 +338,7 @@ class Work:
         return list(self.outstanding.values())
 
     def payloads_needed(self) -> set[bytes]:
-        """Of rounds that were agreed on and are not applied yet."""
+        """Returns the payloads of rounds that were agreed on and are not applied yet."""
         return {
             taken.payload
             for entry in self.line.entries_after(self.applied_round)[:REPLAY_ROUNDS_MAX]
@@ -346,5 +346,5 @@ class Work:
         }
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Sizes and their bounds."""
+        """Returns the size and bound of each buffer."""
         return {"own roots": (len(self.roots), ROOTS_MAX), "own announcements": (len(self.outstanding), 8)}
