@@ -38,6 +38,12 @@ def test_margins_hold_with_other_seeds(name: str, seed: int) -> None:
     assert simulate(load_scenario(FOLDER / f"{name}.toml"), seed, standard()).failures == []
 
 
+@pytest.mark.parametrize(("name", "seed"), [("two-nodes-restart", 2), ("three-nodes-restart", 4)])
+def test_whoever_is_started_again_does_not_wait_for_the_stall_clock(name: str, seed: int) -> None:
+    """It knows of no pace, and waits for a member that is dead: with these seeds for two minutes, once."""
+    assert simulate(load_scenario(FOLDER / f"{name}.toml"), seed, standard()).failures == []
+
+
 def test_there_are_scenarios_for_everything() -> None:
     assert len(NAMES) >= 20
     assert set(NAMES) >= TRAPS
