@@ -43,10 +43,9 @@ def test_margins_hold_with_other_seeds(name: str, seed: int) -> None:
     [
         ("liar-claim-to-be-ahead", 20),  # two members held up a newcomer in turn until the scenario was over
         ("liar-claim-to-be-ahead", 213546703),
-        (
-            "liar-false-lengths",
-            153030369,
-        ),  # one liar was always first, and had nothing to lie about
+        ("liar-false-lengths", 153030369),  # one liar was always first, and had nothing to lie about
+        ("two-nodes-restart", 2),  # started again it knew of no pace, and waited two minutes for a member that was dead
+        ("three-nodes-restart", 4),
     ],
 )
 def test_luck_no_longer_decides(name: str, seed: int) -> None:

@@ -97,8 +97,8 @@ class CatchingUp:
     def is_behind(self) -> bool:
         """Whether to assume that others are ahead.
 
-        A stranger's claim counts until a request was in vain, and so do those of no more members than may lie: otherwise
-        any two keys could keep a newcomer from asking for admission for ever, each with a claim of its own.
+        Claims of strangers, and of no more members than may lie, count until a request was in vain: otherwise any two
+        keys could keep a newcomer from asking for admission for ever, each with a claim of its own.
         """
         if not self.was_in_vain:
             return bool(self.ahead)

@@ -149,7 +149,7 @@ class Round:
     def _close(self) -> None:
         context = self.context
         self.closed_at = context.now
-        if self.has_any and self.collect_at is not None and context.now >= self.collect_at:
+        if self.has_any and self.collect_at is not None and context.now >= self.collect_at and not self.is_blind:
             for author in sorted(self.waiting):
                 context.arrivals.missed(author)
                 is_silent = author in self.roster.seat and not context.has_heard(author, self.began)
@@ -219,6 +219,9 @@ class Round:
         now, count = self.context.now, len(self.available)
         if self.first_available_at is None:
             self.first_available_at = now
+        if self.is_blind and self.collect_at is not None and count == self.roster.tolerated + 1:
+            # One of these is honest, and has waited for the rest as long as its pace says: they may be dead.
+            self.collect_at = min(self.collect_at, now + self.context.run.agreement.avail_seconds)
         if self.closed_at is None and (self.is_blind or count >= self.roster.attesting):
             self.collect()
         if count == self.roster.quorum:
