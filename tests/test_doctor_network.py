@@ -214,7 +214,7 @@ async def test_peers_that_cannot_be_reached_or_do_not_answer_take_no_longer_than
         ([at(ROUTER, 4001)], "good", "at the port that this machine has"),
         ([at(ROUTER, 5000), at(ROUTER, 5000)], "good", "at one port for all"),
         ([at(ROUTER, 5000), at(ROUTER, 5001)], "warning", "symmetric"),
-        ([at(ROUTER, 5000)], "warning", "takes two peers"),
+        ([at(ROUTER, 5000)], "warning", "two peers are needed"),
         ([at(HOME, 4001), at(ROUTER, 4001)], "good", "holes go through"),  # one of them is at home, too
         ([sight(f"/ip4/{ROUTER}/tcp/4001/p2p/12D3KooW/p2p-circuit")], "good", ""),
         ([sight("/p2p/12D3KooW/p2p-circuit")], "warning", "relay"),
