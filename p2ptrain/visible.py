@@ -1,5 +1,5 @@
-"""Texts that may be somebody else's, made fit for a terminal: a file's name or a message can hold what a terminal
-obeys, a line break that forges another line, or bytes that are no text."""
+"""Numbers for people, and texts that may be somebody else's, made fit for a terminal: a file's name or a message can
+hold what a terminal obeys, a line break that forges another line, or bytes that are no text."""
 
 from __future__ import annotations
 
@@ -7,3 +7,12 @@ from __future__ import annotations
 def visible(text: str, keep: str = "") -> str:
     """The text with each character written out (as in \\x1b) that cannot be seen, but for those to keep."""
     return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
+
+
+def count_of(size: float) -> str:
+    """A number of bytes, for a person."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1_000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1_000
+    raise AssertionError("the last unit takes all")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from p2ptrain.core.node import Node
 
 
-class Standing(Struct, frozen=True):
+class PeerView(Struct, frozen=True):
     """One peer, or this node itself, as this node has seen it since it began."""
 
     peer: bytes
@@ -158,7 +158,7 @@ class NodeView:
         """How often each reason (reputation.py) was noted, in this life."""
         return dict(sorted(self._node.context.reputation.counters().items()))
 
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[PeerView]:
         """Everyone who is connected, and who is admitted or was lately."""
         context, state = self._node.context, self.state
         reputation, tallies = context.reputation, context.tallies.by_author
@@ -166,7 +166,7 @@ class NodeView:
         for peer in sorted({**context.peers, **tallies}):
             tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)
             found.append(
-                Standing(
+                PeerView(
                     peer=peer,
                     is_connected=peer in context.peers,
                     is_member=peer in state.roster.seat,
