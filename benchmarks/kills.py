@@ -30,7 +30,9 @@ from typing import Any, NamedTuple
 from daemons import START_SECONDS, Swarm, recipe, swarm_of
 
 from p2ptrain.daemon.demo import DemoNode
-from p2ptrain.store.records import ROUNDS_MAX, RoundRecord, read_rounds
+from p2ptrain.observe.rounds import recorded
+from p2ptrain.observe.schema import RoundRecord
+from p2ptrain.store.records import ROUNDS_MAX
 
 DOWN_SECONDS = 5.0  # and the time that a start takes
 REST_SECONDS = 15.0  # from the moment a victim has voted again to the next kill
@@ -83,7 +85,7 @@ def wait(swarm: Swarm, seconds: float) -> None:
 
 def records_of(node: DemoNode) -> list[RoundRecord]:
     [directory] = (node.directory / "runs").iterdir()
-    return read_rounds(directory, ROUNDS_MAX)
+    return recorded(directory, ROUNDS_MAX)
 
 
 def judge(records: dict[str, list[RoundRecord]], kills: list[Kill]) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from p2ptrain.cli import app, exits
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config_text import allowed, fields, sections, to_toml
 from p2ptrain.core.complaints import MEANINGS
-from p2ptrain.web.app import App
-from p2ptrain.web.metrics import Metrics
-from p2ptrain.web.models import Status
-from p2ptrain.web.openapi import EVENTS, MODELS, describe
+from p2ptrain.observe.app import App
+from p2ptrain.observe.metrics import MetricsPage
+from p2ptrain.observe.openapi import EVENTS, MODELS, describe
+from p2ptrain.observe.schema import RoundRecord, Status
 
 HERE = Path(__file__).parent / "reference"
 HELP_COLUMNS = 80
@@ -163,9 +163,11 @@ def _row(*cells: str) -> str:
 def _metrics() -> Iterator[str]:
     status, server = _example(Status), App(_Nothing(), None, "")  # type: ignore[arg-type]  # it is asked for nothing
     families = [
-        each for each in Metrics("", lambda: status, server._own_metrics).collect() if each.name.startswith("p2ptrain")
+        each
+        for each in MetricsPage("", lambda: status, lambda last: [_example(RoundRecord)], server._own_metrics).collect()
+        if each.name.startswith("p2ptrain")
     ]
-    yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/web/metrics.py and app.py") + "\n"
+    yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/observe/schema.py, metrics.py and app.py") + "\n"
     yield (
         "For Prometheus, at `/metrics`. Names are stable. Counters start over with the daemon, except energy, and\n"
         "never fall while it lives; what goes up and down is a gauge.\n"
@@ -192,7 +194,9 @@ def _of_process() -> list[str]:
 
 
 class _Nothing:
-    """A source that nobody asks."""
+    """Facts that nobody asks for."""
+
+    status = rounds = None
 
 
 def _example(kind: Any) -> Any:
@@ -218,7 +222,7 @@ def _example(kind: Any) -> Any:
 
 def _http() -> Iterator[str]:
     described = describe("")
-    yield "# The HTTP answers\n\n" + NOTE.format(source="p2ptrain/web/models.py and openapi.py") + "\n"
+    yield "# The HTTP answers\n\n" + NOTE.format(source="p2ptrain/observe/schema.py and openapi.py") + "\n"
     yield (
         f"{described['info']['description']}\nThe same for programs, as OpenAPI: `/openapi.json`. A field is never "
         "renamed or removed within a\n`version`; new ones may be added. Beyond loopback a token is required, except "

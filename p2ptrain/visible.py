@@ -1,5 +1,5 @@
-"""Makes untrusted text safe to print: a file name or a message can hold terminal control sequences, a line break that
-forges another line, or bytes that are not text."""
+"""Formats numbers for people, and makes untrusted text safe to print: a file name or a message can hold terminal
+control sequences, a line break that forges another line, or bytes that are not text."""
 
 from __future__ import annotations
 
@@ -7,3 +7,12 @@ from __future__ import annotations
 def visible(text: str, keep: str = "") -> str:
     """Returns the text with unprintable characters escaped (as \\x1b), except those in `keep`."""
     return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
+
+
+def count_of(size: float) -> str:
+    """A number of bytes, for a person."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1_000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1_000
+    raise AssertionError("the last unit takes all")

@@ -24,8 +24,7 @@ from p2ptrain.core.messages import Ballot, Certificate, Vote, signed_bytes
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
-from p2ptrain.daemon.assembly import Launch, assemble
-from p2ptrain.daemon.daemon import save_last
+from p2ptrain.daemon.assembly import Launch
 from p2ptrain.daemon.device import Device
 from p2ptrain.identity import Identity
 from p2ptrain.learn.begin import begin
@@ -33,6 +32,7 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.memory import Network
 from p2ptrain.node_config import NetworkConfig, StorageConfig
+from p2ptrain.program import Daemon, save_last
 from p2ptrain.store.log import read_own
 from p2ptrain.store.segment import Snapshot, decoded, frame, frames_of, header
 
@@ -84,10 +84,10 @@ async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Cal
             first = state if number < FOUNDERS else b""
             device = await PacedDevice.open(run, config.device, dataset)
             stack.callback(device.close)
-            daemon, started = await assemble(stack, Launch(run, config, me, transport, dataset, state=first), device)
+            daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=first), device=device)
             await transport.subscribe(topic_of(daemon.edges.run_id), daemon.driver.intake.hear)
             tasks.append(asyncio.create_task(daemon.edges.connections.run()))
-            tasks.append(asyncio.create_task(daemon.driver.run(started)))
+            tasks.append(asyncio.create_task(daemon.driver.run(daemon.started)))
             daemons.append(daemon)
             await until(lambda: hasattr(daemon.driver.node, "line"))
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, sync_playwright
 
-from p2ptrain.web.app import ASSETS
-from p2ptrain.web.models import Answer, LogLine, Round, Status
-from tests.web_known import ME, OTHER, PEER, Site, a_round, site, told_of
+from p2ptrain.observe.app import ASSETS
+from p2ptrain.observe.schema import Answer, LogLine
+from tests.web_known import ME, OTHER, PEER, Site, a_record, a_round, a_status, site, told_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -149,11 +149,11 @@ class Node:
     def change(self, **what: Any) -> None:
         """Its status, which is told to those who watch."""
         self.told.now.update(what)
-        self.publish(("status", Status.model_validate(self.told.now)))
+        self.publish(("status", a_status(self.told.now)))
 
     def live(self, *rounds: dict[str, Any]) -> None:
         self.told.lived = [*self.told.lived, *rounds][-1_000:]
-        self.publish(*(("round", Round.model_validate(each)) for each in rounds))
+        self.publish(*(("round", a_record(each)) for each in rounds))
 
     def say(self, message: str, at: str = "2026-01-01T12:00:00.000+00:00", level: Any = "info") -> None:
         self.publish(("log", LogLine(at=at, level=level, message=message)))

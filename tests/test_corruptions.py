@@ -34,7 +34,7 @@ from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.net import inquiry
 from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob
 from p2ptrain.store.mismatches import Mismatches
-from p2ptrain.store.records import RECORDS_NAME, Batch, Mine, Records
+from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 
 KILLED_AFTER = 8  # rounds, the last checkpoint being of the sixth
 SEED = bytes(31) + b"\1"  # of the node's key
@@ -106,7 +106,7 @@ def killed(tmp_path: Path, dataset: TokenDataset, manifest: str) -> Path:  # noq
     (directory / TRUST_NAME).write_text(f"{HEAD.hex()}\n")
     Mismatches(directory / "mismatches").note(KILLED_AFTER)
     with closing(Records(directory / RECORDS_NAME)) as records:
-        records.write(Batch(mine=Mine(7)))
+        records.write(Batch(mine={"applied": 7}))
         shutil.copytree(living, sound)  # before sqlite has tidied up
     return sound
 

@@ -19,8 +19,7 @@ from net_known import SkippingLoop, until
 from store_known import Power, PowerCut
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.daemon.assembly import Launch, assemble
-from p2ptrain.daemon.status import complaints_of
+from p2ptrain.daemon.assembly import Launch
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.identity import Identity
@@ -28,6 +27,8 @@ from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.learn.live import StepResult
 from p2ptrain.net.memory import Network
 from p2ptrain.node_config import StorageConfig
+from p2ptrain.observe.build import complaints_of
+from p2ptrain.program import Daemon
 
 ROUNDS = 13  # with a checkpoint in every third
 LIFE_SECONDS = 600.0  # of virtual time; the rounds take less than one
@@ -73,14 +74,14 @@ async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME
         stack.push_async_callback(transport.close)
         stack.callback(device.close)
         config = NodeConfig(storage=StorageConfig(directory=str(root), checkpoint_every_rounds=3))
-        daemon, started = await assemble(stack, Launch(run, config, me, transport, dataset, state=STATE), device)
-        running = asyncio.create_task(daemon.driver.run(started))
+        daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), device=device)
+        running = asyncio.create_task(daemon.driver.run(daemon.started))
         try:
             async with asyncio.timeout(LIFE_SECONDS):
                 await until(lambda: running.done() or trainer.round >= rounds)
             if running.done():
                 running.result()
-            await daemon.rounds.save(all_of_it=True)
+            await daemon.records.save(all_of_it=True)
         except TimeoutError as error:  # what it says of itself meanwhile
             driver = daemon.driver
             found = [each.text for each in complaints_of(daemon)] if driver.has_begun.is_set() else ["it has not begun"]

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from core_known import KEYS, RUN, Bench, announced, payload, root_of, signed
 from driver_known import STATE, ChainTrainer, LoopDevice, a_dataset
 from driver_known import root_of as root_of_state
 from net_known import skipping_time, until
-from test_store_records import lived
+from records_known import lived
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.core.snapshot import Standing
+from p2ptrain.core.snapshot import PeerView
 from p2ptrain.core.tally import AUTHORS_MAX, Tallies
-from p2ptrain.daemon import peer_history
-from p2ptrain.daemon import rounds as module
-from p2ptrain.daemon.assembly import Launch, assemble
-from p2ptrain.daemon.daemon import Daemon, save_last
-from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds, told
-from p2ptrain.daemon.status import complaints_of, peers_of, status_of, unreadiness_of
+from p2ptrain.daemon.assembly import Launch
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.net.memory import Network
 from p2ptrain.node_config import StorageConfig
-from p2ptrain.store.records import Batch, Mine, Past, PeerRecord, Records
+from p2ptrain.observe import peer_history
+from p2ptrain.observe import rounds as module
+from p2ptrain.observe.build import complaints_of, peers_of, status_of, unreadiness_of
+from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
+from p2ptrain.observe.schema import Mine, PeerRecord, RoundRecord
+from p2ptrain.program import Daemon, save_last
+from p2ptrain.store.records import Batch, Past, Records
 
 ME, A, B, C = KEYS[:4]
 NOW = 1_700_000_000.0
@@ -62,8 +63,7 @@ class Watched:
         self.keeping = NotedKeeping(tmp_path)
         keeping: Any = self.keeping
         device: Any = self.device
-        self.rounds = Rounds(
-            self.bench.run,
+        self.rounds = Recorder(
             self.bench.node,
             device,
             keeping,
@@ -125,8 +125,9 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
         late=0,
         refused={},
     )
-    assert told(record)["contributors"] == [peer_id_of(key) for key in KEYS[:4]]
-    assert msgspec.json.decode(msgspec.json.encode(told(record)))["root"] == root_of(1).hex()
+    told = json.loads(record.model_dump_json())
+    assert told["contributors"] == [peer_id_of(key) for key in KEYS[:4]]
+    assert told["root"] == root_of(1).hex()
 
 
 def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ def test_points_get_a_row_when_they_have_grown_and_not_when_they_decay(tmp_path:
         watched.round()
     asyncio.run(watched.rounds.save())
     rows = watched.keeping.store.records.points_of(A)
-    assert [(each.observed, round(each.points, 1)) for each in rows] == [
+    assert [(each["observed"], round(each["points"], 1)) for each in rows] == [
         ({"malformed": 1}, 1.0),
         ({"malformed": 3}, 3.0),
     ]
@@ -263,9 +264,9 @@ def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
     bench.do(ev.MalformedReceived(KEYS[9], "junk"))
     bench.hear_offer(announced(A, inline=True))  # so quickly that nobody else is waited for
     assert bench.node.view().standings() == [
-        Standing(A, True, True, True, 0.0, False, 1, 0, 0, {}, {}),
-        Standing(C, True, True, True, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
-        Standing(KEYS[9], True, False, False, 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
+        PeerView(A, True, True, True, 0.0, False, 1, 0, 0, {}, {}),
+        PeerView(C, True, True, True, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
+        PeerView(KEYS[9], True, False, False, 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
     ]
 
 
@@ -328,7 +329,7 @@ def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -
     second = Watched(tmp_path, records.past(ROUNDS_KEPT))
     assert second.rounds.last() == first.rounds.last()
     assert second.rounds.peers.by_key == first.rounds.peers.by_key
-    assert second.rounds.mine == Mine(2, 8, 64, 7_200.0)
+    assert second.rounds.mine == Mine(applied=2, applied_of_all=8, tokens=64, training_seconds=7_200.0)
     for _ in range(3):  # the first two again, as after a checkpoint of the beginning
         second.round()
     assert [each.round for each in second.rounds.last()] == [1, 2, 3]
@@ -360,9 +361,9 @@ def test_what_a_disk_does_not_take_waits_up_to_a_bound(tmp_path: Path, monkeypat
     watched.keeping.takes = True
     asyncio.run(watched.rounds.save(all_of_it=True))
     past = watched.keeping.store.records.past(100)
-    assert [each.round for each in past.rounds] == [3, 4, 5]
-    assert {each.peer: each.applied for each in past.peers} == dict.fromkeys(KEYS[:4], 5)
-    assert past.mine == watched.rounds.mine
+    assert [each["round"] for each in past.rounds] == [3, 4, 5]
+    assert {each["peer"]: each["applied"] for each in past.peers} == dict.fromkeys(KEYS[:4], 5)
+    assert Mine.of(past.mine) == watched.rounds.mine
     count = len(watched.keeping.batches)
     asyncio.run(watched.rounds.save(all_of_it=True))
     assert len(watched.keeping.batches) == count, "nothing is new"
@@ -382,16 +383,16 @@ def test_what_happens_while_the_disk_is_at_it_is_written_the_next_time(tmp_path:
     asyncio.run(watched.rounds.save(all_of_it=True))
     asyncio.run(watched.rounds.save(all_of_it=True))
     past = watched.keeping.store.records.past(9)
-    assert [[each.round for each in batch.rounds] for batch in watched.keeping.batches] == [[1], [2]]
-    assert (past.rounds, past.mine) == (watched.rounds.last(), watched.rounds.mine)
-    assert {each.peer: each.applied for each in past.peers} == dict.fromkeys(KEYS[:4], 2)
+    assert [[each["round"] for each in batch.rounds] for batch in watched.keeping.batches] == [[1], [2]]
+    assert ([*map(RoundRecord.of, past.rounds)], Mine.of(past.mine)) == (watched.rounds.last(), watched.rounds.mine)
+    assert {each["peer"]: each["applied"] for each in past.peers} == dict.fromkeys(KEYS[:4], 2)
 
 
 def test_peers_beyond_the_bound_are_forgotten_the_longest_unchanged_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_history, "PEERS_MAX", 6)
-    before = [PeerRecord(key, offered=1) for key in (A, *KEYS[8:12])]
+    before = [PeerRecord(peer=key, offered=1).row for key in (A, *KEYS[8:12])]
     watched = Watched(tmp_path, Past(peers=before))
     watched.round()
     assert [*watched.rounds.peers.by_key] == [KEYS[10], KEYS[11], *KEYS[:4]]
@@ -423,8 +424,8 @@ async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
     stack.push_async_callback(transport.close)
     stack.callback(device.close)
     config = NodeConfig(storage=StorageConfig(directory=str(root / "node"), checkpoint_every_rounds=3))
-    daemon, started = await assemble(stack, Launch(run, config, me, transport, dataset, state=STATE), device)
-    running = asyncio.create_task(daemon.driver.run(started))
+    daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), device=device)
+    running = asyncio.create_task(daemon.driver.run(daemon.started))
     stack.push_async_callback(asyncio.wait, [running])
     stack.callback(running.cancel)
     await daemon.driver.has_begun.wait()
@@ -440,8 +441,8 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
 ) -> None:
     async with AsyncExitStack() as stack:
         daemon = await taking_part(tmp_path, stack, 5)
-        await daemon.rounds.save(all_of_it=True)
-        first = daemon.rounds.last()[:5]
+        await daemon.records.save(all_of_it=True)
+        first = daemon.records.last()[:5]
         assert [each.round for each in first] == [1, 2, 3, 4, 5]
         me = daemon.driver.node.view().me
         assert all((each.contributors, each.loss, each.tokens) == ((me,), 1.0, 64) for each in first)
@@ -449,19 +450,20 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         assert [each.root for each in first] == [daemon.driver.node.view().roots[number] for number in range(1, 6)]
         monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
         daemon.driver.device.not_finite = 3
-        status = status_of(daemon)
+        status = status_of(daemon).model_dump()
         assert status["counters"]["trainings not finite"] == 3
         assert status["mine"]["applied"] >= 5
         assert (status["mine"]["share"], status["mine"]["tokens"]) == (1.0, 64 * status["applied_round"])
         assert status["swarm_tokens_per_second"] > 0
-        assert peers_of(daemon)["me"]["applied"] == status["mine"]["applied"]
+        assert peers_of(daemon).me.applied == status["mine"]["applied"]
     async with AsyncExitStack() as stack:
         daemon = await taking_part(tmp_path, stack, 8)
         await save_last(daemon)
-        numbers = [each.round for each in daemon.rounds.last()]
+        numbers = [each.round for each in daemon.records.last()]
         assert numbers == [*range(1, numbers[-1] + 1)]
-        assert daemon.rounds.last()[:5] == first
-        assert daemon.edges.keeping.store.records.past(100).rounds == daemon.rounds.last()
+        assert daemon.records.last()[:5] == first
+        past = daemon.edges.keeping.store.records.past(100)
+        assert [*map(RoundRecord.of, past.rounds)] == daemon.records.last()
 
 
 @skipping_time
@@ -476,12 +478,12 @@ async def test_records_that_cannot_be_written_are_told_and_stop_nothing(
         driver = daemon.driver
         with monkeypatch.context() as patch:
             patch.setattr(Records, "write", refuse)
-            await daemon.rounds.save()
+            await daemon.records.save()
             told = complaint(Code.RECORDS_NOT_WRITTEN, why="records.sqlite: cannot be written")
             assert told in complaints_of(daemon)
             assert Code.DEGRADED not in {each.code for each in complaints_of(daemon)}
             assert told.text not in unreadiness_of(daemon)
             await until(lambda: driver.node.view().applied_round >= 6)
-        await daemon.rounds.save()
+        await daemon.records.save()
         assert told not in complaints_of(daemon)
         assert len(daemon.edges.keeping.store.records.past(100).rounds) >= 6

@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.web import events
-from p2ptrain.web.guard import Guard
+from p2ptrain.observe import events
+from p2ptrain.observe.guard import Guard
 from tests.dashboard_known import (
     CHARTS,
     GONE,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import load_node_config
-from p2ptrain.web.guard import OPEN
+from p2ptrain.observe.guard import OPEN
 from tests.deploy_known import DEPLOY, read_documents, read_yaml
 from tests.web_known import site
 

@@ -80,7 +80,7 @@ def test_the_page_is_shown_as_the_start_would_show_it(tmp_path: Path, monkeypatc
     assert told() == ("failed", True, True)
     token.chmod(0o600)
     assert told() == ("good", False, False)
-    monkeypatch.setattr("p2ptrain.daemon.http.is_loopback", lambda host: False)  # a name may lead anywhere
+    monkeypatch.setattr("p2ptrain.observe.http.is_loopback", lambda host: False)  # a name may lead anywhere
     found = network.check_http(HttpConfig(port=0), None)
     assert (found.level, "which others reach" in found.result, bool(found.fix)) == ("failed", True, True)
 

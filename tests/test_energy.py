@@ -15,8 +15,8 @@ from net_known import skipping_time
 
 from p2ptrain.daemon import energy
 from p2ptrain.daemon.energy import LOOK_SECONDS, WATTS_MAX, Energy, Meter, Nvml, Rapl, meter_of
-from p2ptrain.daemon.rounds import Rounds
-from p2ptrain.store.records import Mine
+from p2ptrain.observe.rounds import Recorder
+from p2ptrain.observe.schema import Mine
 
 ROOT = Path(__file__).parents[1]
 RANGE = 262_143_328_850  # microjoules, an Intel processor's
@@ -152,7 +152,7 @@ def test_what_does_not_tell_is_no_meter(tmp_path: Path, monkeypatch: pytest.Monk
             make()
 
 
-def counted(rounds: Rounds, make: Callable[[], Meter], paused: list[bool]) -> Energy:
+def counted(rounds: Recorder, make: Callable[[], Meter], paused: list[bool]) -> Energy:
     times = itertools.count(0, 10)
     return Energy(make, rounds.note_energy, lambda: not paused.pop(0), lambda: next(times))
 
@@ -177,7 +177,7 @@ async def test_it_is_counted_while_the_node_is_not_paused_until_the_meter_tells_
     then: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(energy, "LOOK_SECONDS", 0.0)
-    rounds: Any = Rounds.__new__(Rounds)
+    rounds: Any = Recorder.__new__(Recorder)
     rounds.mine = Mine(tokens=5, energy_joules=100.0)
     meter = Meters(5, then)
     await counted(rounds, lambda: meter, [False, True, False, False]).watch()
@@ -189,7 +189,7 @@ async def test_a_device_that_does_not_tell_has_used_nothing_that_is_known() -> N
     def none() -> Meter:
         raise OSError
 
-    rounds: Any = Rounds.__new__(Rounds)
+    rounds: Any = Recorder.__new__(Recorder)
     rounds.mine = Mine()
     await counted(rounds, none, []).watch()
     assert rounds.mine.energy_joules is None

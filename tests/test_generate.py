@@ -22,17 +22,18 @@ from core_known import KEYS
 from texts import prepared, written
 from trainer_known import ONE_THREAD, RECIPES, TINY
 
+from p2ptrain import program as life
 from p2ptrain.config import RunConfig
 from p2ptrain.daemon import control
-from p2ptrain.daemon import daemon as life
 from p2ptrain.daemon.control import Control, ask
-from p2ptrain.daemon.daemon import Daemon
 from p2ptrain.daemon.device import Device
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish
 from p2ptrain.learn.trainer import Trainer
+from p2ptrain.observe.schema import Status
+from p2ptrain.program import Daemon
 from tests.export_known import Command, Node, run_of, state_of
 
 MORE = ("--tokens", "30")
@@ -177,7 +178,7 @@ class Lived:
 
 @pytest.fixture
 def lived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lived]:
-    monkeypatch.setattr(life, "status_of", lambda daemon: {"run_id": daemon.run.run_id})
+    monkeypatch.setattr(life, "status_of", lambda daemon: Status.model_construct(run_id=daemon.run.run_id))
     lived = Lived(tmp_path)
     yield lived
     lived.device.close()

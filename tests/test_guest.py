@@ -32,12 +32,12 @@ from p2ptrain.daemon.guest import (
     resident_bytes,
     rest_seconds,
 )
-from p2ptrain.daemon.status import unreadiness_of
 from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.learn import memory as memory_module
 from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
 from p2ptrain.learn.shortage import mega
-from p2ptrain.web.models import Status
+from p2ptrain.observe.build import unreadiness_of
+from p2ptrain.observe.schema import Status
 
 RESTING = complaint(Code.OUTSIDE_HOURS, hours="22:00-07:00", until="22:00")
 UNPLUGGED = complaint(Code.ON_BATTERY)

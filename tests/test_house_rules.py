@@ -22,7 +22,7 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config_text import fields
 
 ROOT = Path(__file__).parents[1]
-LINES_MAX = 500  # what one can keep in mind; beyond it a module does two things
+LINES_MAX = 600  # what one can keep in mind, where a subject needs it; beyond it a module does two things
 
 Finding = tuple[int, str]  # line, what is wrong
 Rule = Callable[[PurePosixPath, ast.Module], Iterator[Finding]]
@@ -47,17 +47,18 @@ LAYERS = {
     "learn": {"learn"},
     "net": {"net", "core", "identity"},
     "store": {"store", "core"},
-    "web": {"web", "core"},
     "identity": {"identity"},
     "replay": {"replay", "core", "identity"},
     "sim": {"sim", "core", "learn", "replay"},
     "audit": {"audit", "core", "learn", "store", "identity"},
-    "daemon": {"daemon", "core", "learn", "net", "store", "web", "identity", "replay"},
-    "doctor": {"doctor", "daemon", "core", "learn", "net", "store", "identity"},
-    "report": {"report", "learn", "store", "identity"},
+    "daemon": {"daemon", "core", "learn", "net", "store", "identity", "replay"},  # a node at work has no face
+    "observe": {"observe", "program", "daemon", "core", "learn", "net", "store", "identity"},
+    "program": {"program", "observe", "daemon", "core", "learn", "net", "identity"},
+    "launch": {"launch", "program", "observe", "daemon", "learn", "net", "store", "identity"},
+    "doctor": {"doctor", "daemon", "observe", "core", "learn", "net", "store", "identity"},
     "cli": {
-        *("cli", "audit", "daemon", "doctor", "report", "sim"),
-        *("core", "learn", "net", "store", "web", "identity", "replay"),
+        *("cli", "audit", "daemon", "doctor", "launch", "observe", "program", "sim"),
+        *("core", "learn", "net", "store", "identity", "replay"),
     },
     "__main__": {"cli"},
     "__init__": set(),
@@ -113,7 +114,7 @@ def imports_follow_the_arrows(path: PurePosixPath, tree: ast.Module) -> Iterator
             yield line, f"the core must not import {top}"
         if place == "learn" and top in NETWORKING:
             yield line, f"learn never communicates, and must not import {top}"
-        if place in ("net", "web", "identity", *LEAVES) and top in TENSORS:
+        if place in ("net", "identity", *LEAVES) and top in TENSORS:
             yield line, f"{place} knows no tensors, and must not import {top}"
 
 
@@ -333,6 +334,8 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         (CORE, "from p2ptrain import learn"),
         (CORE, "from ..net.transport import Transport"),
         (CORE, "import p2ptrain.store"),
+        ("p2ptrain/daemon/driver.py", "from p2ptrain.observe.schema import Status"),
+        ("p2ptrain/daemon/orders.py", "if TYPE_CHECKING:\n    from p2ptrain.program import Daemon"),
         (LEARN, "import asyncio"),
         (LEARN, "from socket import socket"),
         (LEARN, "import hivemind"),
@@ -462,9 +465,9 @@ def test_a_finding_names_its_line() -> None:
 
 def test_a_long_module_is_reported_and_one_at_the_limit_is_not() -> None:
     path = PurePosixPath("p2ptrain/a.py")
-    assert list(modules_are_short(path, "\n" * 501)) == [(500, "501 lines, the limit is 500")]
-    assert list(modules_are_short(path, "\n" * 500)) == []
-    assert list(modules_are_short(PurePosixPath("LOG.md"), "\n" * 501)) == []
+    assert list(modules_are_short(path, "\n" * 601)) == [(600, "601 lines, the limit is 600")]
+    assert list(modules_are_short(path, "\n" * 600)) == []
+    assert list(modules_are_short(PurePosixPath("LOG.md"), "\n" * 601)) == []
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -
 
 
 # Where objects are made and joined: what is set on one there was missing when it was made.
-JOINTS = {f"p2ptrain/daemon/{name}.py" for name in ("assembly", "launch")}
+JOINTS = {"p2ptrain/daemon/assembly.py", "p2ptrain/launch.py", "p2ptrain/program.py"}
 BEGINS_WITH_AN_EVENT = PurePosixPath("p2ptrain/core/node.py")  # a node is made of what its first event tells
 
 
@@ -88,11 +88,11 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
         [
             ("p2ptrain/daemon/driver.py", "class A:\n    def __init__(self):\n        self.edges: Edges"),
             ("p2ptrain/daemon/assembly.py", "driver.edges = edges"),
-            ("p2ptrain/daemon/launch.py", "owner.daemon = http.daemon = daemon"),
+            ("p2ptrain/launch.py", "owner.daemon = http.daemon = daemon"),
         ],
         [
-            ("p2ptrain/daemon/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
-            ("p2ptrain/daemon/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
+            ("p2ptrain/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
+            ("p2ptrain/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
             ("p2ptrain/daemon/orders.py", "bucket.rate = rate"),
         ],
     ),

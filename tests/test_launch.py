@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from net_known import key
 
+from p2ptrain import launch
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon import launch
 from p2ptrain.errors import DataError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash

@@ -15,21 +15,22 @@ from contextlib import contextmanager
 import pytest
 
 from p2ptrain.daemon import logs
-from p2ptrain.daemon.logs import LINE_MAX, LINES_MAX, JsonLines, TextLines, Unbuffered, Words, Writer, plain
+from p2ptrain.daemon.logs import LINE_MAX, LINES_MAX, JsonText, PlainText, QueuedLines, TimedText, Unbuffered, plain
 
 LINES = 3_000  # more than a pipe takes, or a queue
 CHILD = """
 import logging, os, sys
 from p2ptrain.config import LoggingConfig
 from p2ptrain.daemon import logs
-from p2ptrain.daemon.progress import Progress
+from p2ptrain.observe.progress import ProgressLine
+from p2ptrain.observe.schema import Status
 
-STATUS = {{
-    "round": 1, "phase": "collect", "loss": None, "peers": [], "roster": [], "tokens_per_second": 0.0,
-    "bytes": {{}}, "state_root": "", "health": [], "applied_round": 1,
-}}
+STATUS = Status.model_construct(
+    round=1, phase="collect", loss=None, peers=[], roster=[], tokens_per_second=0.0,
+    bytes={{}}, state_root="", complaints=[], applied_round=1,
+)
 logs.set_up(LoggingConfig(format="{form}"))
-progress = Progress("{form}", lambda: STATUS)
+progress = ProgressLine("{form}", lambda: STATUS)
 progress.start()
 log = logging.getLogger("p2ptrain.daemon")
 for number in range({lines}):
@@ -76,7 +77,7 @@ def target() -> Iterator[Target]:
     target.is_open.set()
 
 
-def say(writer: Writer, text: str, *arguments: object) -> None:
+def say(writer: QueuedLines, text: str, *arguments: object) -> None:
     writer.handle(logging.LogRecord("p2ptrain", logging.INFO, "", 0, text, arguments, None))
 
 
@@ -85,7 +86,7 @@ def say(writer: Writer, text: str, *arguments: object) -> None:
 
 
 def test_what_nobody_takes_is_dropped_and_counted(target: Target) -> None:
-    writer = Writer(target)
+    writer = QueuedLines(target)
     say(writer, "line 0")
     assert target.is_waiting.wait(60)
     for number in range(1, LINES):
@@ -103,7 +104,7 @@ def test_what_nobody_takes_is_dropped_and_counted(target: Target) -> None:
 
 
 def test_what_is_said_later_does_not_change_what_was_said_before(target: Target) -> None:
-    writer, changing = Writer(target), ["then"]
+    writer, changing = QueuedLines(target), ["then"]
     say(writer, "it was %s", changing)
     changing[0] = "now"
     target.is_open.set()
@@ -113,7 +114,7 @@ def test_what_is_said_later_does_not_change_what_was_said_before(target: Target)
 
 def test_waiting_for_a_reader_has_an_end(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.01)
-    writer = Writer(target)
+    writer = QueuedLines(target)
     say(writer, "a")
     writer.flush()
     for _ in range(LINES):
@@ -125,9 +126,9 @@ def test_waiting_for_a_reader_has_an_end(target: Target, monkeypatch: pytest.Mon
 def test_a_reader_that_has_gone_ends_nothing() -> None:
     read, write = os.pipe()
     os.close(read)
-    lines = logs.Lines(Unbuffered(write))
-    lines.setFormatter(TextLines())
-    writer = Writer(lines)
+    lines = logs.LineHandler(Unbuffered(write))
+    lines.setFormatter(TimedText())
+    writer = QueuedLines(lines)
     for _ in range(3):
         say(writer, "a")
     writer.flush()
@@ -207,13 +208,13 @@ def test_on_a_terminal_all_is_shown_in_order_and_the_line_goes() -> None:
 
 def test_what_a_peer_makes_us_write_is_neither_endless_nor_obeyed_by_a_terminal() -> None:
     record = logging.LogRecord("p2ptrain", logging.WARNING, "", 0, "a\x1b[2J\r%s", ("x" * 10_000,), None)
-    for form in (Words(), TextLines(), JsonLines()):
+    for form in (PlainText(), TimedText(), JsonText()):
         text = form.format(record)
         assert len(text) < LINE_MAX + 200
         assert "\x1b" not in text
         assert "\\u001b" not in text
         assert "\r" not in text
-    assert TextLines().format(record)[8:].startswith(" warning: a?[2J?xxx")
+    assert TimedText().format(record)[8:].startswith(" warning: a?[2J?xxx")
 
 
 def test_no_control_character_and_none_that_turns_the_writing_is_left() -> None:
@@ -227,7 +228,7 @@ def test_no_control_character_and_none_that_turns_the_writing_is_left() -> None:
 
 def test_a_json_line_is_read_by_people_too_and_obeyed_by_no_terminal() -> None:
     record = logging.LogRecord("p2ptrain", logging.INFO, "x", 1, "round 3 · ß %s", ("\x1b]0;\x07\x9b\u202e\n",), None)
-    line = JsonLines().format(record)
+    line = JsonText().format(record)
     assert "round 3 · ß" in line
     assert json.loads(line)["message"] == "round 3 · ß ?]0;???\n"
     assert line.isprintable()

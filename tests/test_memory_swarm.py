@@ -17,15 +17,15 @@ from driver_known import STATE, ChainTrainer, LoopDevice, a_dataset, root_of
 from net_known import at, skipping_time, until
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.daemon.assembly import Launch, assemble
-from p2ptrain.daemon.daemon import Daemon, save_last
-from p2ptrain.daemon.status import peers_of, status_of
+from p2ptrain.daemon.assembly import Launch
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.memory import MemoryTransport, Network
 from p2ptrain.node_config import LimitsConfig, NetworkConfig, StorageConfig
+from p2ptrain.observe.build import peers_of, status_of
+from p2ptrain.program import Daemon, Faces, save_last
 from p2ptrain.replay import replay
 from p2ptrain.store.store import Store
 
@@ -44,6 +44,7 @@ class Member:
         self.roots: dict[int, bytes] = {}
         self.why = ""
         self.daemon: Daemon
+        self.faces: Faces | None = None
         self.device: LoopDevice
         self.life: asyncio.Task[None]
 
@@ -54,7 +55,7 @@ class Member:
 
     @property
     def status(self) -> dict[str, Any]:
-        return status_of(self.daemon)
+        return status_of(self.daemon).model_dump(mode="json")
 
     @property
     def members(self) -> tuple[bytes, ...]:
@@ -84,13 +85,13 @@ class Member:
         async with AsyncExitStack() as stack:
             stack.callback(self.device.close)
             launch = Launch(swarm.run, config, self.identity, transport, dataset, state=state)
-            self.daemon, started = await assemble(stack, launch, self.device)
+            self.daemon = await Daemon.open(stack, launch, self.faces, self.device)
             stack.callback(self.daemon.edges.keeping.close)
             driver = self.daemon.driver
             await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.intake.hear)
             async with asyncio.TaskGroup() as group:
                 connections = group.create_task(self.daemon.edges.connections.run())
-                running = group.create_task(driver.run(started))
+                running = group.create_task(driver.run(self.daemon.started))
                 await until(lambda: driver.node.view().has_started)
                 ready.set()
                 self.why = await running
@@ -162,8 +163,10 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(tmp_path: Path, **agreement: Any) -> AsyncIterator[Swarm]:
+async def swarm(tmp_path: Path, faces: Faces | None = None, **agreement: Any) -> AsyncIterator[Swarm]:
+    """`faces` are the first node's."""
     made = Swarm(tmp_path, **agreement)
+    made.nodes[0].faces = faces
     try:
         for node in made.nodes:
             await node.start()
@@ -189,7 +192,7 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
             assert status["health"] == []
             assert status["fault_tolerance"] == {"liars": 1, "crashes": 1, "mode": "byzantine"}
             assert len(status["peers"]) == 3
-            assert len(peers_of(node.daemon)["peers"]) == 3
+            assert len(peers_of(node.daemon).peers) == 3
             assert 8 in dict(node.daemon.edges.library.states.places())
         taken = [node.status["counters"]["contributions taken"] for node in made.nodes]
         assert sum(taken) >= 32  # of 40: a lost message costs its node two rounds, and threads say which are lost

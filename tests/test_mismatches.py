@@ -13,10 +13,9 @@ from net_known import skipping_time, until
 from test_cli import p2ptrain
 from test_crash_points import dataset, lived  # noqa: F401  # a fixture
 
-from p2ptrain import files
+from p2ptrain import files, launch
 from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.core import events as ev
-from p2ptrain.daemon import launch
 from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import DiskError
 from p2ptrain.identity import Identity

@@ -9,8 +9,8 @@ from core_known import KEYS, ROOT0, RUN
 
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.state import AgreedState, genesis
-from p2ptrain.daemon.news import DROPS_SECONDS, LOOKS, NAMES_MAX, Drops, News
 from p2ptrain.identity import peer_id_of
+from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, Drops, News
 
 DISK, BEHIND = complaint(Code.DEGRADED, why="the disk is full"), complaint(Code.CATCHING_UP)
 

@@ -13,9 +13,11 @@ import pytest
 from rich.console import Console
 from web_known import told_of
 
-from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.daemon.logs import JsonLines
-from p2ptrain.daemon.progress import Progress, count_of, line_of, lines_of
+from p2ptrain.core.complaints import Code, Complaint, complaint
+from p2ptrain.daemon.logs import JsonText
+from p2ptrain.observe.progress import ProgressLine, line_of, lines_of
+from p2ptrain.observe.schema import Status
+from p2ptrain.visible import count_of
 
 STATUS: dict[str, Any] = {
     "run_id": "ab" * 32,
@@ -37,6 +39,12 @@ STATUS: dict[str, Any] = {
     "http": None,
     "bytes": {"bytes sent": 1_234, "bytes received": 56_789_000},
 }
+
+
+def model(told: dict[str, Any]) -> Status:
+    return Status.model_construct(**told | {"complaints": [Complaint(**each) for each in told["complaints"]]})
+
+
 DISK = told_of(complaint(Code.DEGRADED, why="the disk is full"), complaint(Code.NO_PEERS))
 
 
@@ -50,14 +58,14 @@ def test_a_number_of_bytes_is_told_in_few_characters(size: float, text: str) -> 
 
 
 def test_a_node_in_one_line() -> None:
-    assert line_of(STATUS) == (
+    assert line_of(model(STATUS)) == (
         "round 13 collect · loss 2.346 · 2 peers · 3 in the roster · 12,346 tokens/s · "
         "sent 1.2 KB, received 56.8 MB · root cdcdcdcdcdcd"
     )
     small = STATUS | told_of(complaint(Code.CRASH_ONLY))
-    assert line_of(small) == line_of(STATUS)  # in `status` it stands
+    assert line_of(model(small)) == line_of(model(STATUS))  # in `status` it stands
     new = STATUS | {"loss": None, "state_root": "", "bytes": {}} | DISK
-    assert line_of(new) == (
+    assert line_of(model(new)) == (
         "round 13 collect · loss - · 2 peers · 3 in the roster · 12,346 tokens/s · "
         "sent 0 B, received 0 B · root - · degraded: the disk is full"
     )
@@ -90,7 +98,7 @@ def test_a_node_in_some_lines() -> None:
 
 def test_where_there_is_no_terminal_a_round_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     status = dict(STATUS)
-    progress = Progress("json", lambda: status)
+    progress = ProgressLine("json", lambda: model(status))
     with caplog.at_level(logging.INFO):
         progress.start()
         for applied in (12, 12, 13, 13, 13, 12):  # another branch has won, and it goes back
@@ -98,11 +106,11 @@ def test_where_there_is_no_terminal_a_round_is_told_once(caplog: pytest.LogCaptu
             progress.tell()
         progress.stop()
     assert len(caplog.records) == 3
-    line = json.loads(JsonLines().format(caplog.records[0]))
+    line = json.loads(JsonText().format(caplog.records[0]))
     assert line.pop("at").endswith("+00:00")
     assert line == {
         "level": "info",
-        "message": line_of(STATUS),
+        "message": line_of(model(STATUS)),
         "round": 13,
         "phase": "collect",
         "loss": 2.34567,
@@ -126,7 +134,7 @@ def handlers() -> Iterator[None]:
 @pytest.mark.usefixtures("handlers")
 def test_on_a_terminal_one_line_stays_and_is_cleared() -> None:
     status, shown = dict(STATUS), io.StringIO()
-    progress = Progress("auto", lambda: status)
+    progress = ProgressLine("auto", lambda: model(status))
     progress._console = Console(file=shown, force_terminal=True, width=60)
     progress.start()
     progress.tell()
@@ -141,7 +149,7 @@ def test_on_a_terminal_one_line_stays_and_is_cleared() -> None:
 @pytest.mark.usefixtures("handlers")
 def test_a_terminal_obeys_nothing_that_a_peer_says(caplog: pytest.LogCaptureFixture) -> None:
     shown, evil = io.StringIO(), "\x1bcX \u009b2J \x07 \u202eY [red]Z"
-    progress = Progress("auto", lambda: STATUS | told_of(complaint(Code.DEGRADED, why=evil)))
+    progress = ProgressLine("auto", lambda: model(STATUS | told_of(complaint(Code.DEGRADED, why=evil))))
     progress._console = Console(file=shown, force_terminal=True, width=200)
     with caplog.at_level(logging.INFO):
         progress.start()

@@ -12,17 +12,17 @@ import msgspec
 import pytest
 from connections_known import ME, A, B, Seen, now
 from net_known import at, skipping_time, until
+from records_known import lived
 
-from p2ptrain.daemon import status
-from p2ptrain.daemon.http import LINES_KEPT, LINES_WAITING_MAX, Lines
-from p2ptrain.daemon.status import latency_of, rounds_of, traffic_of
 from p2ptrain.net import inquiry
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.known import Origin
 from p2ptrain.net.memory import Network
 from p2ptrain.net.transport import Stream
-from p2ptrain.store.records import RoundRecord
-from p2ptrain.web.models import Round
+from p2ptrain.observe import build as status
+from p2ptrain.observe.build import latency_of, rounds_of, traffic_of
+from p2ptrain.observe.http import LINES_KEPT, LINES_WAITING_MAX, LogTail
+from p2ptrain.observe.schema import RoundRecord
 
 ID = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
@@ -78,30 +78,27 @@ async def test_the_latency_of_a_peer_is_the_median_of_its_last_answers_while_it_
 
 def record(number: int, contributors: int) -> RoundRecord:
     keys = tuple(each.to_bytes(32, "big") for each in range(contributors))
-    return RoundRecord(
-        b"b" * 32, number, 1.0, b"r" * 32, b"m" * 32, keys, (), 1, 0.1, 0.2, 0.3, 0.4, 1, 2, 0, 0, None, 0, 0.0, 0, {}
-    )
+    return lived(number, contributors=keys)
 
 
 def daemon_of(records: Sequence[RoundRecord]) -> Any:
-    return SimpleNamespace(rounds=SimpleNamespace(last=lambda count: list(records[-count:])))
+    return SimpleNamespace(records=SimpleNamespace(last=lambda count: list(records[-count:])))
 
 
-def test_rounds_are_told_as_the_model_has_them_the_newest_last() -> None:
+def test_rounds_are_told_the_newest_last() -> None:
     found = rounds_of(daemon_of([record(number, 2) for number in range(5)]), 3)
-    assert [each["round"] for each in found] == [2, 3, 4]
-    assert [Round.model_validate(each).round for each in found] == [2, 3, 4]
+    assert [each.round for each in found] == [2, 3, 4]
 
 
 def test_an_answer_has_only_so_many_contributors_in_all_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "CONTRIBUTORS_TOLD", 25)
     records = [record(number, 10) for number in range(5)]
-    assert [each["round"] for each in rounds_of(daemon_of(records), 5)] == [3, 4]
-    assert [each["round"] for each in rounds_of(daemon_of([record(7, 100)]), 5)] == [7], "one in any case"
+    assert [each.round for each in rounds_of(daemon_of(records), 5)] == [3, 4]
+    assert [each.round for each in rounds_of(daemon_of([record(7, 100)]), 5)] == [7], "one in any case"
 
 
 def test_what_the_node_says_is_kept_for_pages_within_bounds_and_rounds_are_not_said_twice() -> None:
-    lines = Lines()
+    lines = LogTail()
 
     def say(name: str, level: int, text: str) -> None:
         record = logging.LogRecord(name, level, "", 0, text, (), None)
@@ -130,7 +127,8 @@ def test_bytes_are_told_by_what_they_were_for() -> None:
         lines=SimpleNamespace(protocol="/line", history_bytes=Counter({"sent": 40, "received": 50})),
         bulk_bytes=lambda: Counter(bulk),
     )
-    assert traffic_of(edges) == {
+    found = {purpose: each.model_dump() for purpose, each in traffic_of(edges).items()}
+    assert found == {
         "gossip": {"sent": 100, "received": 200},
         "messages": {"sent": 20, "received": 20},
         "histories": {"sent": 40, "received": 50},

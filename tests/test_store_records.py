@@ -12,9 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 import structlog
+from records_known import KEYS, row
 from test_store import opened
 
 from p2ptrain.errors import DataError
@@ -23,45 +23,25 @@ from p2ptrain.store.records import (
     ADDRESS_LENGTH_MAX,
     ADDRESSES_MAX,
     Batch,
-    Mine,
     Past,
-    PeerRecord,
-    Points,
     Records,
-    RoundRecord,
     read_rounds,
     remembered_peers,
 )
 
-KEYS = [bytes([number]) * 32 for number in range(8)]
 HEADER_BYTES = 100  # of every sqlite file
 
 
-def lived(number: int, **changes: Any) -> RoundRecord:
-    made = RoundRecord(
-        branch=b"b" * 32,
-        round=number,
-        applied_at=1e9 + number,
-        root=b"r" * 32,
-        manifest=b"m" * 32,
-        contributors=tuple(KEYS[:3]),
-        mine_taken=(number,),
-        views=1,
-        train_seconds=1.5,
-        collect_seconds=0.25,
-        agree_seconds=0.125,
-        apply_seconds=0.0625,
-        bytes_sent=10,
-        bytes_received=20,
-        bulk_bytes_sent=3,
-        bulk_bytes_received=4,
-        loss=2.5,
-        tokens=64,
-        tokens_per_second=32.0,
-        late=1,
-        refused={"bad payload": 2},
-    )
-    return msgspec.structs.replace(made, **changes)
+MINE = {"applied": 2, "applied_of_all": 6, "tokens": 128, "training_seconds": 3.5, "energy_joules": None}
+
+
+def a_peer(key: bytes, **changes: Any) -> dict[str, Any]:
+    usual = {"changed_at": 0.0, "offered": 0, "applied": 0, "late": 0, "refused": {}, "observed": {}, "points": 0.0}
+    return {"peer": key, **usual, **changes}
+
+
+def some_points(at: float, points: float, observed: dict[str, int]) -> dict[str, Any]:
+    return {"peer": KEYS[0], "at": at, "points": points, "observed": observed}
 
 
 def address(number: int) -> str:
@@ -90,12 +70,12 @@ def again(path: Path, count: int = 1_000) -> Past:
 
 
 def test_what_is_written_is_there_at_the_next_start(path: Path, records: Records) -> None:
-    peers = [PeerRecord(KEYS[1]), PeerRecord(KEYS[0], 1e9, 4, 3, 1, {"bad payload": 1}, {"late": 2}, 0.1)]
-    points = [Points(KEYS[0], 1e9, 0.5, {"late": 10}), Points(KEYS[0], 2e9, 1.0, {"late": 20})]
-    records.write(Batch([lived(1), lived(2)], peers[::-1], points, Mine(2, 6, 128, 3.5)))
+    peers = [a_peer(KEYS[1]), a_peer(KEYS[0], changed_at=1e9, refused={"bad payload": 1}, points=0.1)]
+    points = [some_points(1e9, 0.5, {"late": 10}), some_points(2e9, 1.0, {"late": 20})]
+    records.write(Batch([row(1), row(2)], peers[::-1], points, MINE))
     records.close()
-    assert again(path) == Past([lived(1), lived(2)], peers, Mine(2, 6, 128, 3.5))
-    assert again(path, 1).rounds == [lived(2)]
+    assert again(path) == Past([row(1), row(2)], peers, MINE)
+    assert again(path, 1).rounds == [row(2)]
     with closing(Records(path)) as made:
         assert made.points_of(KEYS[0]) == points
         assert made.points_of(KEYS[1]) == []
@@ -104,16 +84,16 @@ def test_what_is_written_is_there_at_the_next_start(path: Path, records: Records
 def test_a_round_that_is_applied_again_keeps_its_record_and_other_branches_have_their_own(
     path: Path, records: Records
 ) -> None:
-    other = lived(1, branch=b"o" * 32)
-    records.write(Batch([lived(1)]))
-    records.write(Batch([lived(1, loss=9.0), other, lived(2)]))
-    assert records.past(9).rounds == [lived(1), other, lived(2)]
+    other = row(1, branch=b"o" * 32)
+    records.write(Batch([row(1)]))
+    records.write(Batch([row(1, loss=9.0), other, row(2)]))
+    assert records.past(9).rounds == [row(1), other, row(2)]
 
 
 def test_a_peer_and_what_is_mine_have_one_row_which_is_replaced(records: Records) -> None:
     for count in (1, 2):
-        records.write(Batch(peers=[PeerRecord(KEYS[0], offered=count)], mine=Mine(count)))
-    assert records.past(0) == Past([], [PeerRecord(KEYS[0], offered=2)], Mine(2))
+        records.write(Batch(peers=[a_peer(KEYS[0], offered=count)], mine={"applied": count}))
+    assert records.past(0) == Past([], [a_peer(KEYS[0], offered=2)], {"applied": 2})
 
 
 def test_what_was_never_written_makes_no_file(path: Path, records: Records) -> None:
@@ -123,25 +103,25 @@ def test_what_was_never_written_makes_no_file(path: Path, records: Records) -> N
 
 
 def test_others_read_while_the_daemon_writes(path: Path, records: Records) -> None:
-    records.write(Batch([lived(1), lived(2), lived(3)]))
+    records.write(Batch([row(1), row(2), row(3)]))
     records.remember([address(1)])
-    assert read_rounds(path.parent, 2) == [lived(2), lived(3)]
+    assert read_rounds(path.parent, 2) == [row(2), row(3)]
     assert remembered_peers(path.parent) == [address(1)]
-    records.write(Batch([lived(4)]))
-    assert read_rounds(path.parent, 2) == [lived(3), lived(4)]
+    records.write(Batch([row(4)]))
+    assert read_rounds(path.parent, 2) == [row(3), row(4)]
 
 
 def test_a_file_that_nobody_has_open_can_be_read_after_a_kill_too(path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from p2ptrain.store.records import *\n"
-        "Records(Path(sys.argv[1])).write(Batch(mine=Mine(7)))\n"
+        "Records(Path(sys.argv[1])).write(Batch(mine={'applied': 7}))\n"
         "Records(Path(sys.argv[1])).remember(['/ip4/1.2.3.4/tcp/1/p2p/x'])\n"
         "os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
     assert path.with_name("records.sqlite-wal").stat().st_size > 0, "it was not closed"
     assert remembered_peers(path.parent) == ["/ip4/1.2.3.4/tcp/1/p2p/x"]
-    assert again(path).mine == Mine(7)
+    assert again(path).mine == {"applied": 7}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -192,12 +172,12 @@ def test_the_oldest_rows_go_when_there_are_too_many(path: Path, monkeypatch: pyt
         monkeypatch.setattr(module, name, most)
     with closing(Records(path)) as records:
         for number in range(40):
-            peer = PeerRecord(number.to_bytes(32, "big"), changed_at=float(number))
-            records.write(Batch([lived(number)], [peer], [Points(KEYS[0], number, number, {})]))
+            peer = a_peer(number.to_bytes(32, "big"), changed_at=float(number))
+            records.write(Batch([row(number)], [peer], [some_points(number, number, {})]))
         past = records.past(1_000)
-        assert [each.round for each in past.rounds] == [*range(30, 40)]
-        assert sorted(each.changed_at for each in past.peers) == [37.0, 38.0, 39.0]
-        assert [each.at for each in records.points_of(KEYS[0])] == [35, 36, 37, 38, 39]
+        assert [each["round"] for each in past.rounds] == [*range(30, 40)]
+        assert sorted(each["changed_at"] for each in past.peers) == [37.0, 38.0, 39.0]
+        assert [each["at"] for each in records.points_of(KEYS[0])] == [35, 36, 37, 38, 39]
 
 
 def test_rounds_of_many_contributors_do_not_let_the_file_grow_without_bound(
@@ -206,11 +186,11 @@ def test_rounds_of_many_contributors_do_not_let_the_file_grow_without_bound(
     monkeypatch.setattr(module, "BYTES_MAX", 2**20)
     monkeypatch.setattr(module, "PRUNE_WRITES", 1)
     rng = Random(0)
-    many = tuple(rng.randbytes(32) for _ in range(1_024))
+    many = [rng.randbytes(32) for _ in range(1_024)]
     with closing(Records(path)) as records:
         for number in range(100):
-            records.write(Batch([lived(number, contributors=many)]))
-        kept = [each.round for each in records.past(1_000).rounds]
+            records.write(Batch([row(number, contributors=many)]))
+        kept = [each["round"] for each in records.past(1_000).rounds]
     assert kept == [*range(kept[0], 100)]
     assert 10 < len(kept) < 40
     assert path.stat().st_size < 2**20 + 2**17
@@ -222,7 +202,7 @@ def test_rounds_of_many_contributors_do_not_let_the_file_grow_without_bound(
 
 def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        store.records.write(Batch([lived(1)]))
+        store.records.write(Batch([row(1)]))
     path = tmp_path / "run" / "records.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("PRAGMA user_version = 2; UPDATE format SET version = 2;")
@@ -239,8 +219,8 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_what_is_no_file_of_ours_is_moved_aside_and_begun_anew(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with structlog.testing.capture_logs() as said, closing(Records(path)) as records:
-        records.write(Batch([lived(1)]))
-    assert again(path).rounds == [lived(1)]
+        records.write(Batch([row(1)]))
+    assert again(path).rounds == [row(1)]
     if content:
         assert path.with_name("records.sqlite.damaged").read_bytes() == content
         assert [(each["event"], each["path"]) for each in said] == [
@@ -252,25 +232,25 @@ def test_a_file_with_other_tables_is_moved_aside(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("CREATE TABLE rounds (id); PRAGMA user_version = 1;")
     with closing(Records(path)) as records:
-        records.write(Batch([lived(1)]))
-        assert records.past(9).rounds == [lived(1)]
+        records.write(Batch([row(1)]))
+        assert records.past(9).rounds == [row(1)]
     assert path.with_name("records.sqlite.damaged").exists()
 
 
 def test_a_file_that_is_damaged_under_way_is_begun_anew_with_what_is_written(path: Path, records: Records) -> None:
-    records.write(Batch([lived(number) for number in range(500)]))
+    records.write(Batch([row(number) for number in range(500)]))
     records.close()  # and opened again by the next write
     with path.open("r+b") as file:
         file.seek(8_192)
         file.write(b"\xff" * 40_960)
-    records.write(Batch([lived(1_000)]))
-    assert records.past(9).rounds == [lived(1_000)]
+    records.write(Batch([row(1_000)]))
+    assert records.past(9).rounds == [row(1_000)]
 
 
 def test_whatever_bit_flips_no_wrong_figure_is_shown(path: Path, records: Records) -> None:
-    rounds = [lived(number) for number in range(40)]
-    peers = [PeerRecord(key, offered=7) for key in KEYS]
-    records.write(Batch(rounds, peers, [], Mine(1, 2, 3, 4.0)))
+    rounds = [row(number) for number in range(40)]
+    peers = [a_peer(key, offered=7) for key in KEYS]
+    records.write(Batch(rounds, peers, [], MINE))
     records.close()
     good, rng = path.read_bytes(), Random(0)
     ends: set[str] = set()
@@ -282,7 +262,7 @@ def test_whatever_bit_flips_no_wrong_figure_is_shown(path: Path, records: Record
         past = again(path)
         assert all(each in rounds for each in past.rounds)
         assert all(each in peers for each in past.peers)
-        assert past.mine in (Mine(1, 2, 3, 4.0), Mine())
+        assert past.mine in (MINE, {})
         ends.add("whole" if len(past.rounds) == 40 else "in part" if past.rounds else "anew")
         for each in path.parent.iterdir():
             each.unlink()
@@ -290,7 +270,7 @@ def test_whatever_bit_flips_no_wrong_figure_is_shown(path: Path, records: Record
 
 
 def test_no_bit_of_sqlites_header_keeps_a_node_from_starting(path: Path, records: Records) -> None:
-    records.write(Batch([lived(1)]))
+    records.write(Batch([row(1)]))
     records.close()
     good, kept = path.read_bytes(), 0
     version = range(8 * 60, 8 * 64)
@@ -299,7 +279,7 @@ def test_no_bit_of_sqlites_header_keeps_a_node_from_starting(path: Path, records
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bad)
-        kept += again(path).rounds == [lived(1)]
+        kept += again(path).rounds == [row(1)]
         for each in path.parent.iterdir():
             each.unlink()
     assert kept > len(bits) / 2, "most of them mean little"
@@ -308,33 +288,33 @@ def test_no_bit_of_sqlites_header_keeps_a_node_from_starting(path: Path, records
 @pytest.mark.parametrize("version", [-(2**31), 0, 2, 2**30])
 @pytest.mark.parametrize("place", ["PRAGMA user_version = {}", "UPDATE format SET version = {}"])
 def test_one_version_alone_that_is_another_is_put_right(path: Path, records: Records, place: str, version: int) -> None:
-    records.write(Batch([lived(1)]))
+    records.write(Batch([row(1)]))
     records.close()
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(place.format(version))
-    assert read_rounds(path.parent, 9) == again(path).rounds == [lived(1)]
+    assert read_rounds(path.parent, 9) == again(path).rounds == [row(1)]
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT version FROM format").fetchone() == (1,)
         assert connection.execute("PRAGMA user_version").fetchone() == (1,)
 
 
 def test_a_file_of_before_versions_stood_in_a_table_is_taken_over(path: Path, records: Records) -> None:
-    records.write(Batch([lived(1)]))
+    records.write(Batch([row(1)]))
     records.close()
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("DROP TABLE format")
-    assert read_rounds(path.parent, 9) == [lived(1)]
+    assert read_rounds(path.parent, 9) == [row(1)]
     for _ in range(2):
-        assert again(path).rounds == [lived(1)]
+        assert again(path).rounds == [row(1)]
     assert not path.with_name("records.sqlite.damaged").exists()
 
 
 def test_a_row_that_was_changed_counts_as_not_written(path: Path, records: Records) -> None:
-    records.write(Batch([lived(1), lived(2)]))
+    records.write(Batch([row(1), row(2)]))
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE rounds SET record = (SELECT record FROM rounds WHERE id = 1) || x'00' WHERE id = 1")
     with structlog.testing.capture_logs() as said:
-        assert records.past(9).rounds == [lived(2)]
+        assert records.past(9).rounds == [row(2)]
     assert [(each["event"], each["rows"]) for each in said] == [("damaged rows are passed over", 1)]
 
 
@@ -370,28 +350,28 @@ class RefusingConnection:
 def test_a_disk_that_refuses_is_named_and_tried_again_the_next_time(
     path: Path, records: Records, monkeypatch: pytest.MonkeyPatch, code: int, words: str
 ) -> None:
-    records.write(Batch([lived(1)]))
+    records.write(Batch([row(1)]))
     records.close()
     with monkeypatch.context() as patch:
         patch.setattr(module, "_opened", lambda path: RefusingConnection(code))
         with pytest.raises(DataError, match=rf"records\.sqlite: cannot be written \(it says so\)\. {words}"):
-            records.write(Batch([lived(2)]))
+            records.write(Batch([row(2)]))
         with structlog.testing.capture_logs() as said:
             assert records.past(9) == Past(), "and what cannot be read is no reason to stop"
         assert [each["event"] for each in said] == ["the past is not known"]
-    records.write(Batch([lived(3)]))
-    assert records.past(9).rounds == [lived(1), lived(3)]
+    records.write(Batch([row(3)]))
+    assert records.past(9).rounds == [row(1), row(3)]
     assert not path.with_name("records.sqlite.damaged").exists()
 
 
 def test_a_full_disk_takes_all_of_a_batch_or_nothing(path: Path, records: Records) -> None:
-    records.write(Batch([lived(1)]))
+    records.write(Batch([row(1)]))
     assert records._connection is not None
     pages = records._connection.execute("PRAGMA page_count").fetchone()[0]
     records._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(DataError, match=r"database or disk is full\)\. Free some space there"):
-        records.write(Batch([lived(number, mine_taken=tuple(range(900))) for number in range(2, 9)], mine=Mine(1)))
-    assert records.past(9) == Past([lived(1)], [], Mine())
+        records.write(Batch([row(number, mine_taken=[*range(900)]) for number in range(2, 9)], mine=MINE))
+    assert records.past(9) == Past([row(1)], [], {})
 
 
 def test_a_store_starts_where_its_records_cannot_be_opened(tmp_path: Path) -> None:
@@ -401,4 +381,4 @@ def test_a_store_starts_where_its_records_cannot_be_opened(tmp_path: Path) -> No
     with opened(tmp_path) as store:
         assert store.records.past(9) == Past()
         with pytest.raises(DataError, match=r"records\.sqlite: cannot be written"):
-            store.records.write(Batch([lived(1)]))
+            store.records.write(Batch([row(1)]))

@@ -27,10 +27,10 @@ from test_memory_swarm import swarm
 from top_known import LINE, Answering, shown
 
 from p2ptrain.daemon.control import Control
-from p2ptrain.daemon.rounds import ROUNDS_KEPT
-from p2ptrain.daemon.top import Keys, Screen, look
 from p2ptrain.errors import NoDaemonError, P2ptrainError
-from p2ptrain.web.models import LogLine
+from p2ptrain.observe.rounds import ROUNDS_KEPT
+from p2ptrain.observe.schema import LogLine
+from p2ptrain.observe.top import Keys, Screen, look
 
 SECONDS = 60  # within which a process draws or ends, also on a busy machine
 

@@ -11,9 +11,9 @@ from top_known import LINE, Answering, shown
 from web_known import ME, OTHER, PEER, a_round, told_of
 
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.daemon.top import look
-from p2ptrain.daemon.top_words import agreement, duration, hours, sparkline, spread
-from p2ptrain.web.app import ASSETS
+from p2ptrain.observe.app import ASSETS
+from p2ptrain.observe.top import look
+from p2ptrain.observe.top_frame import agreement, duration, hours, sparkline, spread
 
 
 @pytest.mark.parametrize(

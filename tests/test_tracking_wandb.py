@@ -21,10 +21,10 @@ import pytest
 from daemon_known import TEST_SECONDS, swarm_in
 from test_report import RUN, a_round
 
-from p2ptrain.daemon import tracking, wandb_run
-from p2ptrain.daemon.tracking import Tracking, figures_of
-from p2ptrain.daemon.wandb_run import WandbRun
 from p2ptrain.errors import ConfigError
+from p2ptrain.observe import tracking, wandb_run
+from p2ptrain.observe.tracking import Tracking, tracked_of
+from p2ptrain.observe.wandb_run import WandbRun
 
 SECONDS = 60  # within which a process starts or ends, also on a busy machine
 with_wandb = [
@@ -36,8 +36,8 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_report import RUN, a_round
-from p2ptrain.daemon.tracking import Tracking
-from p2ptrain.daemon.wandb_run import WandbRun
+from p2ptrain.observe.tracking import Tracking
+from p2ptrain.observe.wandb_run import WandbRun
 made = Tracking(WandbRun(Path(sys.argv[1]), RUN))
 made.note(a_round(1))
 made._thread.submit(lambda: None).result()
@@ -112,7 +112,7 @@ class TestWithWandb:
             proxy.setblocking(False)
             with pytest.raises(BlockingIOError):
                 proxy.accept()
-        finite = [{name: value for name, value in figures_of(each).items() if math.isfinite(value)} for each in rounds]
+        finite = [{name: value for name, value in tracked_of(each).items() if math.isfinite(value)} for each in rounds]
         assert rounds_in(tmp_path / "not yet") == [
             {"round": each.round, **figures} for each, figures in zip(rounds, finite, strict=True)
         ]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pydantic
 import pytest
-from web_known import ME, OTHER, PEER, STATUS, a_round, site, until
+from web_known import ME, OTHER, PEER, STATUS, a_round, a_status, site, until
 
 from p2ptrain.core.complaints import Code
-from p2ptrain.web import models
-from p2ptrain.web.app import ASSETS
-from p2ptrain.web.guard import HEADERS
-from p2ptrain.web.openapi import EVENTS, MODELS, ROUNDS_MAX, describe
+from p2ptrain.observe import schema as models
+from p2ptrain.observe.app import ASSETS, page_of
+from p2ptrain.observe.guard import HEADERS
+from p2ptrain.observe.openapi import EVENTS, MODELS, ROUNDS_MAX, describe
 
 JSON_PATHS = ("/status", "/peers", "/rounds", "/healthz", "/readyz", "/openapi.json")
 PATHS = (*JSON_PATHS, "/metrics", "/")
@@ -40,11 +40,11 @@ FIELDS = {
         "peer_id addresses address_kind latency_seconds is_connected is_member is_admitted offered applied late "
         "refused points is_greylisted observed"
     ),
-    "Peers": "version peers me",
-    "Round": (
+    "PeerList": "version peers me",
+    "RoundRecord": (
         "version branch round applied_at root manifest contributors mine_taken views train_seconds collect_seconds "
         "agree_seconds apply_seconds bytes_sent bytes_received bulk_bytes_sent bulk_bytes_received loss tokens "
-        "tokens_per_second late refused"
+        "tokens_per_second late refused seconds"
     ),
     "Rounds": "version rounds",
     "Health": "version ok",
@@ -152,12 +152,21 @@ async def test_head_is_answered_as_get_without_its_body() -> None:
 async def test_the_page_and_its_files_are_served_and_nothing_around_them(tmp_path: Path) -> None:
     assets = tmp_path / "assets"
     (assets / "sub").mkdir(parents=True)
-    for name, text in {"index.html": "<p>hi", "a.js": "1", "b.css": "c", "key.pem": "s", "sub/x.js": "s"}.items():
+    for name, text in {
+        "index.html": "<p>hi<!-- data -->",
+        "a.js": "1",
+        "b.css": "c",
+        "key.pem": "s",
+        "sub/x.js": "s",
+    }.items():
         (assets / name).write_text(text)
     (tmp_path / "secret.js").write_text("s")
     (assets / "link.js").symlink_to(tmp_path / "gone.js")
     async with site(assets=assets) as here:
-        for path, kind, text in (("/", "text/html", b"<p>hi"), ("/assets/a.js", "text/javascript", b"1")):
+        for path, kind, text in (
+            ("/", "text/html", page_of("<p>hi<!-- data -->").encode()),
+            ("/assets/a.js", "text/javascript", b"1"),
+        ):
             status, headers, body = await here.get(path)
             assert (status, headers["Content-Type"], body) == (200, f"{kind}; charset=utf-8", text)
             again = {"If-None-Match": headers["ETag"]}
@@ -215,9 +224,11 @@ def test_all_answers_and_events_are_described() -> None:
 
 def test_no_field_of_version_1_has_another_name() -> None:
     """Who renames or removes one makes version 2, and changes this test. New ones may come."""
-    missing = {name: {*fields.split()} - getattr(models, name).model_fields.keys() for name, fields in FIELDS.items()}
+    shown = {name: getattr(models, name).model_json_schema(mode="serialization") for name in FIELDS}
+    missing = {name: {*fields.split()} - shown[name]["properties"].keys() for name, fields in FIELDS.items()}
     assert missing == {name: set() for name in FIELDS}
-    described = {model.__name__ for model in every_model(models.Part)} - {"Answer"}
+    every = {model for model in every_model(models.Part) if model.__module__ == models.__name__}
+    described = {model.__name__ for model in every} - {"Answer", "Record", "PeerRecord", "Points"}
     assert described == FIELDS.keys(), "a new one comes into the list"
 
 
@@ -228,13 +239,13 @@ def every_model(model: type[models.Part]) -> Iterator[type[models.Part]]:
 
 
 def test_a_model_takes_no_loss_that_is_no_number_into_json() -> None:
-    told = models.Status.model_validate({**STATUS, "loss": None, "swarm_tokens_per_second": None})
+    told = a_status({**STATUS, "loss": None, "swarm_tokens_per_second": None})
     assert json.loads(told.model_dump_json())["loss"] is None
     for loss in (math.nan, math.inf, -math.inf):
-        text = models.Status.model_validate({**STATUS, "loss": loss}).model_dump_json()
+        text = a_status({**STATUS, "loss": loss}).model_dump_json()
         assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
     with pytest.raises(pydantic.ValidationError):
-        models.Status.model_validate({**STATUS, "since_applied_seconds": -1})
+        a_status({**STATUS, "since_applied_seconds": -1})
     assert OTHER in told.model_dump_json()
 
 
@@ -245,7 +256,7 @@ def test_a_model_takes_no_loss_that_is_no_number_into_json() -> None:
 async def test_when_the_node_ends_those_who_wait_and_those_who_watch_are_let_go() -> None:
     async with site() as here:
         silent, _ = await here.connect()
-        await until(lambda: here.server.places.open)
+        await until(lambda: here.server.slots.open)
         watching, writer = await here.connect()
         writer.write(f"GET /events HTTP/1.1\r\nHost: localhost:{here.port}\r\n\r\n".encode())
         await until(lambda: here.app.events.watchers)
@@ -253,4 +264,4 @@ async def test_when_the_node_ends_those_who_wait_and_those_who_watch_are_let_go(
             await here.server.close()
         assert await silent.read() == b""
         assert (await watching.read()).startswith(b"HTTP/1.1 200 OK\r\n")
-        assert here.server.places.open == {}
+        assert here.server.slots.open == {}

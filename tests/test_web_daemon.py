@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from p2ptrain.daemon.http import STARTING
 from p2ptrain.identity import Identity
+from p2ptrain.observe.http import STARTING
 from tests.daemon_known import SECONDS, TEST_SECONDS, Daemon, Swarm, p2ptrain, swarm_in
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)

@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from web_known import STATUS, Site, a_round, on_both_loops, site, status_in, until, until_closed
+from web_known import STATUS, Site, a_record, a_round, a_status, on_both_loops, site, status_in, until, until_closed
 
-from p2ptrain.web import events
-from p2ptrain.web.events import QUEUED_BYTES_MAX, QUEUED_MAX, WATCHERS_MAX, Watcher
-from p2ptrain.web.models import LogLine, Round, Status
+from p2ptrain.observe import events
+from p2ptrain.observe.events import QUEUED_BYTES_MAX, QUEUED_MAX, WATCHERS_MAX, Watcher
+from p2ptrain.observe.schema import LogLine
 
 LINE = LogLine(at="2026-01-01T00:00:00.000+00:00", level="info", message='a "line"\nof two, ß')
 
@@ -59,8 +59,8 @@ async def test_what_is_published_reaches_all_who_watch_in_order() -> None:
         readers = [await watch(here) for _ in range(3)]
         for reader in readers:
             await blocks(reader, 2)
-        here.app.events.publish("round", Round.model_validate(a_round(8)))
-        here.app.events.publish("status", Status.model_validate(STATUS | {"round": 9}))
+        here.app.events.publish("round", a_record(a_round(8)))
+        here.app.events.publish("status", a_status(STATUS | {"round": 9}))
         for reader in readers:
             first, second = map(said, await blocks(reader, 2))
             assert first == ("round", {"version": 1, **a_round(8)})
@@ -77,8 +77,8 @@ async def test_a_stream_on_which_nothing_happens_shows_that_it_lives(monkeypatch
 
 @on_both_loops
 async def test_a_stream_outlasts_the_time_that_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.web.sockets.REQUEST_SECONDS", 0.1)
-    monkeypatch.setattr("p2ptrain.web.sockets.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("p2ptrain.observe.sockets.REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr("p2ptrain.observe.sockets.ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(events, "SILENT_SECONDS", 0.1)
     async with site() as here:
         reader = await watch(here)
@@ -117,7 +117,7 @@ async def test_a_watcher_that_does_not_read_is_dropped_and_the_others_go_on(monk
         await until(lambda: here.app.events.watchers)
         good = await watch(here)
         await blocks(good, 2)
-        big = Status.model_validate(STATUS | {"run_name": "x" * 200_000})
+        big = a_status(STATUS | {"run_name": "x" * 200_000})
         count = 0
         while here.app.events.dropped == 0 and len(here.app.events.watchers) == 2:
             here.app.events.publish("status", big)
@@ -125,8 +125,8 @@ async def test_a_watcher_that_does_not_read_is_dropped_and_the_others_go_on(monk
             count += 1
             assert count < 1_000
         await until(lambda: len(here.app.events.watchers) == 1)
-        await until(lambda: len(here.server.places.lines) == 1)  # or else it keeps its place until it reads
-        assert len(here.server.places.open) == 1
+        await until(lambda: len(here.server.slots.lines) == 1)  # or else it keeps its place until it reads
+        assert len(here.server.slots.open) == 1
         here.app.events.publish("log", LINE)
         assert said((await blocks(good, 1))[0])[0] == "log"
         assert not deaf.at_eof()

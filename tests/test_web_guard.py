@@ -10,7 +10,7 @@ import pytest
 from web_known import Site, site
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.web.guard import COOKIE, TOKEN_BYTES_MAX, Guard, read_token
+from p2ptrain.observe.guard import COOKIE, TOKEN_BYTES_MAX, Guard, read_token
 
 TOKEN = b"correct-horse-battery-staple"
 ALL = ("/", "/assets/x.js", "/status", "/peers", "/rounds", "/events", "/metrics", "/openapi.json", "/nowhere")

@@ -7,8 +7,8 @@ import gzip
 import pytest
 from web_known import site
 
-from p2ptrain.web import library
-from p2ptrain.web.guard import HEADERS
+from p2ptrain.observe import plotly_asset as library
+from p2ptrain.observe.guard import HEADERS
 
 PATH = f"/assets/{library.NAME}"
 

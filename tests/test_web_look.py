@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from web_known import SECONDS, STATUS, until_closed
+from web_known import SECONDS, STATUS, a_status, until_closed
 
-from p2ptrain.daemon import http as module
-from p2ptrain.daemon.http import Http
 from p2ptrain.node_config import HttpConfig
+from p2ptrain.observe import http as module
+from p2ptrain.observe.http import HttpFace
+from p2ptrain.observe.schema import Status
 
 
 class Node:
@@ -27,18 +27,18 @@ class Node:
         has_begun = asyncio.Event()
         has_begun.set()
         self.driver = SimpleNamespace(has_begun=has_begun)
-        self.rounds = SimpleNamespace(last=lambda count: [])
+        self.records = SimpleNamespace(last=lambda count: [])
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         self.looks += 1
-        return deepcopy(STATUS) | {"step": self.looks if self.looks != self.bad else -1}
+        return a_status(STATUS | {"step": self.looks if self.looks != self.bad else -1})
 
 
 @asynccontextmanager
-async def shown(node: Any) -> AsyncIterator[Http]:
+async def shown(node: Any) -> AsyncIterator[HttpFace]:
     running: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     running.set_result(node)
-    http = await Http.open(HttpConfig(port=0), running)
+    http = await HttpFace.open(HttpConfig(port=0), running)
     try:
         yield http
     finally:
@@ -51,7 +51,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "status_of", Node.status)
 
 
-async def watch(http: Http) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def watch(http: HttpFace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     assert http.url is not None
     port = int(http.url.rsplit(":", 1)[1].strip("/"))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -59,7 +59,7 @@ async def watch(http: Http) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
     return reader, writer
 
 
-async def count_of(http: Http, name: str) -> float:
+async def count_of(http: HttpFace, name: str) -> float:
     async with aiohttp.ClientSession() as session, session.get(f"{http.url}metrics") as response:
         found = {each.name: each for each in text_string_to_metric_families(await response.text())}
     return found[name].samples[0].value

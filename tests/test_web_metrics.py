@@ -12,7 +12,7 @@ from web_known import STATUS, site, told_of
 
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.reputation import PEERS_MAX, Reason, Reputation
-from p2ptrain.web.models import Purpose
+from p2ptrain.observe.schema import Purpose
 
 # What Prometheus' guide on naming says, and promtool looks for.
 UNITS_THAT_ARE_NOT_BASE = {

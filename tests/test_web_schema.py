@@ -16,7 +16,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from web_known import Site, site
 
-from p2ptrain.web.openapi import describe
+from p2ptrain.observe.openapi import describe
 
 SCHEMA = schemathesis.openapi.from_dict(describe("1.2.3"))
 OPERATIONS = [each.ok() for each in SCHEMA.get_all_operations()]

@@ -9,8 +9,8 @@ import socket
 import pytest
 from web_known import Site, on_both_loops, site, status_in, until, until_closed
 
-from p2ptrain.web import sockets
-from p2ptrain.web.sockets import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Connection, Waiting
+from p2ptrain.observe import sockets
+from p2ptrain.observe.sockets import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Connection, Unasked
 
 
 def start_of(here: Site, path: str = "/status") -> bytes:
@@ -37,7 +37,7 @@ async def test_a_connection_without_a_request_is_closed_in_time(monkeypatch: pyt
             answer = await until_closed(reader)
             assert status_in(answer) == 408
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"] == "no request within 10 s"
-        await until(lambda: here.server.places.open == {})
+        await until(lambda: here.server.slots.open == {})
 
 
 @on_both_loops
@@ -60,8 +60,8 @@ async def test_whoever_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.M
         reader, writer = await here.connect()
         writer.transport.pause_reading()
         writer.write(start_of(here) + b"\r\n")
-        await until(lambda: here.server.places.open)
-        await until(lambda: not here.server.places.open)
+        await until(lambda: here.server.slots.open)
+        await until(lambda: not here.server.slots.open)
         assert reader.at_eof() is False
 
 
@@ -69,14 +69,14 @@ async def test_whoever_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.M
 async def test_a_full_house_of_silent_clients_makes_room_for_one_that_asks() -> None:
     async with site() as here:
         readers = await silent(here, 3 * CONNECTIONS_MAX, start_of(here))
-        assert len(here.server.places.open) <= CONNECTIONS_MAX
+        assert len(here.server.slots.open) <= CONNECTIONS_MAX
         for _ in range(5):
             assert (await here.json("/status"))["round"] == 8
-        assert len(here.server.places.open) <= CONNECTIONS_MAX
+        assert len(here.server.slots.open) <= CONNECTIONS_MAX
         first = await until_closed(readers[0])
         assert status_in(first) == 503
         assert json.loads(first.partition(b"\r\n\r\n")[2])["error"] == "others wait for this connection's place"
-        assert here.server.places.turned_away >= 2 * CONNECTIONS_MAX
+        assert here.server.slots.turned_away >= 2 * CONNECTIONS_MAX
 
 
 @on_both_loops
@@ -84,23 +84,23 @@ async def test_a_request_that_has_arrived_is_not_the_one_to_go_whether_it_was_re
     async with site() as here:
         whole = start_of(here) + b"\r\n"
         with socket.create_connection(("127.0.0.1", here.port)) as client:
-            await until(lambda: here.server.places.open)
-            (connection,) = here.server.places.open
-            assert isinstance(connection, Waiting)
+            await until(lambda: here.server.slots.open)
+            (connection,) = here.server.slots.open
+            assert isinstance(connection, Unasked)
             assert connection.is_silent()
             client.sendall(whole)  # and the loop has no turn to read it
             assert not connection.is_silent()
         here.hang_up()
-        await until(lambda: not here.server.places.open)
+        await until(lambda: not here.server.slots.open)
         reader, _ = await here.connect()
-        await until(lambda: here.server.places.open)
-        (connection,) = here.server.places.open
-        assert isinstance(connection, Waiting)
+        await until(lambda: here.server.slots.open)
+        (connection,) = here.server.slots.open
+        assert isinstance(connection, Unasked)
         connection.data_received(whole[:10])
         assert connection.is_silent(), "a part of a request is none"
         connection.data_received(whole[10:])  # and the loop has no turn to answer it
         assert not connection.is_silent()
-        assert [isinstance(each, Connection) for each in here.server.places.open] == [True]
+        assert [isinstance(each, Connection) for each in here.server.slots.open] == [True]
         assert status_in(await until_closed(reader)) == 200
 
 
@@ -121,16 +121,16 @@ async def test_those_who_have_asked_are_answered_when_the_house_is_full() -> Non
 
 @on_both_loops
 async def test_when_all_are_being_answered_the_next_is_told_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.web.events.WATCHERS_MAX", CONNECTIONS_MAX)
+    monkeypatch.setattr("p2ptrain.observe.events.WATCHERS_MAX", CONNECTIONS_MAX)
     async with site() as here:
         await silent(here, CONNECTIONS_MAX, start_of(here, "/events") + b"\r\n")
         await until(lambda: len(here.app.events.watchers) == CONNECTIONS_MAX)
         answer = await here.raw(b"")
         assert status_in(answer) == 503
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"] == "all connections are in use"
-        assert len(here.server.places.open) == CONNECTIONS_MAX
+        assert len(here.server.slots.open) == CONNECTIONS_MAX
         here.hang_up()
-        await until(lambda: here.server.places.open == {})
+        await until(lambda: here.server.slots.open == {})
         assert (await here.json("/status"))["round"] == 8
 
 
@@ -198,7 +198,7 @@ async def test_whoever_floods_while_it_is_answered_is_cut_off() -> None:
         await until(lambda: here.app.events.watchers)
         writer.write(b"x" * (REQUEST_BYTES_MAX + 1))
         await until_closed(reader)
-        await until(lambda: here.server.places.open == {})
+        await until(lambda: here.server.slots.open == {})
 
 
 @on_both_loops
@@ -217,15 +217,15 @@ async def test_what_the_parser_waits_on_after_a_blank_line_holds_no_place(monkey
     monkeypatch.setattr(Connection, "data_received", lambda self, data: None)  # as if it had found no request
     async with site() as here:
         assert await here.raw_status(start_of(here) + b"\r\n") == 400
-        await until(lambda: here.server.places.open == {})
+        await until(lambda: here.server.slots.open == {})
 
 
 @on_both_loops
 async def test_where_there_is_no_place_it_is_told_so() -> None:
     async with site() as here:
-        here.server.places.most = 0
+        here.server.slots.most = 0
         assert status_in(await here.raw(start_of(here) + b"\r\n")) == 503
-        assert here.server.places.open == {}
+        assert here.server.slots.open == {}
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ async def test_a_connection_that_comes_when_the_server_has_ended_is_not_left_beh
                 late.setblocking(False)
                 await here.server.close()
                 loop = asyncio.get_running_loop()
-                await loop.connect_accepted_socket(lambda: Waiting(here.server.places, pytest.fail), late)
-                assert here.server.places.open == {}
-                await until(lambda: not here.server.places.lines)
+                await loop.connect_accepted_socket(lambda: Unasked(here.server.slots, pytest.fail), late)
+                assert here.server.slots.open == {}
+                await until(lambda: not here.server.slots.lines)
                 assert has_ended(client)
 
 
@@ -299,6 +299,6 @@ async def test_a_client_that_does_not_read_is_not_left_behind(path: str, monkeyp
         here.told.now["counters"] = {f"name {number} {'x' * 1_000}": number for number in range(20_000)}  # 20 MB
         with socket.create_connection(("127.0.0.1", here.port)) as client:
             client.sendall(start_of(here, path) + b"\r\n")
-            await until(lambda: any(isinstance(each, Connection) for each in here.server.places.open))
+            await until(lambda: any(isinstance(each, Connection) for each in here.server.slots.open))
             await here.server.close()
             assert has_ended(client)

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from web_known import PEER, STATUS, a_round
 
-from p2ptrain.daemon.top_frame import Look, frame
 from p2ptrain.errors import P2ptrainError
+from p2ptrain.observe.top_frame import Look, frame
 
 LINE = {"at": "2026-03-29T12:34:56.789+00:00", "level": "warning", "message": "a line\nand more"}
 ANSWERS: dict[str, dict[str, Any]] = {

@@ -18,16 +18,20 @@ from typing import Any, ParamSpec, get_args
 import aiohttp
 import pytest
 import uvloop
+from pydantic import Field, computed_field
 
 from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
-from p2ptrain.web.app import ASSETS, App
-from p2ptrain.web.guard import Guard
-from p2ptrain.web.models import LogLine, Purpose
-from p2ptrain.web.sockets import Server
+from p2ptrain.digest import digest
+from p2ptrain.identity import peer_id_of
+from p2ptrain.observe.app import ASSETS, App
+from p2ptrain.observe.guard import Guard
+from p2ptrain.observe.schema import LogLine, Peer, PeerList, Purpose, RoundRecord, Status
+from p2ptrain.observe.sockets import HttpListener
 
 P = ParamSpec("P")
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-ME, OTHER = "12D3KooWme", "12D3KooWother"
+KEYS = (bytes([1]) * 32, bytes([2]) * 32)
+ME, OTHER = map(peer_id_of, KEYS)
 SECONDS = 30.0  # within which everything answers, also on a busy machine
 
 
@@ -157,7 +161,39 @@ def a_round(number: int) -> dict[str, Any]:
         "tokens_per_second": 512.0,
         "late": 0,
         "refused": {},
+        "seconds": 1.875,
     }
+
+
+def a_status(told: dict[str, Any]) -> Status:
+    return Status(**told | {"mine": {name: value for name, value in told["mine"].items() if name != "share"}})
+
+
+def a_record(told: dict[str, Any]) -> RoundRecord:
+    """Of a round as its JSON tells it; of names that are nobody's, a key is made up."""
+    keys = dict(zip((ME, OTHER), KEYS, strict=True))
+    digests = {name: bytes.fromhex(told[name]) for name in ("branch", "root", "manifest")}
+    contributors = tuple(keys.get(each, digest("a name", each.encode())) for each in told["contributors"])
+    return RoundRecord(
+        **{name: each for name, each in told.items() if name != "seconds"} | digests | {"contributors": contributors}
+    )
+
+
+class NamedPeer(Peer):
+    """A peer by any name."""
+
+    name: str = Field(exclude=True)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def peer_id(self) -> str:
+        return self.name
+
+
+def a_peer(told: dict[str, Any]) -> Peer:
+    return NamedPeer(
+        **{name: each for name, each in told.items() if name != "peer_id"}, peer=KEYS[1], name=told["peer_id"]
+    )
 
 
 class Told:
@@ -171,14 +207,15 @@ class Told:
         self.lived = [a_round(number) for number in range(1, 8)]
         self.said: list[LogLine] = []
 
-    def status(self) -> dict[str, Any] | None:
-        return None if self.is_starting else self.now
+    def status(self) -> Status | None:
+        return None if self.is_starting else a_status(self.now)
 
-    def peers(self) -> dict[str, Any] | None:
-        return None if self.is_starting else {"version": 1, "peers": self.known, "me": {**PEER, "peer_id": ME}}
+    def peers(self) -> PeerList | None:
+        known = [a_peer(each) for each in self.known]
+        return None if self.is_starting else PeerList(peers=known, me=a_peer({**PEER, "peer_id": ME}))
 
-    def rounds(self, last: int) -> list[dict[str, Any]] | None:
-        return None if self.is_starting else self.lived[-last:]
+    def rounds(self, last: int) -> list[RoundRecord] | None:
+        return None if self.is_starting else [a_record(each) for each in self.lived[-last:]]
 
     def complaints(self) -> list[str]:
         return self.reasons
@@ -190,7 +227,7 @@ class Told:
 class Site:
     """The server of a test."""
 
-    def __init__(self, told: Told, app: App, server: Server, port: int, address: str = "127.0.0.1") -> None:
+    def __init__(self, told: Told, app: App, server: HttpListener, port: int, address: str = "127.0.0.1") -> None:
         self.told, self.app, self.server, self.port = told, app, server, port
         self.url = f"http://{address}:{port}"
         self._writers: list[asyncio.StreamWriter] = []
@@ -267,7 +304,7 @@ async def site(
     port = listener.getsockname()[1]
     told = Told()
     app = App(told, Guard(host, port, allowed, token), "1.2.3", assets)
-    server = Server(app.application, app.places)
+    server = HttpListener(app.application, app.slots)
     await server.start(listener)
     here = Site(told, app, server, port, address)
     try:

@@ -112,10 +112,10 @@ def _from_checkpoint(
     node: NodeConfig, run: str | None, number: int | None, directory: Path | None, wish: Wish, why_no_daemon: str
 ) -> str:
     from p2ptrain.daemon.saved import find_model, reading, though_pruned
-    from p2ptrain.daemon.top_words import duration
     from p2ptrain.learn.export import load_model
     from p2ptrain.learn.sample import sample
     from p2ptrain.learn.trainer import open_device
+    from p2ptrain.observe.top_frame import duration
 
     device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out
 

@@ -91,7 +91,7 @@ def start(
 
     node = node_config(config, data_dir, None, listen, log_level, log_format)
     what = load_run_config(run)
-    from p2ptrain.daemon.launch import start as begin  # torch takes two seconds, in which an error could be told
+    from p2ptrain.launch import start as begin  # torch takes two seconds, in which an error could be told
 
     begin(what, node, data)
 
@@ -116,7 +116,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has its options
 ) -> None:
     """Take part in a run: its settings, data and weights come from the nodes that are there, and are checked."""
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
-    from p2ptrain.daemon.launch import join as take_part  # torch takes two seconds, in which an error could be told
+    from p2ptrain.launch import join as take_part  # torch takes two seconds, in which an error could be told
 
     take_part(node, run, ticket, trust)
 
@@ -144,7 +144,7 @@ def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir =
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    from p2ptrain.daemon.progress import lines_of
+    from p2ptrain.observe.progress import lines_of
 
     typer.echo(lines_of(found))
 
@@ -172,7 +172,7 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
     if not node.network.bootstrap:
         fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
         raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
-    from p2ptrain.daemon.launch import list_runs
+    from p2ptrain.launch import list_runs
 
     found = list_runs(node)
     if as_json:

@@ -1,4 +1,4 @@
-"""`p2ptrain report`: a page about a run."""
+"""`p2ptrain report`: a page about a run, or its figures as lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,21 +14,35 @@ MODE = 0o644  # it is written to be shown
 
 def report(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.html", help="Where to; else a name made of the run's, here.")
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to; else a name made of the run's, here.")
     ] = None,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help="No page, but the figures of each round, as a line of JSON.")
+    ] = False,
     run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
     """Write a page about a run of this node: loss, times, contributors, configuration; it needs no other file."""
     node = node_config(config, data_dir)
+    from p2ptrain.daemon.control import ask
     from p2ptrain.daemon.find import choose_run
-    from p2ptrain.daemon.places import run_directory
+    from p2ptrain.daemon.places import data_directory, run_directory
+    from p2ptrain.errors import P2ptrainError
     from p2ptrain.files import replace_file
-    from p2ptrain.report.page import page_of, read_lived
+    from p2ptrain.observe.export import exported, read_lived
+    from p2ptrain.observe.tracking import line_of
 
     chosen = choose_run(node, run)
     lived = read_lived(chosen, run_directory(node, bytes.fromhex(chosen.run_id)))
-    path = out or Path(f"{chosen.name}-{chosen.run_id[:8]}.html")
-    replace_file(path, page_of(lived).encode(), mode=MODE)
+    path = out or Path(f"{chosen.name}-{chosen.run_id[:8]}.{'jsonl' if jsonl else 'html'}")
+    if jsonl:
+        text = "".join(f"{line_of(each)}\n" for each in lived.rounds)
+    else:
+        try:
+            status = ask(data_directory(node), {"do": "status"})
+        except P2ptrainError:  # none runs, or it is busy: the page does without
+            status = None
+        text = exported(lived, status if status and status["run_id"] == chosen.run_id else None)
+    replace_file(path, text.encode(), mode=MODE)
     typer.echo(path)

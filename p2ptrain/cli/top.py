@@ -20,7 +20,7 @@ def top(
 ) -> None:
     """Watch the local daemon: rounds, loss, whether all have the same model, peers, traffic, health; q ends it."""
     directory = data_dir_of(data_dir, config)
-    from p2ptrain.daemon.top import show, show_once
+    from p2ptrain.observe.top import show, show_once
 
     if once or not sys.stdout.isatty():
         from rich.console import Console

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from p2ptrain.core.node import Node
 
 
-class Standing(Struct, frozen=True):
+class PeerView(Struct, frozen=True):
     """Statistics on one peer, or on this node itself, as observed by this node since its start."""
 
     peer: bytes
@@ -158,15 +158,15 @@ class NodeView:
         """How often each reason (reputation.py) was noted since the start."""
         return dict(sorted(self._node.context.reputation.counters().items()))
 
-    def standings(self) -> list[Standing]:
-        """Returns the standings of all peers that are connected, or are or recently were admitted."""
+    def standings(self) -> list[PeerView]:
+        """Returns the statistics of all peers that are connected, or are or recently were admitted."""
         context, state = self._node.context, self.state
         reputation, tallies = context.reputation, context.tallies.by_author
         found = []
         for peer in sorted({**context.peers, **tallies}):
             tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)
             found.append(
-                Standing(
+                PeerView(
                     peer=peer,
                     is_connected=peer in context.peers,
                     is_member=peer in state.roster.seat,

@@ -1,4 +1,4 @@
-"""Putting a daemon together: store, trainer, core and edges, and bringing back what an earlier life has saved."""
+"""Putting a node together: store, trainer, core and edges, and bringing back what an earlier life has saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from p2ptrain.core.node import Node
 from p2ptrain.core.snapshot import NodeView
 from p2ptrain.core.state import genesis
 from p2ptrain.core.trust import is_on
-from p2ptrain.daemon.daemon import Daemon
 from p2ptrain.daemon.device import Device
 from p2ptrain.daemon.driver import Driver
 from p2ptrain.daemon.edges import Edges
@@ -27,12 +26,10 @@ from p2ptrain.daemon.intake import Intake
 from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.daemon.places import identity_file, run_directory
-from p2ptrain.daemon.rounds import ROUNDS_KEPT, Rounds
 from p2ptrain.errors import ConfigError, DataError, UnusableError
 from p2ptrain.files import DiskError, read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.net import inquiry
 from p2ptrain.net.bulk import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.fetch import Fetcher
@@ -43,9 +40,10 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
-from p2ptrain.web.models import LogLine
 
 TRUST_NAME = "trust"  # in the run's directory: the head that this node was told to trust
+
+Watch = Callable[[float, ev.Event], None]
 
 log = logging.getLogger("p2ptrain.daemon")
 
@@ -62,20 +60,41 @@ class Launch:
     state: bytes = b""  # the first weights, of whoever begins the run
     ticket: bytes = b""
     trust: bytes = b""  # a head without which no history is to be adopted
-    http: str | None = None  # where the node is shown
-    lines: Callable[[], list[LogLine]] = list  # what it has said lately
 
     @property
     def run_id(self) -> bytes:
         return bytes.fromhex(self.run.run_id)
 
 
-async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None = None) -> tuple[Daemon, ev.Started]:
-    """A daemon that is about to start, and the event that it starts with; `stack` takes it apart again.
+@dataclass(slots=True)
+class Assembled:
+    """A node that is about to start, but for its driver: who watches what happens is made of these parts first."""
+
+    launch: Launch
+    node: Node
+    device: Device
+    intake: Intake
+    edges: Edges
+    events: EventFile
+    started: ev.Started  # the event that it starts with
+
+    def drive(self, watch: Watch) -> Driver:
+        """The driver of these parts; `watch` hears of each event that the core has survived."""
+
+        def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
+            self.events.note(now, event, effects)
+            if effects is not None:
+                watch(now, event)
+
+        return Driver(self.node, self.device, self.intake, self.edges, note)
+
+
+async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None = None) -> Assembled:
+    """All that a node is made of; `stack` takes it apart again.
 
     It trains with `device` if it is given one, and then leaves closing it to who did.
     """
-    run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
+    run, run_id, config = launch.run, launch.run_id, launch.config
     me = launch.identity.key
     store = _open_store(stack, launch)
     if device is None:
@@ -84,7 +103,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     signer = NotingSigner(RunSigner(launch.identity, run_id))
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
-    view, limits, states = node.view(), config.limits, SavedStates()
+    view, states = node.view(), SavedStates()
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     keeping = Keeping(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
     stack.push_async_callback(asyncio.to_thread, keeping.close)  # a signal is heard meanwhile
@@ -93,24 +112,10 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header)
     stack.callback(events.close)
-    past = await keeping.on_disk(store.records.past, ROUNDS_KEPT)
-    rounds = Rounds(run, node, device, keeping, transport.counters, edges.server.protocol, past)
-
-    def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
-        events.note(now, event, effects)
-        if effects is not None:  # the core has survived it
-            rounds.note(now, event)
-
-    driver = Driver(node, device, intake, edges, note)
-    daemon = Daemon(run, driver, rounds, limits, launch.http, launch.lines)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, device, keeping, launch.state)
     started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)
-    # Questions first: whoever finds that we speak the run's protocol asks at once where we can be reached.
-    await inquiry.serve(transport, daemon.ask_by_peer, edges.upload)
-    await stack.enter_async_context(edges.server)
-    await stack.enter_async_context(edges.lines)
-    return daemon, started
+    return Assembled(launch, node, device, intake, edges, events, started)
 
 
 async def _connect(

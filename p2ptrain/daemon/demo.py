@@ -25,9 +25,9 @@ from rich.live import Live
 from rich.table import Table
 
 from p2ptrain.daemon.control import ask
-from p2ptrain.daemon.progress import count_of
 from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.net.process import BECOME
+from p2ptrain.visible import count_of
 
 RUN = """\
 name = "demo"

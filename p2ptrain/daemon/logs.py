@@ -37,7 +37,7 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
-class Words(logging.Formatter):
+class PlainText(logging.Formatter):
     """The message alone, short and plain."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -47,14 +47,14 @@ class Words(logging.Formatter):
         return plain(text[:LINE_MAX])
 
 
-class TextLines(Words):
+class TimedText(PlainText):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         mark = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         return f"{at} {mark}{super().format(record)}"
 
 
-class JsonLines(Words):
+class JsonText(PlainText):
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -85,7 +85,7 @@ class Unbuffered(io.TextIOBase):
         return os.isatty(self._descriptor)
 
 
-class Lines(logging.Handler):
+class LineHandler(logging.Handler):
     """One line after the other to a file."""
 
     def __init__(self, file: Unbuffered) -> None:
@@ -96,7 +96,7 @@ class Lines(logging.Handler):
         self._file.write(self.format(record) + "\n")
 
 
-class Writer(QueueHandler):
+class QueuedLines(QueueHandler):
     """Hands what is said to `target`, in a thread of its own, in order.
 
     It takes no lock of the target's, as others would: logging asks for it when the process ends.
@@ -149,10 +149,10 @@ def _in_words(logger: object, name: str, event: MutableMapping[str, Any]) -> str
 def set_up(config: LoggingConfig) -> None:
     """Write p2ptrain's own lines to stderr; of what the libraries say, only warnings."""
     form = ("text" if sys.stderr.isatty() else "json") if config.format == "auto" else config.format
-    lines = Lines(Unbuffered(sys.stderr.fileno()))
-    lines.setFormatter(TextLines() if form == "text" else JsonLines())
+    lines = LineHandler(Unbuffered(sys.stderr.fileno()))
+    lines.setFormatter(TimedText() if form == "text" else JsonText())
     root = logging.getLogger()
-    root.handlers = [Writer(lines)]
+    root.handlers = [QueuedLines(lines)]
     root.setLevel(logging.WARNING)
     structlog.configure(
         processors=[_in_words],

@@ -9,14 +9,12 @@ owner's socket (control.py) and nowhere else.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.daemon.status import limits_of
+from p2ptrain.daemon.driver import Driver
+from p2ptrain.daemon.guest import Guest
 from p2ptrain.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from p2ptrain.daemon.daemon import Daemon
 
 RATE_MAX = 10**12  # bytes a second, as in the config
 SAVES_MAX = 3  # tries to save a state that rounds go on from meanwhile
@@ -24,33 +22,33 @@ SAVES_MAX = 3  # tries to save a state that rounds go on from meanwhile
 log = logging.getLogger("p2ptrain.daemon")
 
 
-async def obey(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
-    """Do what the owner says; how it stands then."""
+async def obey(driver: Driver, guest: Guest, order: dict[str, Any]) -> dict[str, Any]:
+    """Do what the owner says; how it stands then, but for limits, which the status tells."""
     match order["do"]:
         case "pause":
-            _pause(daemon)
+            _pause(driver)
         case "resume":
-            _resume(daemon)
+            _resume(driver)
         case "limit":
-            return _limit(daemon, order)
+            _limit(driver, guest, order)
         case "checkpoint":
-            return {"round": await save_now(daemon)}
-    return {"is_paused": bool(daemon.driver.pauses), "pauses": [each.text for each in daemon.driver.pauses]}
+            return {"round": await save_now(driver)}
+    return {"is_paused": bool(driver.pauses), "pauses": [each.text for each in driver.pauses]}
 
 
-def _pause(daemon: Daemon) -> None:
-    if Code.PAUSED not in daemon.driver.pauses:
+def _pause(driver: Driver) -> None:
+    if Code.PAUSED not in driver.pauses:
         log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
-        daemon.driver.pauses.begin(complaint(Code.PAUSED))
+        driver.pauses.begin(complaint(Code.PAUSED))
 
 
-def _resume(daemon: Daemon) -> None:
-    if Code.PAUSED in daemon.driver.pauses:
+def _resume(driver: Driver) -> None:
+    if Code.PAUSED in driver.pauses:
         log.info("its owner lets it train again")
-        daemon.driver.pauses.end(Code.PAUSED)
+        driver.pauses.end(Code.PAUSED)
 
 
-def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
+def _limit(driver: Driver, guest: Guest, order: dict[str, Any]) -> None:
     """What is not named stays as it is."""
     rates = {name: order[name] for name in ("upload", "download") if order.get(name) is not None}
     for name, rate in rates.items():
@@ -60,20 +58,19 @@ def _limit(daemon: Daemon, order: dict[str, Any]) -> dict[str, Any]:
     threads = order.get("threads")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1_024):
         raise ConfigError(f"{threads!r} is not possible", key="--threads", fix="Give a number from 1 to 1,024")
-    daemon.guest.change(order)
+    guest.change(order)
     if threads is not None:
-        daemon.driver.device.threads = threads
+        driver.device.threads = threads
         log.info("threads of the next training: %d", threads)
     for name, rate in rates.items():
-        bucket = daemon.edges.upload if name == "upload" else daemon.edges.download
+        bucket = driver.edges.upload if name == "upload" else driver.edges.download
         bucket.rate = rate
         log.info("%s limit: %s", name, f"{rate:,} bytes/s" if rate else "none")
-    return limits_of(daemon)
 
 
-async def save_now(daemon: Daemon) -> int:
+async def save_now(driver: Driver) -> int:
     """The round whose state has been saved."""
-    keeping, device, view = daemon.edges.keeping, daemon.driver.device, daemon.driver.node.view()
+    keeping, device, view = driver.edges.keeping, driver.device, driver.node.view()
     for _ in range(SAVES_MAX):
         number = device.trainer.round
         entry, root = view.entry(number), view.roots.get(number)

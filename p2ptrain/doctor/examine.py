@@ -18,7 +18,6 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.daemon import control
 from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
 from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
-from p2ptrain.daemon.top_words import troubles
 from p2ptrain.doctor import disk, machine, network
 from p2ptrain.doctor.findings import Check, Diagnosis, Level, within
 from p2ptrain.errors import (
@@ -33,6 +32,7 @@ from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, need_of, rooms_of
 from p2ptrain.net import inquiry
 from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.observe.top_frame import troubles
 from p2ptrain.store.records import remembered_peers
 
 DAEMON_SECONDS = 5.0  # for a daemon that runs to answer

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.config import HttpConfig, NetworkConfig
-from p2ptrain.daemon import http
 from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.learn.shortage import mega
@@ -28,6 +27,7 @@ from p2ptrain.net.fetch import Fetcher
 from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.process import with_ports
 from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.observe import http
 
 PEERS_ASKED = 4  # enough to tell one wrong clock from three right ones
 TRIES = 3  # to ask for the time; the quickest answer tells most

@@ -10,8 +10,9 @@
 It is history for people, and nothing that is agreed rests on it. So a commit is not waited for until it is on the
 disk (WAL mode and synchronous = NORMAL: a power cut costs the last rows, and leaves the file whole); a damaged file is
 named, moved aside as records.sqlite.damaged, and begun anew; and a disk that takes nothing costs history and nothing
-else. Rows that peers can have made are bounded in number and in bytes. Each row is one encoded struct under a digest of
-its own, so that a bit that has flipped is not shown as a figure: such a row counts as not written. The version stands
+else. Rows that peers can have made are bounded in number and in bytes. Each row is a map from names to values, encoded
+as msgpack under a digest of its own, so that a bit that has flipped is not shown as a figure: such a row counts as not
+written. What the names mean is the schema's business (observe/schema.py); here it is kept. The version stands
 in sqlite's header, too: only both together say that a newer p2ptrain has written here, and that this one must not. One
 alone is a bit that has flipped, and no reason not to start.
 
@@ -26,7 +27,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import structlog
@@ -46,12 +47,15 @@ PEERS_MAX = 4_096  # as many as the core remembers the reputation of
 POINTS_MAX = 20_000  # rows; those of the longest ago go first
 BYTES_MAX = 2**28  # of the file: 100,000 rounds of 50 contributors; where there are 1,024, of 7,000 rounds
 PRUNE_WRITES = 64  # writes between looks at these bounds
+WAL_PAGES = 256  # after which sqlite takes its log into the file: 1 MB, and about as much at once
+WAL_BYTES_MAX = 2**20  # to which the log is cut then; it grows beyond while somebody reads what is before it
 BUSY_SECONDS = 2.0  # that a writer waits for another, which there should not be
 
 _Addresses = Annotated[list[Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]], Meta(max_length=ADDRESSES_MAX)]
 _log = structlog.get_logger("p2ptrain.store")
 T = TypeVar("T")
-R = TypeVar("R", bound=Struct)
+Row = dict[str, Any]
+ROUND, PEER, POINTS, MINE = "RoundRecord", "PeerRecord", "Points", "Mine"  # what the digest of a row begins with
 
 _SCHEMA = """
 CREATE TABLE addresses (place INTEGER PRIMARY KEY, address TEXT NOT NULL UNIQUE, peer TEXT NOT NULL, reached_at REAL);
@@ -70,88 +74,21 @@ PRAGMA user_version = {VERSION};
 """
 
 
-class RoundRecord(Struct, frozen=True):
-    """One round, as this node lived it."""
-
-    branch: bytes
-    round: int
-    applied_at: float  # seconds since 1970
-    root: bytes  # of the state after it
-    manifest: bytes  # its digest
-    contributors: tuple[bytes, ...]  # whose contributions it took
-    mine_taken: tuple[int, ...]  # the rounds of those that were mine
-    views: int  # that it took to agree; 1 is usual
-    train_seconds: float  # since the round before was applied: in which phase the node was, and for how long
-    collect_seconds: float
-    agree_seconds: float
-    apply_seconds: float
-    bytes_sent: int  # in that time, by the whole node
-    bytes_received: int
-    bulk_bytes_sent: int  # of these, in pieces: payloads that did not ride along, and now and then states and data
-    bulk_bytes_received: int
-    loss: float | None  # the mean of what was trained here in that time; None: nothing was
-    tokens: int
-    tokens_per_second: float  # while it trained
-    late: int  # contributions that came after the last round that could have taken them
-    refused: dict[str, int]  # contributions that do not count, by reason
-
-    @property
-    def seconds(self) -> float:
-        return self.train_seconds + self.collect_seconds + self.agree_seconds + self.apply_seconds
-
-
-class PeerRecord(Struct, frozen=True):
-    """One peer, over all starts of this node: what became of its contributions, and what it did wrong."""
-
-    peer: bytes
-    changed_at: float = 0.0  # seconds since 1970
-    offered: int = 0
-    applied: int = 0
-    late: int = 0
-    refused: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
-    observed: dict[str, int] = msgspec.field(default_factory=dict)  # what the points are for
-    points: float = 0.0  # against it, when this changed
-
-
-class Points(Struct, frozen=True):
-    """The points against a peer, when they had grown."""
-
-    peer: bytes
-    at: float  # seconds since 1970
-    points: float
-    observed: dict[str, int]
-
-
-class Mine(Struct, frozen=True):
-    """What this node has done in the run, over all starts."""
-
-    applied: int = 0  # contributions of mine that rounds took
-    applied_of_all: int = 0  # contributions of everyone that they took, as far as this node was there
-    tokens: int = 0  # trained here, for whatever became of it
-    training_seconds: float = 0.0
-    energy_joules: float | None = None  # None: its device has never told
-
-    @property
-    def share(self) -> float:
-        """Of all contributions."""
-        return self.applied / self.applied_of_all if self.applied_of_all else 0.0
-
-
 class Batch(Struct, frozen=True):
-    """What is written in one go."""
+    """Rows to be written in one go."""
 
-    rounds: Sequence[RoundRecord] = ()
-    peers: Sequence[PeerRecord] = ()
-    points: Sequence[Points] = ()
-    mine: Mine | None = None
+    rounds: Sequence[Row] = ()
+    peers: Sequence[Row] = ()
+    points: Sequence[Row] = ()
+    mine: Row | None = None
 
 
 class Past(Struct, frozen=True):
-    """What a start begins with."""
+    """The rows that a start begins with."""
 
-    rounds: Sequence[RoundRecord] = ()  # the last of them, the newest last
-    peers: Sequence[PeerRecord] = ()  # the longest unchanged first
-    mine: Mine = Mine()
+    rounds: Sequence[Row] = ()  # the last of them, the newest last
+    peers: Sequence[Row] = ()  # the longest unchanged first
+    mine: Row = msgspec.field(default_factory=dict)
 
 
 class Records:
@@ -180,18 +117,18 @@ class Records:
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany(
                 "INSERT OR IGNORE INTO rounds (branch, round, applied_at, record, digest) VALUES (?, ?, ?, ?, ?)",
-                [(each.branch, each.round, each.applied_at, *_packed(each)) for each in batch.rounds],
+                [(*_of(each, "branch", "round", "applied_at"), *_packed(ROUND, each)) for each in batch.rounds],
             )
             connection.executemany(
                 "INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?)",
-                [(each.peer, each.changed_at, *_packed(each)) for each in batch.peers],
+                [(*_of(each, "peer", "changed_at"), *_packed(PEER, each)) for each in batch.peers],
             )
             connection.executemany(
                 "INSERT INTO points (peer, record, digest) VALUES (?, ?, ?)",
-                [(each.peer, *_packed(each)) for each in batch.points],
+                [(each["peer"], *_packed(POINTS, each)) for each in batch.points],
             )
             if batch.mine is not None:
-                connection.execute("INSERT OR REPLACE INTO mine VALUES (1, ?, ?)", _packed(batch.mine))
+                connection.execute("INSERT OR REPLACE INTO mine VALUES (1, ?, ?)", _packed(MINE, batch.mine))
             if self._writes % PRUNE_WRITES == 0:
                 _prune(connection)
 
@@ -204,16 +141,16 @@ class Records:
         def work(connection: sqlite3.Connection) -> Past:
             rounds = _rounds_in(connection, count, self.path)
             rows = connection.execute("SELECT record, digest FROM peers ORDER BY changed_at")
-            peers = [*_unpacked(rows, PeerRecord, self.path)]
-            mine = [*_unpacked(connection.execute("SELECT record, digest FROM mine"), Mine, self.path)]
-            return Past(rounds, peers, mine[0] if mine else Mine())
+            peers = [*_unpacked(rows, PEER, self.path)]
+            mine = [*_unpacked(connection.execute("SELECT record, digest FROM mine"), MINE, self.path)]
+            return Past(rounds, peers, mine[0] if mine else {})
 
         return self._read(work, Past())
 
-    def points_of(self, peer: bytes) -> list[Points]:
+    def points_of(self, peer: bytes) -> list[Row]:
         """How the points against a peer grew, the oldest first."""
         query = "SELECT record, digest FROM points WHERE peer = ? ORDER BY id"
-        return self._read(lambda each: [*_unpacked(each.execute(query, (peer,)), Points, self.path)], [])
+        return self._read(lambda each: [*_unpacked(each.execute(query, (peer,)), POINTS, self.path)], [])
 
     # -----------------------------------------------------------------------------------------------
     # Addresses
@@ -330,7 +267,7 @@ _ERRNO = {
 }
 
 
-def read_rounds(directory: Path, count: int) -> list[RoundRecord]:
+def read_rounds(directory: Path, count: int) -> list[Row]:
     """The last rounds of the run in this directory, the newest last; also while its daemon writes."""
     path = directory / RECORDS_NAME
     if not path.exists():
@@ -369,6 +306,8 @@ def _opened(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(found)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_MAX}")
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(f"BEGIN; {_SCHEMA} {_FORMAT} COMMIT;")
         elif versions != (VERSION, VERSION):
@@ -429,30 +368,34 @@ def _old_addresses(path: Path) -> list[str]:
         return []
 
 
-def _rounds_in(connection: sqlite3.Connection, count: int, path: Path) -> list[RoundRecord]:
+def _rounds_in(connection: sqlite3.Connection, count: int, path: Path) -> list[Row]:
     rows = connection.execute("SELECT record, digest FROM rounds ORDER BY id DESC LIMIT ?", (count,))
-    return [*_unpacked(rows, RoundRecord, path)][::-1]
+    return [*_unpacked(rows, ROUND, path)][::-1]
 
 
-def _packed(record: Struct) -> tuple[bytes, bytes]:
-    encoded = msgspec.msgpack.encode(record)
-    return encoded, _digest_of(type(record), encoded)
+def _of(row: Row, *names: str) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names)
 
 
-def _digest_of(kind: type[Struct], encoded: bytes) -> bytes:
-    return digest(f"record {kind.__name__}", encoded)[:16]
+def _packed(kind: str, row: Row) -> tuple[bytes, bytes]:
+    encoded = msgspec.msgpack.encode(row)
+    return encoded, _digest_of(kind, encoded)
 
 
-def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: type[R], path: Path) -> Iterator[R]:
+def _digest_of(kind: str, encoded: bytes) -> bytes:
+    return digest(f"record {kind}", encoded)[:16]
+
+
+def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: str, path: Path) -> Iterator[Row]:
     """Those that are what was written."""
-    decoder, lost = msgspec.msgpack.Decoder(kind), 0
+    decoder, lost = msgspec.msgpack.Decoder(Row), 0
     for encoded, name in rows:
         if isinstance(encoded, bytes) and _digest_of(kind, encoded) == name:
             yield decoder.decode(encoded)
         else:
             lost += 1
     if lost:
-        _log.warning("damaged rows are passed over", path=str(path), kind=kind.__name__, rows=lost)
+        _log.warning("damaged rows are passed over", path=str(path), kind=kind, rows=lost)
 
 
 def _prune(connection: sqlite3.Connection) -> None:

@@ -1,0 +1,326 @@
+"""The ways in: beginning a run, joining one, and asking which there are.
+
+lock the directory; load the identity; p2pd; the run's config (from a file, the disk or a peer); its data; then
+everything is put together and lives (program.py) until the node has left or is stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import tempfile
+from asyncio import Future
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
+from p2ptrain.daemon.assembly import Launch
+from p2ptrain.daemon.control import Control
+from p2ptrain.daemon.find import (
+    ask_around,
+    check_addresses,
+    fetch_dataset,
+    find_dataset,
+    find_run,
+    open_dataset,
+    with_relays,
+)
+from p2ptrain.daemon.guest import be_nice, refuse_too_large
+from p2ptrain.daemon.logs import set_up
+from p2ptrain.daemon.notify import notify
+from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError
+from p2ptrain.identity import Identity
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.net.tasks import IS_CRASH
+from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.observe.build import status_of
+from p2ptrain.observe.http import STARTING, HttpFace
+from p2ptrain.observe.progress import ProgressLine
+from p2ptrain.observe.tensorboard import TensorBoard
+from p2ptrain.observe.tracking import Tracker, Tracking
+from p2ptrain.observe.wandb_run import WandbRun
+from p2ptrain.program import Daemon, Faces, end_soon, live, save_last
+from p2ptrain.store.lock import Lock
+
+log = logging.getLogger("p2ptrain.daemon")
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The two ways in
+
+
+def start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
+    """`p2ptrain start`."""
+    _run(_start(run, config, dataset))
+
+
+def join(config: NodeConfig, run: str | None, ticket: Path | None, trust: str | None = None) -> None:
+    """`p2ptrain join`."""
+    _run(_join(config, run, ticket, _read_trust(trust)))
+
+
+def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
+    """`p2ptrain runs`: what the bootstraps take part in."""
+    check_addresses(config.network)
+
+    async def look() -> list[dict[str, Any]]:
+        async with AsyncExitStack() as stack:
+            sockets = stack.enter_context(private_directory())
+            identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
+            Identity.make(identity)  # one for this question alone: the node's own may be in use
+            quiet = config.network.model_copy(update={"listen": ("/ip4/127.0.0.1/tcp/0",), "announce": ()})
+            transport = await _open_transport(stack, identity, quiet, sockets)
+            found, problems = await ask_around(transport, config.network.bootstrap)
+            if not found and problems:
+                raise DataError("\n".join(problems))
+            return [
+                {"run_id": run_id.hex(), "name": info.name, "round": info.round, "members": info.members}
+                for run_id, (info, _) in sorted(found.items())
+            ]
+
+    return _run(look())
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as this process's life; errors of a task group come out as what they are.
+
+    Until `live` takes the signals over there is nothing to leave: then SIGTERM ends as Ctrl-C does. A crash in a task
+    of the network's ends us too, with its error: half a node would look well and hear nothing.
+    """
+
+    async def life() -> T:
+        loop, me = asyncio.get_running_loop(), asyncio.current_task()
+        assert me is not None
+        crashes: list[BaseException] = []
+
+        def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            loop.default_exception_handler(context)
+            if IS_CRASH in context:
+                crashes.append(context["exception"])
+                me.cancel()
+
+        def signalled() -> None:
+            if me.cancelling():
+                end_soon()
+            me.cancel()
+
+        loop.set_exception_handler(handle)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the former is ignored in what a shell runs in the background
+            loop.add_signal_handler(number, signalled)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if crashes:
+                raise crashes[0] from None
+            raise
+
+    try:
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                return runner.run(life())
+        except* P2ptrainError as group:
+            raise _first(group) from group
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None  # the user does not want to wait
+    finally:
+        for handler in logging.getLogger().handlers:
+            handler.flush()  # before what the command itself has to say
+
+
+def _first(group: BaseExceptionGroup[P2ptrainError]) -> P2ptrainError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, P2ptrainError)
+    return error
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop  # noqa: PLC0415  # where there is one: hivemind brings it on Linux
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+# ---------------------------------------------------------------------------------------------------
+# Beginning
+
+
+async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
+    from p2ptrain.learn.begin import begin  # noqa: PLC0415  # torch takes two seconds, in which an error could be told
+
+    be_nice(config.limits.nice)
+    set_up(config.logging)
+    check_addresses(config.network)
+    async with AsyncExitStack() as stack:
+        identity = _open_identity(stack, config)
+        daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
+        owner = await _answer_owner(stack, config, daemon)
+        http = await _show(stack, config, daemon)
+        log.info("making or reading the data and the first weights of %s", run.name)
+        place = dataset_directory(config, run.data.manifest)
+        await asyncio.to_thread(refuse_too_large, run, config)
+        begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
+        data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
+        transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
+        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
+
+
+async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None, trust: bytes) -> None:
+    be_nice(config.limits.nice)
+    set_up(config.logging)
+    check_addresses(config.network)
+    ticket = _read_ticket(ticket_file)
+    async with AsyncExitStack() as stack:
+        identity = _open_identity(stack, config)
+        daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
+        owner = await _answer_owner(stack, config, daemon)
+        http = await _show(stack, config, daemon)
+        transport = await _open_with_relays(stack, config, wanted, owner.sockets)
+        run, sources = await find_run(transport, config, wanted)
+        await asyncio.to_thread(refuse_too_large, run, config)
+        directory = find_dataset(config, run.data.manifest)
+        data = open_dataset(directory, run.data.manifest)
+        if data is None:
+            data = await fetch_dataset(transport, config, run, directory, sources)
+        launch = Launch(run, config, identity, transport, data, ticket=ticket, trust=trust)
+        await _serve(stack, launch, daemon, http)
+
+
+def _read_trust(head: str | None) -> bytes:
+    if head is None:
+        return b""
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", head):
+        fix = "Give the 64 digits that `p2ptrain status --json` shows as head at a node that you trust"
+        raise ConfigError("not the head of a history", key="--trust", fix=fix)
+    return bytes.fromhex(head)
+
+
+def _read_ticket(path: Path | None) -> bytes:
+    if path is None:
+        return b""
+    try:
+        return bytes.fromhex(path.read_text().strip())
+    except (OSError, ValueError) as error:
+        fix = "Give the file with the invitation as you got it"
+        raise ConfigError(f"not an invitation: {error}", source=str(path), fix=fix) from error
+
+
+def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:
+    """The key, and the sole right to the directory and to speak with it."""
+    _make_writable(data_directory(config))
+    stack.enter_context(Lock.of_directory(data_directory(config)))
+    path = identity_file(config)
+    stack.enter_context(Lock.of_identity(path))
+    return Identity.load_or_make(path)
+
+
+def _make_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        fix = "Choose another with --data-dir"
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", source=str(directory), key="storage.directory", fix=fix
+        ) from error
+
+
+async def _open_transport(stack: AsyncExitStack, identity: Path, network: NetworkConfig, sockets: Path) -> Transport:
+    from p2ptrain.net.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
+
+    transport = await P2pd.start(identity, network, sockets)
+    stack.push_async_callback(transport.close)
+    return transport
+
+
+async def _open_with_relays(stack: AsyncExitStack, config: NodeConfig, wanted: str | None, sockets: Path) -> Transport:
+    """What others have told must not keep a node from starting, whatever p2pd thinks of it."""
+    network = with_relays(config, wanted)
+    try:
+        return await _open_transport(stack, identity_file(config), network, sockets)
+    except TransportError as error:
+        if network == config.network:
+            raise
+        log.warning("without the relays of the last time, because with them %s", error)
+        return await _open_transport(stack, identity_file(config), config.network, sockets)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Taking part
+
+
+class _Owner:
+    """Who asks over the control socket, from the start on."""
+
+    def __init__(self, sockets: Path, daemon: Future[Daemon]) -> None:
+        self.sockets, self._daemon = sockets, daemon
+        self._life = asyncio.current_task()
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._daemon.done():
+            return await self._daemon.result().answer(request)
+        if request == {"do": "leave"} and self._life is not None:
+            self._life.cancel()  # there is nothing to leave yet
+            return {"leaving": True}
+        return {"error": "it is starting, or looks for the run: its log says what it waits for"}
+
+
+async def _answer_owner(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> _Owner:
+    owner = _Owner(stack.enter_context(private_directory()), daemon)
+    control = Control(data_directory(config), owner.sockets, owner.answer)
+    await control.start()
+    stack.push_async_callback(control.close)
+    return owner
+
+
+async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> HttpFace | None:
+    """Over HTTP, as soon as there is anything to be said; at first, that it is starting."""
+    http = await HttpFace.open(config.http, daemon) if config.http.enabled else None
+    notify(STATUS=STARTING)
+    if http is not None:
+        stack.push_async_callback(http.close)
+    return http
+
+
+async def _serve(stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: HttpFace | None) -> None:
+    """Until the node has left."""
+    hears = [each.note for each in _trackers(stack, launch)]
+    faces = Faces(hears=hears) if http is None else Faces(http.url, http.lines, hears)
+    daemon = await Daemon.open(stack, launch, faces)
+    running.set_result(daemon)
+    _tell_how_to_join(launch.transport, launch.run)
+    progress = ProgressLine(launch.config.logging.format, lambda: status_of(daemon))
+    progress.start()
+    stack.callback(progress.stop)
+    why = await live(daemon, progress)
+    notify(STOPPING="1", STATUS=f"{why}: it saves its state and ends")
+    await save_last(daemon)
+    log.info("%s: ended", why)
+
+
+def _trackers(stack: AsyncExitStack, launch: Launch) -> list[Tracking]:
+    """Those that the config names."""
+    wanted, made = launch.config.tracking, []
+    kinds: tuple[tuple[str, type[Tracker]], ...] = ((wanted.tensorboard, TensorBoard), (wanted.wandb, WandbRun))
+    for directory, kind in kinds:
+        if directory:
+            made.append(Tracking(kind(Path(directory), launch.run)))
+            stack.push_async_callback(asyncio.to_thread, made[-1].close)
+    return made
+
+
+def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
+    addresses = transport.addresses()
+    log.info("run %s, id %s", run.name, run.run_id)
+    if not addresses:
+        log.warning("no address that others could use yet; `p2ptrain status` tells when there is one")
+    for address in addresses:  # what the user is waiting for, in one write: others write to the same file
+        print(f"p2ptrain join --bootstrap {address}\n", end="", flush=True)  # noqa: T201

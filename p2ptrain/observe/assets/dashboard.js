@@ -1,0 +1,103 @@
+// The dashboard of a node: what comes from it is kept here, and shown once a frame.
+
+import { Charts } from "./charts.js";
+import { Feed } from "./feed.js";
+import { showFigures } from "./figures.js";
+import { History } from "./history.js";
+import { Log, at, say, showCaptions, showHead, showHealth, showMine, showNow, showPeers, showRoot, showRoster, showRounds, showTraffic } from "./panels.js";
+import * as words from "./words.js";
+
+const BANNERS = {
+  live: "",
+  asking: "The node does not tell this page what changes, perhaps because too many watch it already. This page asks every few seconds instead.",
+  starting: "The node is starting: it looks for its run, or loads it. This page goes on by itself.",
+  locked: "The node asks for its token. Open this page once with ?token=… at the end of its address.",
+  failing: "The node could not answer: its log says why. What is shown is old; this page tries again by itself.",
+  away: "The node does not answer. What is shown is old; this page tries again by itself, and goes on when it is back.",
+};
+const PILLS = { starting: "Starting", locked: "Locked", failing: "Failing", away: "Away" };
+
+const history = new History();
+const facts = { contributionTokens: 0 };
+const charts = new Charts(history, facts);
+const log = new Log();
+let status = null;
+let statusAt = 0; // by the page's own clock
+let runId = "";
+let state = "";
+let whether = "coming"; // the rounds that were asked for: here, coming, or late
+let isDue = false;
+
+function show() {
+  isDue = false;
+  if (status === null) return;
+  for (const part of [showFigures, showHead, showNow, showMine, showRoot, showRoster, showTraffic]) part(status);
+  if (!(state in PILLS)) showHealth(status);
+  showRounds(history, whether);
+  showCaptions(history, facts.contributionTokens);
+  tick();
+  at("main").dataset.round = String(status.applied_round);
+}
+
+function due() {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(show);
+}
+
+/** What only says that time goes on. */
+function tick() {
+  if (status === null) return;
+  const since = state === "away" ? 0 : (performance.now() - statusAt) / 1_000;
+  say("uptime", words.duration(status.uptime_seconds + since));
+  const applied = status.since_applied_seconds;
+  say("since", applied === null ? "none since it was started" : `the last ${words.duration(applied + since)} ago`);
+}
+
+function hear(line) {
+  log.add(line);
+}
+
+function turn(next) {
+  if (next === state) return;
+  state = next;
+  say("banner", BANNERS[next]);
+  at("banner").classList.toggle("shown", BANNERS[next] !== "");
+  document.body.classList.toggle("old", ["away", "failing", "locked"].includes(next));
+  if (next in PILLS) {
+    at("state").dataset.state = "warning";
+    say("state-text", PILLS[next]);
+  }
+  due();
+}
+
+const feed = new Feed({
+  state: turn,
+  log: hear,
+  peers: showPeers,
+  status(now) {
+    if (runId !== "" && runId !== now.run_id) history.clear(); // another run at the same address
+    [status, statusAt, runId] = [now, performance.now(), now.run_id];
+    facts.contributionTokens = now.contribution_tokens;
+    due();
+  },
+  late() {
+    if (whether !== "late") history.mark();
+    whether = "late";
+    due();
+  },
+  whole(found) {
+    if (whether === "late") history.back();
+    whether = "here";
+    this.rounds(found);
+  },
+  rounds(found) {
+    if (found.map((round) => history.add(round)).some(Boolean)) charts.changed();
+    due();
+  },
+});
+
+feed.start();
+setInterval(tick, 1_000);
+// The numbers first: the library of the charts takes longer than all else.
+requestAnimationFrame(() => setTimeout(() => charts.start(), 250));

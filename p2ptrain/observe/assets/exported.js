@@ -1,0 +1,14 @@
+// The page of a run, written to a file: its rounds are in it as data, and nobody is asked for anything.
+
+import { Charts } from "./charts.js";
+import { History } from "./history.js";
+import { showCaptions, showRounds } from "./panels.js";
+
+const { history: lived, contribution_tokens: contributionTokens } = JSON.parse(document.getElementById("exported").textContent);
+const history = new History();
+Object.assign(history, lived);
+const charts = new Charts(history, { contributionTokens });
+showRounds(history, "here");
+showCaptions(history, contributionTokens);
+charts.start();
+document.getElementById("main").dataset.round = String(history.points.at(-1)?.last ?? "");

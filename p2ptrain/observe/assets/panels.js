@@ -1,0 +1,268 @@
+// The parts of the page. Each takes what the node told and puts it where it belongs: as text, and only what has changed.
+
+import { OF_ROUND, full, numberOf } from "./figures.js";
+import * as words from "./words.js";
+
+const ROSTER_MAX = 64; // members that are named
+const PEERS_MAX = 256; // rows: of more, the first
+const LINES_MAX = 200; // of the log
+
+export const at = (id) => document.getElementById(id);
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+export function say(id, text) {
+  const element = at(id);
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Put these in, unless they are there already: whoever reads or has marked something is not disturbed. */
+function fill(parent, key, elements) {
+  if (parent.dataset.shown === key) return;
+  parent.dataset.shown = key;
+  parent.replaceChildren(...elements());
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The status
+
+export function showHead(status) {
+  say("run-name", words.name(status.run_name));
+  document.title = `${words.name(status.run_name)} · p2ptrain`;
+  say("me", words.peer(status.peer_id));
+  at("me").title = words.cut(status.peer_id);
+  say("device", status.device);
+  say("release", words.name(status.release));
+}
+
+export function showNow(status) {
+  for (const each of at("phases").children) {
+    if (each.dataset.phase === status.phase) each.setAttribute("aria-current", "step");
+    else each.removeAttribute("aria-current");
+  }
+  say("doing", words.doing(status));
+}
+
+export function showHealth(status) {
+  const { told, state, word } = words.health(status);
+  at("state").dataset.state = state;
+  say("state-text", word);
+  fill(at("health"), JSON.stringify(told), () =>
+    told.map(({ severity, title, advice, raw }) => {
+      const item = make("li");
+      item.dataset.severity = severity;
+      item.append(make("b", "", title), make("span", "", advice));
+      if (raw) item.append(make("span", "raw", raw));
+      return item;
+    }),
+  );
+}
+
+export function showMine({ mine }) {
+  const joules = mine.energy_joules ?? null; // told only where the device measures it
+  say("energy", joules === null ? "not reported" : words.energy(joules));
+}
+
+export function showRoot(status) {
+  const [verdict, text] = words.agreement(status);
+  at("agreement").dataset.verdict = verdict;
+  say("agreement", text);
+  say("state-root", status.state_root || "none yet");
+}
+
+export function showRoster(status) {
+  const { roster } = status;
+  say("my-seat", status.is_member ? "has a vote" : status.is_admitted ? "may contribute" : "a guest so far");
+  const here = new Set(status.peers);
+  const seats = roster.slice(0, ROSTER_MAX).map((id) => [id, id === status.peer_id ? "me" : here.has(id) ? "" : "gone"]);
+  fill(at("roster"), JSON.stringify([seats, roster.length]), () => {
+    const items = seats.map(([id, kind]) => {
+      const note = { me: " (this node)", gone: " (not connected)", "": "" }[kind];
+      const item = make("li", kind, words.peer(id) + note);
+      item.title = words.cut(id);
+      return item;
+    });
+    if (roster.length > ROSTER_MAX) items.push(make("li", "more", `and ${words.count(roster.length - ROSTER_MAX)} more`));
+    return items;
+  });
+}
+
+export function showTraffic(status) {
+  const rows = Object.entries(status.traffic).filter(([, { sent, received }]) => sent + received > 0);
+  fill(at("traffic").tBodies[0], JSON.stringify(rows), () =>
+    rows.map(([purpose, { sent, received }]) => {
+      const row = make("tr");
+      const head = make("th", "", purpose);
+      head.scope = "row";
+      row.append(head, make("td", "number", words.bytes(sent)), make("td", "number", words.bytes(received)));
+      return row;
+    }),
+  );
+  const limit = (rate) => (rate === 0 ? "no limit" : `at most ${words.bytes(rate)}/s`);
+  const { upload_bytes_per_second: up, download_bytes_per_second: down } = status.limits;
+  say("limits", `The owner’s limits: upload ${limit(up)}, download ${limit(down)}.`);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Peers
+
+function standing(peer) {
+  const tags = [];
+  if (peer.is_greylisted) tags.push(["tag bad", "kept away"]);
+  if (peer.is_member) tags.push(["tag member", "votes"]);
+  else if (peer.is_admitted) tags.push(["tag", "contributes"]);
+  else tags.push(["tag", "guest"]);
+  if (!peer.is_connected) tags.push(["tag", "not connected"]);
+  return tags.map(([kind, text]) => make("span", kind, text));
+}
+
+function cell(kind, text, why = "") {
+  const found = make("td", kind, text);
+  if (why) found.append(make("span", "why", why));
+  return found;
+}
+
+function rowOf(peer) {
+  const row = make("tr");
+  const head = make("th");
+  head.scope = "row";
+  const id = make("bdi", "", words.peer(peer.peer_id));
+  id.title = words.cut(peer.peer_id);
+  head.append(id);
+  const place = make("td");
+  place.append(...standing(peer));
+  const kind = cell("wide", { relay: "a relay", unknown: "not known", name: "a host name" }[peer.address_kind] ?? `a ${peer.address_kind} address`);
+  kind.title = words.cut(peer.addresses[0] ?? "", 200);
+  const refused = Object.values(peer.refused).reduce((sum, each) => sum + each, 0);
+  const points = peer.points < 0.005 ? "clean" : `${peer.points.toFixed(2)} points`;
+  row.append(
+    head, place, kind,
+    cell("number wide", peer.latency_seconds === null ? words.NONE : words.delay(peer.latency_seconds)),
+    cell("number wide", words.count(peer.offered)),
+    cell("number wide", words.count(peer.applied)),
+    cell("number wide", words.count(peer.late)),
+    cell("", refused === 0 ? "none" : words.count(refused), words.reasons(peer.refused)),
+    cell("", points, words.reasons(peer.observed)),
+  );
+  return row;
+}
+
+const rank = (peer) => [peer.points, Number(peer.is_member), Number(peer.is_connected), peer.applied];
+
+/** Whoever has points against it first, then those with a vote. */
+function byInterest(one, other) {
+  const [mine, its] = [rank(one), rank(other)];
+  const first = mine.findIndex((each, n) => each !== its[n]);
+  if (first >= 0) return its[first] - mine[first];
+  return one.peer_id < other.peer_id ? -1 : 1;
+}
+
+export function showPeers({ peers }) {
+  const shown = [...peers].sort(byInterest).slice(0, PEERS_MAX);
+  const body = at("peers").tBodies[0];
+  const known = new Map([...body.rows].map((row) => [row.dataset.peer, row]));
+  const rows = shown.map((peer) => {
+    const facts = JSON.stringify(peer);
+    const before = known.get(peer.peer_id);
+    if (before?.dataset.facts === facts) return before;
+    const row = rowOf(peer);
+    Object.assign(row.dataset, { peer: peer.peer_id, facts });
+    return row;
+  });
+  if (rows.length !== body.rows.length || rows.some((row, n) => row !== body.rows[n])) body.replaceChildren(...rows);
+  at("peers").hidden = rows.length === 0;
+  at("peers-empty").hidden = rows.length > 0;
+  const rest = peers.length - shown.length;
+  const connected = peers.filter((peer) => peer.is_connected).length;
+  const beyond = rest > 0 ? `; ${words.count(rest)} more are at /peers` : "";
+  say("peers-note", peers.length === 0 ? "" : `${words.count(connected)} connected, ${words.count(peers.length)} known${beyond}`);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Rounds
+
+/** `whether` those that were asked for are "here", "coming", or "late". */
+export function showRounds(history, whether) {
+  const { recent } = history;
+  fill(at("rounds").tBodies[0], recent.map((each) => `${each.branch} ${each.round}`).join(), () =>
+    recent.map((each) => {
+      const row = make("tr");
+      const head = make("th", "number", words.count(each.round));
+      head.scope = "row";
+      row.append(
+        head,
+        make("td", "number", each.loss === null ? words.NONE : words.loss(each.loss)),
+        make("td", "number", words.seconds(each.seconds)),
+        make("td", "number", words.count(each.contributors)),
+        make("td", "", each.mine_taken.length > 0 ? "taken" : "not in it"),
+        make("td", "number wide", words.count(each.views)),
+        make("td", "root wide", words.digest(each.root)),
+      );
+      return row;
+    }),
+  );
+  at("rounds").hidden = recent.length === 0;
+  at("rounds-empty").hidden = recent.length > 0;
+  say("rounds-empty", words.noRounds(whether));
+  say("shown", words.rounds(history, whether));
+}
+
+/** The charts in words. */
+export function showCaptions(history, contributionTokens) {
+  const { points, recent, lowest, total } = history;
+  const [newest] = recent;
+  if (newest === undefined) return;
+  const latest = recent.find((each) => each.loss !== null);
+  const losses = latest === undefined
+    ? "Nothing was trained here in these rounds."
+    : `${words.loss(latest.loss)} in round ${words.count(latest.round)}; the lowest is ${words.loss(lowest.loss)}, in round ${words.count(lowest.round)}.`;
+  say("c-loss", losses);
+  const sum = points.reduce((all, { sums }) => all + sums.bytes_sent + sums.bytes_received, 0);
+  say("c-bytes", `${words.bytes(sum)} sent and received in ${words.few(total, "round", "rounds")}, ${words.bytes(sum / total)} each.`);
+  const phases = ["train", "collect", "agree", "apply"].map((phase) => `${phase} ${words.seconds(newest[`${phase}_seconds`])} s`);
+  say("c-phases", `Round ${words.count(newest.round)}: ${phases.join(", ")}.`);
+  const rate = (amount) => (newest.seconds > 0 ? amount / newest.seconds : 0);
+  const [mine, all] = [rate(newest.tokens), rate(newest.contributors * contributionTokens)];
+  say("c-speed", `Round ${words.count(newest.round)}, waiting included: this node ${words.short(mine)}, the swarm ${words.short(all)}.`);
+  say("c-bandwidth", `Round ${words.count(newest.round)}: ${words.bytes(rate(newest.bytes_sent))}/s sent, ${words.bytes(rate(newest.bytes_received))}/s received.`);
+  const refused = words.reasons(newest.refused);
+  say("c-taken", `Round ${words.count(newest.round)}: ${words.count(newest.contributors)} taken, ${words.count(newest.late)} too late, ${refused ? `refused: ${refused}` : "none refused"}.`);
+  for (const { dataset } of document.querySelectorAll("[data-other]")) {
+    const figure = OF_ROUND.find((each) => each.name === dataset.other);
+    say(`c-${figure.name}`, `Round ${words.count(newest.round)}: ${full(numberOf(figure, newest), figure.unit)}.`);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The log
+
+export class Log {
+  constructor() {
+    this._keys = new Set(); // of the lines that are shown: a node tells the last of them again when a line is made anew
+  }
+
+  add({ at: when, level, message }) {
+    const key = `${when} ${message}`;
+    if (this._keys.has(key)) return;
+    this._keys.add(key);
+    const item = make("li");
+    item.dataset.level = level;
+    const time = make("time", "", new Date(when).toLocaleTimeString("en-GB"));
+    time.dateTime = when;
+    const text = make("span");
+    if (level !== "info" && level !== "debug") text.append(make("span", "level", `${level}: `));
+    text.append(make("bdi", "", words.cut(message)));
+    item.append(time, text);
+    at("log").prepend(item);
+    at("log-empty").hidden = true;
+    if (at("log").childElementCount > LINES_MAX) {
+      at("log").lastElementChild.remove();
+      this._keys.delete(this._keys.values().next().value);
+    }
+  }
+}

@@ -1,0 +1,223 @@
+"""What the node says about itself, as models of the schema: from the core's view, and from what the edges count."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING
+
+from p2ptrain import __version__
+from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
+from p2ptrain.core.snapshot import PeerView
+from p2ptrain.daemon.edges import Edges
+from p2ptrain.identity import peer_id_of
+from p2ptrain.net import inquiry
+from p2ptrain.net.addresses import kind_of_address
+from p2ptrain.net.connections import Connections
+from p2ptrain.observe.schema import (
+    FaultTolerance,
+    Limits,
+    Peer,
+    PeerList,
+    PeerRecord,
+    Purpose,
+    RoundRecord,
+    Status,
+    Traffic,
+)
+
+if TYPE_CHECKING:
+    from p2ptrain.program import Daemon
+
+ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
+CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
+# Kinds of blobs (net/blobs.py), by what a person calls them.
+BULK_PURPOSES: dict[Purpose, tuple[str, ...]] = {
+    "payloads": ("payload",),
+    "states": ("state",),
+    "data": ("data", "manifest", "tokenizer"),
+}
+WAYS = ("sent", "received")
+
+
+def status_of(daemon: Daemon) -> Status:
+    """Where the node stands."""
+    driver, edges, records = daemon.driver, daemon.edges, daemon.records
+    view, device = driver.node.view(), driver.device
+    state, roots = view.state, view.roots
+    swarm = records.swarm_tokens_per_second
+    complaints = complaints_of(daemon)
+    return Status(
+        release=__version__,
+        run_id=view.run_id.hex(),
+        run_name=daemon.run.name,
+        peer_id=peer_id_of(view.me),
+        addresses=edges.transport.addresses(),
+        branch=state.branch.hex(),
+        head=state.head.hex(),
+        round=state.round + 1,
+        phase=view.phase,
+        view=view.view,
+        applied_round=view.applied_round,
+        since_applied_seconds=daemon.since_applied,
+        state_root=roots.get(view.applied_round, b"").hex(),
+        certified_round=state.root_round,
+        loss=device.loss,
+        step=device.step,
+        tokens=device.tokens,
+        tokens_per_second=round(device.tokens_per_second, 1),
+        training_seconds=round(device.training_seconds, 3),
+        swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
+        contribution_tokens=records.contribution_tokens,
+        mine=records.mine,
+        device=str(device.trainer.device),
+        is_paused=bool(driver.pauses),
+        peers=sorted(peer_id_of(peer) for peer in edges.connections.linked),
+        roster=[peer_id_of(key) for key in state.members],
+        quorum=state.roster.quorum,
+        fault_tolerance=FaultTolerance(
+            liars=state.roster.tolerated,
+            crashes=len(state.members) - state.roster.quorum,
+            mode="byzantine" if state.roster.tolerated else "crash-only",
+        ),
+        admitted=len(state.admitted),
+        is_member=view.is_member,
+        is_admitted=view.is_admitted,
+        held=view.held,
+        waiting_for=view.waiting_for,
+        health=[each.text for each in complaints],
+        complaints=complaints,
+        http=daemon.http,
+        loop_lag_seconds=round(daemon.lag.worst, 4),
+        uptime_seconds=round(daemon.uptime, 1),
+        roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
+        payload_bytes=device.payload_bytes,
+        state_bytes=device.state_bytes,
+        bytes=edges.transport.counters(),
+        traffic=traffic_of(edges),
+        limits=limits_of(daemon),
+        queued_frames=edges.lines.queued_frames,
+        disk_free_bytes=edges.keeping.free_bytes,
+        counters=view.counters
+        | dict(driver.counters)
+        | edges.lines.counters()
+        | {"trainings not finite": device.not_finite, "damaged files": edges.keeping.store.damaged_files},
+        observed=view.observed,
+    )
+
+
+def complaints_of(daemon: Daemon) -> list[Complaint]:
+    """All that is not as it should be, the worst first."""
+    driver, keeping, guest = daemon.driver, daemon.edges.keeping, daemon.guest
+    disk = {
+        Code.DEGRADED: driver.disk_trouble,
+        Code.CHECKPOINTS_NOT_SAVED: keeping.checkpoint_trouble,
+        Code.RECORDS_NOT_WRITTEN: keeping.records_trouble,
+    }
+    found = [complaint(code, why=why) for code, why in disk.items() if why]
+    found += [guest.over_memory] if guest.over_memory else []
+    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses])
+
+
+def unreadiness_of(daemon: Daemon) -> list[str]:
+    """Why the node does not take part as it should; nothing: it does."""
+    return [each.text for each in complaints_of(daemon) if each.hinders]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Traffic
+
+
+def limits_of(daemon: Daemon) -> Limits:
+    limits = daemon.guest.limits
+    return Limits(
+        upload_bytes_per_second=daemon.edges.upload.rate,
+        download_bytes_per_second=daemon.edges.download.rate,
+        memory_bytes=limits.memory_bytes,
+        hours=limits.hours,
+        device_percent=limits.device_percent,
+        threads=daemon.driver.device.threads,
+        on_battery=limits.on_battery,
+    )
+
+
+def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
+    """Bytes by purpose and way. What the transport counts by protocol is divided by what that protocol carried."""
+    counted = edges.transport.counters()
+    purposes: dict[Purpose, Traffic] = {}
+
+    def add(purpose: Purpose, sent_and_received: list[int]) -> None:
+        sent, received = (max(0, count) for count in sent_and_received)
+        purposes[purpose] = Traffic(sent=sent, received=received)
+
+    def of_protocol(protocol: str) -> list[int]:
+        return [counted.get(f"{way} {protocol}", 0) for way in WAYS]
+
+    add("gossip", of_protocol("gossip"))
+    histories = [edges.lines.history_bytes[way] for way in WAYS]
+    messages = of_protocol(edges.lines.protocol)
+    add("messages", [all_of_it - of_it for all_of_it, of_it in zip(messages, histories, strict=True)])
+    add("histories", histories)
+    bulk = edges.bulk_bytes()
+    for purpose, kinds in BULK_PURPOSES.items():
+        add(purpose, [sum(bulk[f"{way} {kind}"] for kind in kinds) for way in WAYS])
+    add("questions", of_protocol(inquiry.PROTOCOL))
+    known = [sum(getattr(each, way) for each in purposes.values()) for way in WAYS]
+    totals = [counted.get(f"bytes {way}", 0) for way in WAYS]
+    add("other", [total - of_it for total, of_it in zip(totals, known, strict=True)])
+    return purposes
+
+
+# ---------------------------------------------------------------------------------------------------
+# Peers and rounds
+
+
+def peers_of(daemon: Daemon) -> PeerList:
+    """Who is connected, and who else may contribute; and what we think of them."""
+    view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
+    known = {each.peer: each for each in view.standings()}
+    everyone = sorted({*linked, *(peer for peer, each in known.items() if each.is_connected or each.is_admitted)})
+    peers = [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != view.me]
+    return PeerList(peers=peers, me=_peer(daemon, view.me, known.get(view.me)))
+
+
+def _peer(daemon: Daemon, peer: bytes, seen: PeerView | None) -> Peer:
+    view, connections = daemon.driver.node.view(), daemon.edges.connections
+    is_me = peer == view.me
+    if is_me:
+        addresses = daemon.edges.transport.addresses()
+    else:
+        addresses = list(connections.known[peer].addresses) if peer in connections.known else []
+    record = daemon.records.peers.by_key.get(peer) or PeerRecord(peer=peer)
+    now = {
+        "addresses": addresses,
+        "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
+        "latency_seconds": None if is_me else latency_of(connections, peer),
+        "is_connected": is_me or peer in connections.linked,
+        "is_member": peer in view.state.members,
+        "is_admitted": peer in view.state.place,
+        "points": round(seen.points, 2) if seen else 0.0,
+        "is_greylisted": seen.is_greylisted if seen else False,
+        "observed": dict(seen.observed) if seen else {},
+    }
+    return Peer(**record.row | now)
+
+
+def latency_of(connections: Connections, peer: bytes) -> float | None:
+    """Until a small question is answered; None: none was lately, or the peer is away."""
+    known = connections.known.get(peer)
+    if known is None or peer not in connections.linked or not known.answered_in:
+        return None
+    return round(median(known.answered_in), 4)
+
+
+def rounds_of(daemon: Daemon, last: int) -> list[RoundRecord]:
+    """The last rounds that were applied here, the newest last; fewer, where there are very many contributors."""
+    found: deque[RoundRecord] = deque()
+    room = CONTRIBUTORS_TOLD
+    for record in reversed(daemon.records.last(last)):
+        room -= len(record.contributors)
+        if room < 0 and found:
+            break
+        found.appendleft(record)
+    return [*found]

@@ -1,0 +1,122 @@
+"""/events: what changes, as server-sent events, to a few watchers.
+
+A watcher has a queue with a bound. Whoever does not read goes: a page that comes back asks for /status and /rounds, and
+lacks nothing. What is sent is encoded once for all of them, and nothing is looked at while nobody watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from p2ptrain.observe.guard import secured
+from p2ptrain.observe.schema import Answer
+
+WATCHERS_MAX = 16  # of the 64 connections: the others are for those who ask
+QUEUED_MAX = 256  # events of a watcher; a second has three
+QUEUED_BYTES_MAX = 2**22  # a status of hundreds of peers has 100 kB
+SEND_SECONDS = 10.0  # for a watcher to take an event
+SILENT_SECONDS = 15.0  # then a line that says nothing, by which both ends see whether the other is still there
+RETRY_MILLISECONDS = 2_000  # until a browser comes back, when the node has gone
+
+
+def encode(name: str, answer: Answer) -> bytes:
+    """An event. JSON has no line breaks of its own, so the data is one line."""
+    return f"event: {name}\ndata: {answer.model_dump_json()}\n\n".encode()
+
+
+class Watcher:
+    """One who reads events."""
+
+    def __init__(self) -> None:
+        self.queue: deque[bytes] = deque()
+        self.size = 0
+        self.is_over = False
+        self.is_filled = asyncio.Event()
+
+    def put(self, event: bytes) -> None:
+        if len(self.queue) >= QUEUED_MAX or self.size + len(event) > QUEUED_BYTES_MAX:
+            self.end()
+            return
+        self.queue.append(event)
+        self.size += len(event)
+        self.is_filled.set()
+
+    def take(self) -> bytes:
+        event = b"".join(self.queue)
+        self.queue.clear()
+        self.size = 0
+        self.is_filled.clear()
+        return event
+
+    def end(self) -> None:
+        self.is_over = True
+        self.is_filled.set()
+
+
+class Events:
+    """All watchers of a node."""
+
+    def __init__(self) -> None:
+        self.watchers: set[Watcher] = set()
+        self.dropped = 0  # watchers that did not read
+        self.broken = 0  # times that whoever publishes could not go on
+        self.is_broken = False  # until it goes on: nobody is to take silence for a node where nothing changes
+        self.is_watched = asyncio.Event()
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.watchers) < WATCHERS_MAX
+
+    def publish(self, name: str, answer: Answer) -> None:
+        event = encode(name, answer)
+        for each in self.watchers:
+            each.put(event)
+
+    async def watch(self, request: web.Request, first: Iterable[tuple[str, Answer]]) -> web.StreamResponse:
+        """Answer with events, `first` before all others, until the watcher or the node goes."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        secured(response)
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
+        watcher = Watcher()
+        watcher.put(f"retry: {RETRY_MILLISECONDS}\n\n".encode())
+        for name, answer in first:
+            watcher.put(encode(name, answer))
+        self.watchers.add(watcher)
+        self.is_watched.set()
+        try:
+            await self._send(response, watcher)
+        except (TimeoutError, ConnectionError):
+            self.dropped += 1
+            if request.transport is not None:
+                request.transport.abort()  # or else its place is held until it reads
+        finally:
+            self.watchers.discard(watcher)
+            if not self.watchers:
+                self.is_watched.clear()
+        return response
+
+    async def _send(self, response: web.StreamResponse, watcher: Watcher) -> None:
+        while not watcher.is_over:
+            try:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    await watcher.is_filled.wait()
+            except TimeoutError:
+                watcher.put(b": still here\n\n")
+            async with asyncio.timeout(SEND_SECONDS):
+                await response.write(watcher.take())
+
+    def break_off(self) -> None:
+        """Whoever publishes cannot go on: those who watch are let go."""
+        self.broken += 1
+        self.is_broken = True
+        self.close()
+
+    def close(self) -> None:
+        for each in self.watchers:
+            each.end()

@@ -1,0 +1,235 @@
+"""The dashboard's own page with a run in it, as one node has recorded it: one file that needs nothing from outside.
+
+What is there while a node runs is cut out of the page, and what the disk knows besides rounds stands in its place. The
+rounds are in it as the page itself keeps them (assets/history.js): merged to some hundred points, however many there
+were. Styles, scripts and the charts' library are in it too, the library compressed.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from p2ptrain import __version__
+from p2ptrain.config import RunConfig
+from p2ptrain.config_text import to_toml
+from p2ptrain.errors import DataError
+from p2ptrain.files import read
+from p2ptrain.identity import peer_id_of
+from p2ptrain.learn.model import parameter_count
+from p2ptrain.observe import plotly_asset
+from p2ptrain.observe.app import ASSETS, INDEX, page_of
+from p2ptrain.observe.figures import figures_of
+from p2ptrain.observe.rounds import recorded, tokens_of
+from p2ptrain.observe.schema import PHASES, RoundRecord, Status
+from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.records import ROUNDS_MAX
+from p2ptrain.store.store import CHECKPOINTS_NAME
+
+CONTRIBUTORS_SHOWN = 100
+CHECKPOINTS_SHOWN = 20
+POINTS_MAX, RECENT_MAX = 300, 8  # as in assets/history.js
+SCRIPTS = ("words", "figures", "history", "charts", "panels", "exported")  # each after those that it imports
+
+
+@dataclass(frozen=True, slots=True)
+class Lived:
+    """A run, as it lies on this disk."""
+
+    run: RunConfig
+    me: bytes  # whose disk it is; empty: not known
+    rounds: Sequence[RoundRecord]  # the newest last
+    checkpoints: Sequence[Checkpoint]
+    damaged: int  # checkpoints that cannot be read
+
+
+def read_lived(run: RunConfig, directory: Path) -> Lived:
+    """Nothing is locked or changed; a node that runs there may go on. DataError: there is no round to tell of."""
+    rounds = recorded(directory, ROUNDS_MAX)
+    if not rounds:
+        raise DataError(f"{directory}: no round is recorded: the run has applied none, or its records were lost")
+    found = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id)).found()
+    whole = [each for each in found if not isinstance(each, DataError)]
+    content = (read(directory / "identity") or b"").strip()
+    try:
+        me = bytes.fromhex(content.decode())
+    except ValueError:
+        me = b""
+    return Lived(run, me, rounds, whole, len(found) - len(whole))
+
+
+def exported(lived: Lived, status: dict[str, Any] | None = None, made_at: datetime | None = None) -> str:
+    """HTML. Everything that could be a peer's is escaped, and the page itself forbids what is not in it.
+
+    `status` is what the node says of itself now, if it runs.
+    """
+    made = made_at or datetime.now(UTC)
+    name, script = escape(lived.run.name), _script()
+    style = (ASSETS / "style.css").read_text()
+    told = {"history": history_of(lived.rounds), "contribution_tokens": tokens_of(lived.run)}
+    index = page_of((ASSETS / INDEX).read_text(), exported=told)
+    parts = re.split(r"<!-- /?live -->", index)
+    hashed = base64.b64encode(sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}' blob:"
+    found = plotly_asset.path_of()
+    packed = "" if found is None else base64.b64encode(gzip.compress(found.read_bytes(), 9, mtime=0)).decode()
+    parts[1] = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<style id="plotly.js-style-global" class="no-inline-styles">{style}</style>'
+    )
+    parts[3] = (
+        f'<header class="top"><div class="top-row"><div class="brand"><p class="product">'
+        f'<span class="mark" aria-hidden="true"></span>p2ptrain</p><h1><bdi>{name}</bdi></h1></div></div>'
+        f'<p class="facts">run <code>{lived.run.run_id}</code>, as one node has recorded it; written '
+        f"{made:%Y-%m-%d %H:%M} UTC by p2ptrain {__version__}</p></header>"
+    )
+    parts[5] = _section("In short", _summary(lived)) + figures_section(status)
+    parts[7] = "".join(
+        _section(title, body)
+        for title, body in (
+            ("Contributors", _contributors(lived)),
+            ("Checkpoints", _checkpoints(lived)),
+            ("Configuration", f"<pre>{escape(to_toml(lived.run))}</pre>"),
+        )
+    )
+    parts[9] = f'<script type="application/gzip" id="library">{packed}</script><script type="module">{script}</script>'
+    page = "".join(parts)
+    return page.replace("<title>p2ptrain</title>", f"<title>{name}: a run of p2ptrain</title>")
+
+
+def figures_section(status: dict[str, Any] | None) -> str:
+    """The figures of a status, of a node that runs; none of its addresses or peers."""
+    if status is None:
+        return ""
+    rows = [(each.figure.title, escape(each.words(status))) for each in figures_of(Status)]
+    return _section("The node, when this was written", _terms([(title, words) for title, words in rows if words]))
+
+
+def history_of(rounds: Sequence[RoundRecord]) -> dict[str, Any]:
+    """What assets/history.js makes of these rounds."""
+    stride = 1
+    while -(-len(rounds) // stride) > POINTS_MAX:
+        stride *= 2
+    told = [json.loads(each.model_dump_json()) for each in rounds[: -RECENT_MAX - 1 : -1]]
+    lowest = min((each for each in rounds if _is_number(each.loss)), key=lambda each: each.loss or 0.0, default=None)
+    return {
+        "points": [_point(rounds[first : first + stride]) for first in range(0, len(rounds), stride)],
+        "recent": [each | {"contributors": len(each["contributors"])} for each in told],
+        "total": len(rounds),
+        "stride": stride,
+        "lowest": None if lowest is None else {"loss": lowest.loss, "round": lowest.round},
+    }
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _point(rounds: Sequence[RoundRecord]) -> dict[str, Any]:
+    sums, counts = {}, {}
+    for figure in figures_of(RoundRecord):
+        values = [value for each in rounds if (value := figure.number(each)) is not None and math.isfinite(value)]
+        sums[figure.name], counts[figure.name] = sum(values), len(values)
+    return {"last": rounds[-1].round, "rounds": len(rounds), "sums": sums, "counts": counts}
+
+
+def _script() -> str:
+    """The page's modules as one, for a file has no others beside it."""
+    parts = []
+    for name in SCRIPTS:
+        text = (ASSETS / f"{name}.js").read_text()
+        text = re.sub(r'^import \* as (\w+) from "\./(\w+)\.js";$', r"const \1 = modules.\2;", text, flags=re.MULTILINE)
+        text = re.sub(r'^import (\{.*\}) from "\./(\w+)\.js";$', r"const \1 = modules.\2;", text, flags=re.MULTILINE)
+        names = re.findall(r"^export (?:const|class|function) (\w+)", text, re.MULTILINE)
+        text = re.sub(r"^export ", "", text, flags=re.MULTILINE)
+        parts.append(f"modules.{name} = (() => {{\n{text}\nreturn {{ {', '.join(names)} }};\n}})();\n")
+    return f"const modules = {{}};\n{''.join(parts)}"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sections
+
+
+def _section(title: str, body: str) -> str:
+    return f'<section class="card"><h2>{title}</h2>{body}</section>'
+
+
+def _terms(rows: Sequence[tuple[str, str]]) -> str:
+    return f"<dl class=rows>{''.join(f'<div><dt>{escape(name)}</dt><dd>{text}</dd></div>' for name, text in rows)}</dl>"
+
+
+def _summary(lived: Lived) -> str:
+    rounds, run = lived.rounds, lived.run
+    first, last = rounds[0], rounds[-1]
+    losses = [each.loss for each in rounds if each.loss is not None]
+    taken = Counter(key for each in rounds for key in each.contributors)
+    mine, all_of_them = taken[lived.me], sum(taken.values())
+    sent, received = sum(each.bytes_sent for each in rounds), sum(each.bytes_received for each in rounds)
+    refused = sum(sum(each.refused.values()) for each in rounds)
+    repeated = sum(each.views > 1 for each in rounds)
+    branches = len({each.branch for each in rounds})
+    means = {phase: sum(getattr(each, f"{phase}_seconds") for each in rounds) / len(rounds) for phase in PHASES}
+    times = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in means.items())
+    rows = [
+        ("rounds", f"{len(rounds):,} recorded, {first.round:,} to {last.round:,}"),
+        ("from, to", f"{_time(first.applied_at)} to {_time(last.applied_at)}"),
+        ("model", f"{parameter_count(run.model):,} parameters, recipe {escape(run.recipe.name)}"),
+        ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} nats a token, of what was trained here" if losses else "none"),
+        ("contributions", f"{all_of_them:,} of {len(taken):,} nodes were taken, {refused:,} refused"),
+        (
+            "this node",
+            f"{mine:,} of these ({mine / max(1, all_of_them):.1%}); {sum(e.tokens for e in rounds):,} tokens",
+        ),
+        ("time", f"A round took {sum(means.values()):.2f} s on average: {times}"),
+        ("traffic of this node", f"{sent:,} bytes sent, {received:,} received"),
+        ("agreement", f"{repeated:,} rounds took more than one try; {branches - 1:,} regroups"),
+        ("state root", f"<code>{last.root.hex()}</code> after round {last.round:,}"),
+    ]
+    return _terms(rows)
+
+
+def _time(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _contributors(lived: Lived) -> str:
+    taken = Counter(key for each in lived.rounds for key in each.contributors)
+    total = sum(taken.values())
+    rows = []
+    for key, count in sorted(taken.items(), key=lambda each: (-each[1], each[0]))[:CONTRIBUTORS_SHOWN]:
+        who = " (this node)" if key == lived.me else ""
+        rows.append(
+            f"<tr><td><code>{peer_id_of(key)}</code>{who}</td><td class=number>{count:,}</td>"
+            f"<td class=number>{count / total:.1%}</td></tr>"
+        )
+    more = f"<p class=note>and {len(taken) - len(rows):,} more</p>" if len(taken) > len(rows) else ""
+    head = "<tr><th>node</th><th class=number>contributions taken</th><th class=number>share</th></tr>"
+    return f"<div class=scroll><table>{head}{''.join(rows)}</table></div>{more}"
+
+
+def _checkpoints(lived: Lived) -> str:
+    roots = {(each.branch, each.round): each.root for each in lived.rounds}
+    rows = []
+    for each in lived.checkpoints[-CHECKPOINTS_SHOWN:]:
+        known = roots.get((each.branch, each.round))
+        verdict = "not recorded" if known is None else "as agreed" if known == each.root else "NOT as agreed"
+        rows.append(
+            f"<tr><td class=number>{each.round:,}</td><td><code>{each.root.hex()[:32]}</code></td>"
+            f"<td class=number>{each.stamp.trainer.bytes + each.stamp.state.bytes:,}</td><td>{verdict}</td></tr>"
+        )
+    if not rows:
+        return "<p>None is here.</p>"
+    head = "<tr><th class=number>round</th><th>state root</th><th class=number>bytes</th><th>root</th></tr>"
+    damaged = f"<p>{lived.damaged:,} more cannot be read.</p>" if lived.damaged else ""
+    return f"<div class=scroll><table>{head}{''.join(rows)}</table></div>{damaged}"

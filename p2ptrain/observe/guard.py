@@ -1,0 +1,169 @@
+"""Who may read, and what a browser may do with it.
+
+A page from anywhere can have a browser call 127.0.0.1, and read the answer if its own name is made to point there (DNS
+rebinding; Jackson et al. 2007). So a request must name a host that is ours. Beyond loopback it must also show the
+owner's token: in its header or, for the dashboard, in a cookie that `/?token=...` sets. The cookie is derived from the
+token, because a browser hands it to whatever else listens on this host. Nothing can be changed here, so that a request
+which a foreign page has made does no harm; CORS headers, which would let it read the answer, are never sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+import stat
+from collections.abc import Iterable
+from http import HTTPStatus
+from pathlib import Path
+
+from aiohttp import web
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.observe.plotly_asset import STYLE_HASH
+from p2ptrain.observe.schema import Error
+
+METHODS = ("GET", "HEAD")
+OPEN = ("/healthz", "/readyz")  # a supervisor need not hold the token; it is told nothing but whether all is well
+COOKIE = "p2ptrain"
+TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 1_024  # fewer could be tried
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+HTTP_PORT = 80  # that a Host without one means
+
+HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src 'self' {STYLE_HASH}; img-src 'self'; "
+    "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Server": "p2ptrain",
+}
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(?::([0-9]{1,5}))?", re.ASCII)
+
+
+def secured(response: web.StreamResponse) -> web.StreamResponse:
+    """With the headers that every answer has. A connection carries one answer (sockets.py)."""
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    response.force_close()
+    return response
+
+
+def refusal(status: HTTPStatus, why: str, fix: str = "", headers: dict[str, str] | None = None) -> web.Response:
+    """An answer that is none. `why` is ours: nothing of the request is in it."""
+    text = Error(error=why, fix=fix).model_dump_json()
+    response = web.Response(status=status, text=text, content_type="application/json", headers=headers)
+    secured(response)
+    return response
+
+
+def refusal_bytes(status: HTTPStatus, why: str) -> bytes:
+    """The same for whoever has not asked properly."""
+    body = json.dumps({"version": 1, "error": why, "fix": ""}).encode()
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}", "Content-Type: application/json; charset=utf-8"]
+    lines += [f"Content-Length: {len(body)}", "Connection: close", *(f"{name}: {HEADERS[name]}" for name in HEADERS)]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def read_token(path: Path) -> bytes:
+    """The secret in a file that only its owner can read."""
+    fix = f"Make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
+    try:
+        with path.open("rb") as file:
+            mode, content = stat.S_IMODE(path.stat().st_mode), file.read(TOKEN_BYTES_MAX + 2)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot be read: {reason}", source=str(path), key="http.token_file", fix=fix) from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"others may read it (mode {mode:04o})", source=str(path), key="http.token_file", fix=f"chmod 600 {path}"
+        )
+    token = content.strip()
+    if not TOKEN_BYTES_MIN <= len(token) <= TOKEN_BYTES_MAX or not re.fullmatch(rb"[!-~]+", token):
+        problem = f"a token is {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} signs of ASCII, without spaces"
+        raise ConfigError(problem, source=str(path), key="http.token_file", fix=fix)
+    return token
+
+
+class Guard:
+    """Of one server."""
+
+    def __init__(self, host: str, port: int, allowed: Iterable[str] = (), token: bytes = b"") -> None:
+        self._port = port
+        self._hosts = {(name, port) for name in (*LOOPBACK, bracketed(host).lower())}
+        self._any_port: set[str] = set()
+        for each in allowed:
+            parsed = _HOST.fullmatch(each)
+            assert parsed is not None, "the config's pattern is narrower"
+            name, own = parsed[1].lower(), parsed[2]
+            if own:
+                self._hosts.add((name, int(own)))
+            else:
+                self._any_port.add(name)
+        self._token = token
+        self._cookie = hmac.digest(token, b"p2ptrain dashboard", hashlib.sha256).hex().encode() if token else b""
+
+    def refuse(self, request: web.Request) -> web.Response | None:
+        """An answer to what must not be answered otherwise."""
+        if not request.raw_path.startswith("/"):
+            return refusal(HTTPStatus.BAD_REQUEST, "this is no proxy: ask for a path")
+        if not self._is_ours(request):
+            fix = "If that name is meant to lead here, add it to http.allowed_hosts in the node's config"
+            return refusal(HTTPStatus.MISDIRECTED_REQUEST, "no such host here", fix)
+        if request.method not in METHODS:
+            fix = "A node is controlled by its owner's commands, such as `p2ptrain pause`"
+            return refusal(HTTPStatus.METHOD_NOT_ALLOWED, "this can only be read", fix, {"Allow": ", ".join(METHODS)})
+        if request.body_exists:
+            return refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question has no body")
+        if not self.may_read(request) and request.path not in OPEN:
+            fix = "Send `Authorization: Bearer TOKEN`, or open /?token=TOKEN once in a browser"
+            return refusal(HTTPStatus.UNAUTHORIZED, "this takes the node's token", fix, {"WWW-Authenticate": "Bearer"})
+        return None
+
+    def _is_ours(self, request: web.Request) -> bool:
+        named = request.headers.getall("Host", [])
+        parsed = _HOST.fullmatch(named[0]) if len(named) == 1 else None
+        if parsed is None:
+            return False
+        name, port = parsed[1].lower(), int(parsed[2] or HTTP_PORT)
+        if (name, port) in self._hosts or name in self._any_port:
+            return True
+        sockname = request.transport.get_extra_info("sockname") if request.transport else None
+        # An address instead of a name cannot be made to point elsewhere: the one that was called is as good as ours.
+        return sockname is not None and (name, port) == (bracketed(sockname[0]), self._port)
+
+    def may_read(self, request: web.Request) -> bool:
+        """It shows the token, if one is asked for."""
+        if not self._token:
+            return True
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() == "bearer" and _is_same(given.strip(), self._token):
+            return True
+        return _is_same(request.cookies.get(COOKIE, ""), self._cookie)
+
+    def admit(self, request: web.Request) -> web.Response | None:
+        """Whoever opens /?token=... gets a cookie, and a page whose address does not have it."""
+        given = request.query.get("token", "").replace(" ", "+")  # in a query `+` means a space, and a token has none
+        if not (self._token and request.path == "/" and _is_same(given, self._token)):
+            return None
+        response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
+        response.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="Strict", path="/")
+        return response
+
+
+def _is_same(given: str, secret: bytes) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret)
+
+
+def bracketed(host: str) -> str:
+    """An address as a URL has it."""
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError:
+        return host

@@ -1,0 +1,114 @@
+"""Records for people of what peers have done, over all starts of this node.
+
+The core tallies what it sees, and counts anew with each start, and for whoever it has forgotten meanwhile; here the
+differences are added up. Records are written with those of rounds (rounds.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2ptrain.core.snapshot import PeerView
+from p2ptrain.observe.schema import PeerRecord, Points
+from p2ptrain.store.records import PEERS_MAX, Row
+
+POINTS_STEP = 0.5  # by which points have to grow for a row of their own: ten times late, or once malformed
+POINTS_WAITING_MAX = 1_000  # rows that wait for a disk in trouble; then the oldest goes
+
+
+@dataclass(slots=True)
+class Deeds:
+    """Returns what peers have done since the last look."""
+
+    late: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    applied: Counter[bytes] = field(default_factory=Counter)  # by peer
+
+
+class PeerHistory:
+    """Adds up what peers have done, as records for the disk."""
+
+    def __init__(self, past: Iterable[Row]) -> None:
+        self.by_key = {row["peer"]: PeerRecord.of(row) for row in past}  # the longest unchanged first
+        self.points: deque[Points] = deque(maxlen=POINTS_WAITING_MAX)  # to be written, as `changed`
+        self._changed: dict[bytes, None] = {}
+        self._pointed = {each.peer: each.points for each in self.by_key.values()}  # points that have a row
+        self._before: dict[bytes, PeerView] = {}  # as of the last look
+
+    @property
+    def changed(self) -> list[PeerRecord]:
+        return [self.by_key[peer] for peer in self._changed]
+
+    def look(self, standings: Iterable[PeerView], now: float) -> Deeds:
+        """Add what the core has tallied since."""
+        before, self._before = self._before, {each.peer: each for each in standings}
+        deeds = Deeds()
+        for each in self._before.values():
+            was = before.get(each.peer)
+            if was is None or _is_forgotten(each, was):
+                was = _nobody(each.peer)
+            if _facts(was) != _facts(each):
+                refused = Counter(each.refused)
+                refused.subtract(was.refused)
+                deeds.refused += +refused
+                deeds.late += each.late - was.late
+                deeds.applied[each.peer] += each.applied - was.applied
+                self._add(each, was, +refused, now)
+        return deeds
+
+    def _add(self, each: PeerView, was: PeerView, refused: Counter[str], now: float) -> None:
+        known = self.by_key.get(each.peer) or PeerRecord(peer=each.peer)
+        record = PeerRecord(
+            peer=each.peer,
+            changed_at=now,
+            offered=known.offered + each.offered - was.offered,
+            applied=known.applied + each.applied - was.applied,
+            late=known.late + each.late - was.late,
+            refused=dict(refused + Counter(known.refused)),
+            observed=each.observed,  # which the core itself keeps over a restart
+            points=each.points,
+        )
+        if _facts(record) != _facts(known):
+            self._keep(record)
+
+    def _keep(self, record: PeerRecord) -> None:
+        self.by_key.pop(record.peer, None)  # so that the longest unchanged is the first
+        self.by_key[record.peer] = record
+        self._changed[record.peer] = None
+        if len(self.by_key) > PEERS_MAX:
+            oldest = next(iter(self.by_key))
+            del self.by_key[oldest]
+            self._changed.pop(oldest, None)
+            self._pointed.pop(oldest, None)
+        if record.points - self._pointed.get(record.peer, 0.0) >= POINTS_STEP:
+            grown = Points(peer=record.peer, at=record.changed_at, points=record.points, observed=record.observed)
+            self.points.append(grown)
+            self._pointed[record.peer] = record.points
+        elif record.points < self._pointed.get(record.peer, 0.0):
+            self._pointed[record.peer] = record.points  # they have decayed, and may grow again
+
+    def written(self, peers: Iterable[PeerRecord], points: Collection[Points]) -> None:
+        """These are on the disk; what has changed since is not."""
+        for each in peers:
+            if self.by_key.get(each.peer) is each:
+                del self._changed[each.peer]
+        done = {id(each) for each in points}
+        self.points = deque((each for each in self.points if id(each) not in done), POINTS_WAITING_MAX)
+
+
+def _nobody(peer: bytes) -> PeerView:
+    """Before it did anything."""
+    return PeerView(peer, False, False, False, 0.0, False, 0, 0, 0, {}, {})
+
+
+def _is_forgotten(now: PeerView, was: PeerView) -> bool:
+    """The core has let go of what it had counted, since it tallies only so many (core/tally.py), and counts anew."""
+    return now.offered < was.offered or now.applied < was.applied or now.late < was.late
+
+
+def _facts(each: PeerView | PeerRecord) -> tuple[Any, ...]:
+    """What it has done; that its points decay, or that it comes and goes, is nothing of the kind."""
+    return each.offered, each.applied, each.late, each.refused, each.observed

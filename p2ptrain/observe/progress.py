@@ -1,0 +1,118 @@
+"""Progress a person can read: one live line on a terminal, one JSON object a round elsewhere.
+
+On a terminal all that is shown is drawn by the thread that writes the log's lines too: it may have to wait (Ctrl-S, a
+connection that hangs), and rich's own threads would have us wait with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.text import Text
+
+from p2ptrain.core.complaints import Code
+from p2ptrain.daemon.logs import PlainText, QueuedLines, Unbuffered, plain
+from p2ptrain.observe.schema import Status
+from p2ptrain.observe.top_frame import few
+from p2ptrain.visible import count_of
+
+log = logging.getLogger("p2ptrain.progress")
+
+
+def line_of(status: Status) -> str:
+    """A node in one line; that a run is small is no complaint."""
+    loss = "-" if status.loss is None else f"{status.loss:.3f}"
+    found = [each.text for each in status.complaints if each.code != Code.CRASH_ONLY]
+    health = f" · {found[0]}" if found else ""
+    sent, received = (count_of(status.bytes.get(f"bytes {way}", 0)) for way in ("sent", "received"))
+    return plain(
+        f"round {status.round} {status.phase} · loss {loss} · {len(status.peers)} peers · "
+        f"{len(status.roster)} in the roster · {status.tokens_per_second:,.0f} tokens/s · "
+        f"sent {sent}, received {received} · root {status.state_root[:12] or '-'}{health}"
+    )
+
+
+class ProgressLine:
+    """Tells how it goes."""
+
+    def __init__(self, form: Literal["auto", "text", "json"], status: Callable[[], Status]) -> None:
+        self.form, self.status = form, status
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        self._writer: QueuedLines | None = None
+        self._line = ""  # what is to be shown
+        self._is_due = False  # it will be, when the terminal takes it
+        self._told_round = -1
+
+    def start(self) -> None:
+        if self.form == "json" or not self._console.is_terminal:
+            return
+        root = logging.getLogger()
+        for before in root.handlers:
+            before.flush()
+        if self._console.file is sys.stderr:
+            self._console.file = Unbuffered(sys.stderr.fileno())  # type: ignore[assignment]  # all that rich asks for
+        handler = RichHandler(console=self._console, show_path=False, rich_tracebacks=False, markup=False)
+        handler.setFormatter(PlainText())
+        self._writer = QueuedLines(handler)
+        root.handlers = [self._writer]
+        self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
+        self._writer.post(self._live.start)
+
+    def tell(self) -> None:
+        """Show where the node stands now."""
+        status = self.status()
+        if self._writer is not None:
+            self._line = line_of(status)
+            if not self._is_due:  # one at a time: what is shown is the newest
+                self._is_due = True
+                if not self._writer.post(self._draw):
+                    self._is_due = False
+        elif status.applied_round != self._told_round:
+            fields = status.model_dump(include={"round", "phase", "loss", "tokens_per_second", "state_root"})
+            fields |= {"peers": len(status.peers), "roster": len(status.roster)}
+            fields |= {f"bytes_{way}": status.bytes.get(f"bytes {way}", 0) for way in ("sent", "received")}
+            log.info(line_of(status), extra={"fields": fields})
+        self._told_round = status.applied_round
+
+    def _draw(self) -> None:
+        """In the writer's thread."""
+        self._is_due = False
+        if self._live is not None and self._live.is_started:
+            self._live.update(Text(self._line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def stop(self) -> None:
+        """What was said before is out, if anyone reads it."""
+        if self._writer is not None and self._live is not None:
+            self._writer.post(self._live.stop)
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+
+
+def lines_of(status: dict[str, Any]) -> str:
+    """A node in some lines, for `p2ptrain status`."""
+    tolerance = status["fault_tolerance"]
+    loss = "-" if status["loss"] is None else f"{status['loss']:.4f} nats a token"
+    rows = {
+        "run": f"{status['run_name']}  {status['run_id']}",
+        "peer id": status["peer_id"],
+        "addresses": "\n".join(status["addresses"]) or "none yet",
+        "round": f"{status['round']}, {status['phase']}; {status['applied_round']} applied",
+        "state root": status["state_root"] or "none yet",
+        "loss": loss,
+        "speed": f"{status['tokens_per_second']:,.0f} tokens/s",
+        "peers": str(len(status["peers"])),
+        "roster": f"{few(len(status['roster']), 'member', 'members')}, "
+        f"of which {few(status['quorum'], 'decides', 'decide')}; "
+        f"{tolerance['crashes']} may crash, {tolerance['liars']} may lie",
+        "health": "\n".join(status["health"]) or "good",
+        "http": status["http"] or "off",
+    }
+    lines = [(name if not n else "", part) for name, text in rows.items() for n, part in enumerate(text.split("\n"))]
+    return plain("\n".join(f"{name:<11} {part}" for name, part in lines))

@@ -1,0 +1,228 @@
+"""The rounds that this node has lived, as records for people: /rounds, the dashboard, `p2ptrain report`.
+
+Nothing here decides, and nothing waits for it. After each event it is looked at the phase in which the core stands:
+the time until the next event counts towards it. When a round is applied, a record is made of what the core knows of it
+(manifest, certificate, tallies) and of the differences in what device and transport count. So the four phases of a
+record add up to the time since the round before was applied, and its bytes, tokens and lateness are those of that time,
+whichever round they were meant for.
+
+A round that was taken over with a state, and not applied here, has no record. One that a restart applies again keeps
+the record that it has. Records are written together every few seconds; a kill costs the last of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from p2ptrain.config import RunConfig
+from p2ptrain.core import events as ev
+from p2ptrain.core.node import Node
+from p2ptrain.daemon.device import Device
+from p2ptrain.daemon.keeping import Keeping
+from p2ptrain.errors import DataError
+from p2ptrain.observe.peer_history import PeerHistory
+from p2ptrain.observe.schema import PHASES, Mine, Record, RoundRecord
+from p2ptrain.store.records import Batch, Past, Row, read_rounds
+
+ROUNDS_KEPT = 1_000  # in memory: what a page shows; of 1,024 contributors each they take 10 MB
+RATE_ROUNDS = 32  # over which the swarm's speed is estimated
+PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them have changed with every round
+KEYS_MAX = 4_096  # of contributors that share their memory
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Recorder:
+    """Makes a record of each round that the node applies, and has the last of them."""
+
+    def __init__(
+        self,
+        node: Node,
+        device: Device,
+        keeping: Keeping,
+        counters: Callable[[], dict[str, int]],
+        bulk: str,
+        past: Past,
+        clock: Callable[[], float] = time.time,
+        hears: Sequence[Callable[[RoundRecord], None]] = (),
+    ) -> None:
+        """`counters` are the transport's, of which `bulk` is the protocol of what goes in pieces; `hears` are told of
+        each round that is new.
+        """
+        self.node, self.device, self.clock = node, device, clock
+        self.mine = Mine.of(past.mine)
+        self.peers = PeerHistory(past.peers)
+        self.contribution_tokens = tokens_of(node.view().run)
+        self._keeping, self._counters, self._bulk = keeping, counters, bulk
+        self._keys: dict[bytes, bytes] = {}
+        self._kept: deque[RoundRecord] = deque(map(self._known, past.rounds), ROUNDS_KEPT)
+        self._applied = {each.key for each in self._kept}
+        self._hears = hears
+        self._phase = ""  # empty: the core has not begun
+        self._at = 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._before: dict[str, float] = self._counts()
+        self._waiting: deque[RoundRecord] = deque(maxlen=ROUNDS_KEPT)  # to be written; of more, the oldest go
+        self._mine_saved = self.mine
+        self._peers_saved_at = self._at
+
+    # -----------------------------------------------------------------------------------------------
+    # What happens
+
+    def note(self, now: float, event: ev.Event) -> None:
+        """After the core has handled an event."""
+        if self._phase:
+            self._seconds[self._phase] += now - self._at
+        self._at, self._phase = now, self.node.view().phase
+        if isinstance(event, ev.Applied):
+            try:
+                self._note_applied(event)
+            except ValidationError as error:  # a mistake of ours costs a record, and no node
+                log.error("round %d is not recorded: %s", event.round, error)
+
+    def note_energy(self, joules: float) -> None:
+        """That the device has used since the last time."""
+        self.mine = self.mine.model_copy(update={"energy_joules": (self.mine.energy_joules or 0.0) + joules})
+
+    def _note_applied(self, event: ev.Applied) -> None:
+        entry = self.node.view().entry(event.round)
+        is_ours = entry is not None and entry.manifest.branch == event.branch
+        if entry is None or not is_ours or self.node.view().applied_round != event.round:
+            return  # of a line that was left meanwhile
+        counts, seconds = self._counts(), self._seconds
+        since = {name: max(0, counts[name] - self._before[name]) for name in counts}
+        self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)
+        view, mine = self.node.view(), self.mine
+        deeds = self.peers.look(view.standings(), self.clock())
+        tokens, training = int(since["tokens"]), since["training seconds"]
+        self.mine = Mine(
+            tokens=mine.tokens + tokens,
+            training_seconds=mine.training_seconds + training,
+            applied=mine.applied + deeds.applied[view.me],
+            applied_of_all=mine.applied_of_all + deeds.applied.total(),
+            energy_joules=mine.energy_joules,
+        )
+        if (event.branch, event.round) in self._applied:
+            return
+        record = RoundRecord(
+            branch=event.branch,
+            round=event.round,
+            applied_at=self.clock(),
+            root=event.root,
+            manifest=entry.manifest.digest,
+            contributors=self._shared(taken.author for taken in entry.manifest.taken),
+            mine_taken=tuple(taken.round for taken in entry.manifest.taken if taken.author == view.me),
+            views=entry.certificate.view + 1,
+            train_seconds=seconds["train"],
+            collect_seconds=seconds["collect"],
+            agree_seconds=seconds["agree"],
+            apply_seconds=seconds["apply"],
+            bytes_sent=int(since["sent"]),
+            bytes_received=int(since["received"]),
+            bulk_bytes_sent=int(since["bulk sent"]),
+            bulk_bytes_received=int(since["bulk received"]),
+            loss=self.device.loss if tokens else None,
+            tokens=tokens,
+            tokens_per_second=tokens / training if training > 0 else 0.0,
+            late=deeds.late,
+            refused=dict(deeds.refused),
+        )
+        self._keep(record)
+
+    def _keep(self, record: RoundRecord) -> None:
+        if len(self._kept) == ROUNDS_KEPT:
+            self._applied.discard(self._kept[0].key)
+        self._kept.append(record)
+        self._applied.add(record.key)
+        self._waiting.append(record)
+        for hears in self._hears:
+            hears(record)
+
+    def _counts(self) -> dict[str, float]:
+        traffic, bulk = self._counters(), self._bulk
+        return {
+            "sent": traffic.get("bytes sent", 0),
+            "received": traffic.get("bytes received", 0),
+            "bulk sent": traffic.get(f"sent {bulk}", 0),
+            "bulk received": traffic.get(f"received {bulk}", 0),
+            "tokens": self.device.tokens,
+            "training seconds": self.device.training_seconds,
+        }
+
+    def _known(self, row: Row) -> RoundRecord:
+        return RoundRecord.of(row | {"contributors": self._shared(row["contributors"])})
+
+    def _shared(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Keys once in memory, and not once for each round."""
+        if len(self._keys) > KEYS_MAX:
+            self._keys.clear()
+        return tuple(self._keys.setdefault(key, key) for key in keys)
+
+    # -----------------------------------------------------------------------------------------------
+    # What people see
+
+    def last(self, count: int = ROUNDS_KEPT) -> list[RoundRecord]:
+        """The newest last. More than ROUNDS_KEPT are read from the disk: then call it in a thread."""
+        kept = [*self._kept]
+        if count > len(kept) == ROUNDS_KEPT:
+            known = {each.key for each in kept}
+            try:
+                saved = recorded(self._keeping.store.directory, count)
+            except DataError as error:
+                log.warning("%s", error)
+                saved = []
+            kept = [each for each in saved if each.key not in known] + kept
+        return kept[-count:] if count > 0 else []
+
+    @property
+    def swarm_tokens_per_second(self) -> float | None:
+        """An estimate: what the contributions of the last rounds were trained on, by the time these rounds took.
+
+        Every contribution of a run has the same number of tokens. What was trained and never taken does not count.
+        """
+        lately = [*self._kept][-RATE_ROUNDS:]
+        seconds = sum(each.seconds for each in lately)
+        tokens = self.contribution_tokens * sum(len(each.contributors) for each in lately)
+        return tokens / seconds if seconds > 0 else None
+
+    # -----------------------------------------------------------------------------------------------
+    # The disk
+
+    async def save(self, *, all_of_it: bool = False) -> None:
+        """Write what is new, in one go; what the disk does not take waits for the next time."""
+        rounds, points = [*self._waiting], [*self.peers.points]
+        is_time = all_of_it or self._at - self._peers_saved_at >= PEERS_SECONDS
+        peers = self.peers.changed if is_time else []
+        mine = self.mine
+        if not (rounds or points or peers or mine != self._mine_saved):
+            return
+        batch = Batch([*_rows(rounds)], [*_rows(peers)], [*_rows(points)], mine.row)
+        if not await self._keeping.record(batch):
+            return
+        written = {id(each) for each in rounds}
+        self._waiting = deque((each for each in self._waiting if id(each) not in written), ROUNDS_KEPT)
+        self.peers.written(peers, points)
+        self._mine_saved = mine
+        if is_time:
+            self._peers_saved_at = self._at
+
+
+def tokens_of(run: RunConfig) -> int:
+    """On which one contribution is trained."""
+    recipe = run.recipe
+    return recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length
+
+
+def _rows(records: Iterable[Record]) -> Iterator[Row]:
+    return (each.row for each in records)
+
+
+def recorded(directory: Path, count: int) -> list[RoundRecord]:
+    """The last rounds of the run in this directory, the newest last; also while its daemon writes."""
+    return [RoundRecord.of(row) for row in read_rounds(directory, count)]

@@ -1,0 +1,57 @@
+"""Figures in the files that TensorBoard shows, written by tensorboard's own package.
+
+Of the package only what frames an event is used, and not its writer: that one has a thread of its own, and what the
+disk refuses ends it for good.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.observe.schema import RoundRecord
+from p2ptrain.observe.tracking import tracked_of
+
+VERSION = "brain.Event:2"  # what the first event of a file says
+
+
+class TensorBoard:
+    """Writes a file for each start of the node, which are shown as one run."""
+
+    def __init__(self, directory: Path, run: RunConfig) -> None:
+        """ConfigError if the package is not there."""
+        if importlib.util.find_spec("tensorboard") is None:
+            fix = "Run: pip install 'p2ptrain[tensorboard]', or remove the key"
+            raise ConfigError("needs tensorboard", key="tracking.tensorboard", fix=fix)
+        self.directory = directory / f"{run.name}-{run.run_id[:8]}"
+        self._path: Path | None = None
+
+    def write(self, record: RoundRecord) -> None:
+        figures = {name: value for name, value in tracked_of(record).items() if math.isfinite(value)}
+        summary = {"value": [{"tag": name, "simple_value": value} for name, value in figures.items()]}
+        events: list[dict[str, Any]] = [{"step": record.round, "summary": summary}]
+        path = self._path
+        if path is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{record.applied_at:.0f}.{socket.gethostname()}.{os.getpid()}"
+            path = self.directory / name
+            events.insert(0, {"file_version": VERSION})
+        protobuf = importlib.import_module("tensorboard.compat.proto.event_pb2")  # types only where the extra is
+        framed = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        with path.open("ab") as file:
+            for event in events:
+                framed(file).write(protobuf.Event(wall_time=record.applied_at, **event).SerializeToString())
+        self._path = path
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def kill(self) -> None:
+        """Nothing runs."""

@@ -1,0 +1,432 @@
+"""A frame of `p2ptrain top`: what the dashboard shows, in so many columns and rows, from one look and the one before.
+
+Where the screen is low, what matters least goes first, until the rest fits with a few peers below it; the log takes
+what is left. Whatever came from peers is made plain before a terminal sees it. An older daemon may not tell all this.
+Figures of the schema that have no place of their own here are listed below the others. The words are those of the
+dashboard (assets/words.js).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from p2ptrain.core.complaints import Code
+from p2ptrain.daemon.logs import plain
+from p2ptrain.observe.figures import Shown, figures_of, reasons
+from p2ptrain.observe.schema import PHASES, RoundRecord, Status
+from p2ptrain.visible import count_of
+
+NARROW = 70  # columns: below it a table has fewer
+WIDE = 2 * NARROW  # from here on, the facts stand in two columns, and peers have more
+LABEL = 12  # columns, with the space after it
+PEERS_LEAST, LINES_SHOWN = 3, 5
+TALL = 45  # rows; below it, and below WIDE, the figures without a place of their own leave theirs to peers
+COLOURS = {"train": "green", "collect": "blue", "agree": "magenta", "apply": "yellow"}
+VERDICTS = {"same": "green", "unknown": "", "other": "red"}
+BREVITIES = range(4)  # how much is left out where the screen is low; each thing has the number at which it goes
+STAYS = len(BREVITIES)
+LEVELS = " ▁▂▃▄▅▆▇█"
+# Figures that a frame has places for: by their names, or the part before the first dot.
+OF_STATUS = {
+    "round", "phase", "view", "loss", "tokens_per_second", "swarm_tokens_per_second", "traffic", "limits", "peers",
+    "roster", "quorum", "fault_tolerance", "admitted", "is_member", "is_admitted", "mine", "applied_round",
+    "since_applied_seconds", "certified_round", "counters:root mismatches", "uptime_seconds",
+}  # fmt: skip
+OF_ROUND = {
+    "loss", "contributors", "late", "refused", "seconds",
+    *(f"{phase}_seconds" for phase in PHASES),
+}  # fmt: skip
+REST_OF_STATUS, REST_OF_ROUND = (
+    tuple(each for each in figures_of(model) if not {each.name, each.path[0]} & placed)
+    for model, placed in ((Status, OF_STATUS), (RoundRecord, OF_ROUND))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the daemon said, and when."""
+
+    at: float
+    status: dict[str, Any]
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # the newest last
+    lines: list[dict[str, Any]] = field(default_factory=list)  # of its log
+
+
+def frame(now: Look | None, before: Look | None, trouble: str, width: int, height: int) -> RenderableType:
+    """What is to be seen in so many columns and rows."""
+    if now is None:
+        return Text(plain(trouble) or "asking the daemon...", style="bold red" if trouble else "")
+    few_peers = min(len(now.peers), PEERS_LEAST)
+    below = few_peers + (len(now.peers) > PEERS_LEAST) + 2  # with the head of their table, and the last line
+    for brevity in BREVITIES:
+        parts: list[RenderableType] = []
+        if trouble:
+            parts.append(Text(f"no answer, this is how it was: {plain(trouble)}", style="bold red"))
+        parts += [_head(now), *_health(now), _facts(now, before, width, brevity), *_agreement(now)]
+        parts += _course(now, width, brevity)
+        parts += _rest(now) if brevity < 1 and (width >= WIDE or height >= TALL) else []
+        spare = height - below - len(Console(width=width, color_system=None).render_lines(Group(*parts)))
+        if spare >= 0:
+            break
+    spare = max(0, spare)
+    lines = now.lines[-min(spare, LINES_SHOWN) :] if spare else []
+    parts.append(_peers(now, width, PEERS_LEAST + spare - len(lines)))
+    parts += [_line(each) for each in lines]
+    parts.append(_foot(now))
+    return Group(*parts)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Where the node stands
+
+
+def _head(now: Look) -> Text:
+    status = now.status
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(plain(status["run_name"]), style="bold")
+    text.append(f"  round {status['round']}  ")
+    for phase in PHASES:
+        is_now = phase == status["phase"]
+        text.append(f" {phase} ", style=f"reverse {COLOURS[phase]}" if is_now else "dim")
+    if status["view"]:
+        text.append(f"  try {status['view'] + 1}")
+    if status["phase"] == "train" and "step" in status:
+        text.append(f"  step {status['step']:,}")
+    if status["phase"] == "collect" and status.get("waiting_for"):
+        text.append(f"  waits for {few(status['waiting_for'], 'contribution', 'contributions')}")
+    return text
+
+
+def _health(now: Look) -> list[Text]:
+    """A line each; that a run is small is no complaint."""
+    found = troubles(now.status)
+    lines = [Text(plain(each["text"]), style="red" if each["severity"] == "error" else "yellow") for each in found]
+    return lines or [Text("all is as it should be", style="green")]
+
+
+def _facts(now: Look, before: Look | None, width: int, brevity: int) -> Table:
+    status, mine = now.status, now.status["mine"]
+    loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
+    swarm = status["swarm_tokens_per_second"]
+    swarm_speed = "-" if swarm is None else f"{swarm:,.0f}"
+    columns = 2 if width >= WIDE else 1
+    room = (width - 2 * (columns - 1)) // columns - LABEL
+    # Of each its name, its text, and at which brevity it goes.
+    facts: list[tuple[str, str, int]] = [
+        ("loss", f"{loss} nats a token", STAYS),
+        ("speed", f"{status['tokens_per_second']:,.0f} tokens/s here, {swarm_speed} in the swarm", STAYS),
+        ("traffic", _traffic(now, before), 3),
+        ("out/in", _purposes(status, room), 1),
+        ("roster", _roster(status), STAYS),
+        ("this node", _seat(status), STAYS),
+        ("my share", _share(mine), 3),
+        ("my time", _time(mine), 2),
+        ("root", _root(status), 2),
+    ]
+    shown = [(name, text) for name, text, goes_at in facts if text and not (goes_at is not None and brevity >= goes_at)]
+    table = Table.grid(padding=(0, 2))
+    for _ in range(columns):
+        table.add_column(style="dim", min_width=LABEL - 2)
+        table.add_column(max_width=max(1, room), no_wrap=True, overflow="ellipsis")
+    rows = -(-len(shown) // columns)
+    for row in range(rows):
+        table.add_row(*(Text(plain(cell)) for pair in shown[row::rows] for cell in pair))
+    return table
+
+
+def _traffic(now: Look, before: Look | None) -> str:
+    text = f"sends {_rate(now, before, 'sent')}, receives {_rate(now, before, 'received')}"
+    limits = now.status["limits"]
+    for way, name in (("upload", "out"), ("download", "in")):
+        if rate := limits.get(f"{way}_bytes_per_second", 0):
+            text += f"; at most {count_of(rate)}/s {name}"
+    return text
+
+
+def _rate(now: Look, before: Look | None, way: str) -> str:
+    """Bytes a second since the look before; the total, where there is none, or the daemon has begun anew since."""
+    total = now.status["bytes"].get(f"bytes {way}", 0)
+    if before is not None and now.at > before.at:
+        passed = total - before.status["bytes"].get(f"bytes {way}", 0)
+        if passed >= 0:
+            return f"{count_of(passed / (now.at - before.at))}/s ({count_of(total)})"
+    return count_of(total)
+
+
+def _purposes(status: dict[str, Any], room: int) -> str:
+    """What the bytes were for, sent/received, the most first: as many as there is room for, and each whole."""
+    known = [(name, each["sent"], each["received"]) for name, each in status.get("traffic", {}).items()]
+    text = ""
+    for name, sent, received in sorted(known, key=lambda each: -each[1] - each[2]):
+        more = f"{', ' if text else ''}{name} {count_of(sent)}/{count_of(received)}"
+        if sent + received == 0 or (text and len(text) + len(more) > room):
+            break
+        text += more
+    return text
+
+
+def _roster(status: dict[str, Any]) -> str:
+    tolerance = status["fault_tolerance"]
+    decide = f", {few(status['quorum'], 'decides', 'decide')}" if "quorum" in status else ""
+    members = few(len(status["roster"]), "member", "members")
+    admitted = f"; {status['admitted']:,} may contribute" if "admitted" in status else ""
+    return f"{members}{decide}; {tolerance['crashes']} may crash, {tolerance['liars']} may lie{admitted}"
+
+
+def _seat(status: dict[str, Any]) -> str:
+    seat = "a member" if status["is_member"] else "admitted" if status["is_admitted"] else "not admitted yet"
+    device = f"{status['device']}, {status['limits'].get('device_percent', 100)}% of the time"
+    return f"{seat}; {few(len(status['peers']), 'peer', 'peers')}; {device}"
+
+
+def _share(mine: dict[str, Any]) -> str:
+    of_all = f" of {mine['applied_of_all']:,}" if "applied_of_all" in mine else ""
+    applied = few(mine["applied"], "contribution", "contributions")
+    return f"{applied}, {mine['share']:.1%}{of_all}; {mine['tokens']:,} tokens"
+
+
+def _time(mine: dict[str, Any]) -> str:
+    joules = mine.get("energy_joules")  # told only where the device measures it
+    energy = "" if joules is None else f"; about {joules / 3.6e6:,.2f} kWh, all that the device used"
+    return f"{hours(mine['training_seconds'])} hours of training{energy}"
+
+
+def _root(status: dict[str, Any]) -> str:
+    text = f"{status['state_root'][:16] or '-'} after round {status['applied_round']:,}"
+    if (since := status.get("since_applied_seconds")) is not None:
+        text += f", {duration(since)} ago"
+    if certified := status.get("certified_round"):
+        text += f"; round {certified:,} is certified"
+    return text
+
+
+def _agreement(now: Look) -> list[Table]:
+    """The verdict may take several lines: none of its words is left out."""
+    verdict, text = agreement(now.status)
+    if wrong := now.status.get("counters", {}).get("root mismatches", 0):
+        text += f"{' ' if text else ''}Own results that were wrong: {wrong:,}."
+    if not text:
+        return []
+    table = Table.grid(padding=(0, 2))
+    table.add_row(Text("same model", style="dim", no_wrap=True), Text(text, style=VERDICTS[verdict]))
+    return [table]
+
+
+def _course(now: Look, width: int, brevity: int) -> list[Text]:
+    """The loss over the rounds and over the bytes, and where the time of the last rounds went."""
+    losses, places, moved = [], [], 0
+    for each in now.rounds:
+        moved += each.get("bytes_sent", 0) + each.get("bytes_received", 0)
+        if each["loss"] is not None and math.isfinite(each["loss"]):
+            losses.append(each["loss"])
+            places.append(moved)
+    lines = []
+    if losses:
+        first, last = f"{losses[0]:.3f} ", f" {losses[-1]:.3f}"
+        line = sparkline(losses, width - LABEL - len(first) - len(last))
+        lines.append(_named("loss", first, (line, "cyan"), last))
+        start, end = f"{count_of(places[0])} ", f" {count_of(places[-1])}"
+        by_bytes = spread(places, losses, min(len(line), width - LABEL - len(start) - len(end)))  # as wide, to compare
+        if by_bytes and brevity < 1:
+            lines.append(_named("by bytes", start, (sparkline(by_bytes, len(by_bytes)), "cyan"), end))
+    if now.rounds and brevity < 3:
+        lately = now.rounds[-10:]
+        means = {phase: sum(each[f"{phase}_seconds"] for each in lately) / len(lately) for phase in PHASES}
+        text = _named("a round", f"{sum(means.values()):.1f} s: ")
+        for phase, seconds in means.items():
+            text.append(f"{phase} {seconds:.1f}  ", style=COLOURS[phase])
+        text.append(_taken(lately))
+        lines.append(text)
+    return lines
+
+
+def _rest(now: Look) -> list[Text]:
+    """The figures that have no place of their own: of the status, and of the last round."""
+
+    def listed(name: str, figures: Sequence[Shown], told: dict[str, Any]) -> list[Text]:
+        found = [f"{each.figure.title} {words}" for each in figures if (words := each.words(told))]
+        return [Text.assemble((f"{name:<{LABEL}}", "dim"), plain("; ".join(found)))] if found else []
+
+    last = listed("last round", REST_OF_ROUND, now.rounds[-1]) if now.rounds else []
+    return [*last, *listed("figures", REST_OF_STATUS, now.status)]
+
+
+def _named(name: str, *parts: str | tuple[str, str]) -> Text:
+    return Text.assemble((f"{name:<{LABEL}}", "dim"), *parts, no_wrap=True, overflow="ellipsis")
+
+
+def _taken(lately: Sequence[dict[str, Any]]) -> str:
+    """Contributions a round."""
+    sums = {
+        "taken": sum(len(each.get("contributors", ())) for each in lately),
+        "late": sum(each.get("late", 0) for each in lately),
+        "refused": sum(sum(each.get("refused", {}).values()) for each in lately),
+    }
+    return ", ".join(f"{number / len(lately):.1f} {name}" for name, number in sums.items() if number)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Peers and the log
+
+
+def _peers(now: Look, width: int, room: int) -> RenderableType:
+    if not now.peers and not now.status["peers"]:
+        return Text("nobody else is here yet", style="dim")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("peer", no_wrap=True)
+    table.add_column("")
+    if width >= WIDE:
+        table.add_column("offered", justify="right")
+    table.add_column("applied", justify="right")
+    table.add_column("late", justify="right")
+    if width >= NARROW:
+        table.add_column("refused", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("points", justify="right")
+    if width >= WIDE:
+        table.add_column("for", no_wrap=True, overflow="ellipsis", max_width=40)
+    if width >= NARROW:
+        table.add_column("way")
+    order = sorted(now.peers, key=_interest)
+    shown = order[:room]
+    for each in shown:
+        style = "red" if each["is_greylisted"] else "" if each["is_connected"] else "dim"
+        table.add_row(*(Text(plain(cell)) for cell in _cells(each, width)), style=style)
+    if len(order) > len(shown):
+        table.add_row(Text(f"and {len(order) - len(shown)} more", style="dim"))
+    return table
+
+
+def _interest(peer: dict[str, Any]) -> tuple[float, bool, bool, int, str]:
+    """Whoever has points against it first, then those with a vote."""
+    return -peer["points"], not peer["is_member"], not peer["is_connected"], -peer["applied"], peer["peer_id"]
+
+
+def _cells(peer: dict[str, Any], width: int) -> list[str]:
+    kind = "member" if peer["is_member"] else "admitted" if peer["is_admitted"] else ""
+    cells = [peer["peer_id"][-8:] if width < NARROW else peer["peer_id"][-16:], kind]
+    if width >= WIDE:
+        cells.append(f"{peer.get('offered', 0):,}")
+    cells += [f"{peer['applied']:,}", f"{peer['late']:,}"]
+    if width >= NARROW:
+        cells.append(reasons(peer["refused"]) or "-")
+    cells.append(f"{peer['points']:.1f}")
+    if width >= WIDE:
+        cells.append(reasons(peer.get("observed", {})) or "-")
+    if width >= NARROW:
+        delay = "" if peer["latency_seconds"] is None else f" {peer['latency_seconds'] * 1_000:,.0f} ms"
+        cells.append(f"{peer['address_kind']}{delay}" if peer["is_connected"] else "away")
+    return cells
+
+
+def _line(said: dict[str, Any]) -> Text:
+    style = {"warning": "yellow", "error": "red", "critical": "red"}.get(said["level"], "")
+    time = said["at"][11:19]
+    return Text.assemble(
+        (f"{time} ", "dim"), (plain(said["message"]).split("\n")[0], style), no_wrap=True, overflow="ellipsis"
+    )
+
+
+def _foot(now: Look) -> Text:
+    """What ends it; and of the daemon what never changes much."""
+    status = now.status
+    parts = ["q ends this, and not the node"]
+    if "uptime_seconds" in status:
+        parts.append(f"up {duration(status['uptime_seconds'])}")
+    if "release" in status:
+        parts.append(f"p2ptrain {status['release']}")
+    if status.get("http"):
+        parts.append(status["http"])
+    return Text(plain(" · ".join(parts)), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Words
+
+
+def few(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3_600:
+        return f"{whole // 60} min"
+    if whole < 86_400:
+        return f"{whole // 3_600} h {whole % 3_600 // 60} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3_600} h"
+
+
+def hours(seconds: float) -> str:
+    found = seconds / 3_600
+    return f"{found:.2f}" if found < 10 else f"{found:,.1f}"
+
+
+def troubles(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The complaints, the worst first; that a run is small is none. An older daemon tells only their texts."""
+    texts = [{"code": "", "severity": "error", "text": each} for each in status["health"]]
+    return [each for each in status.get("complaints", texts) if each["code"] != Code.CRASH_ONLY]
+
+
+def agreement(status: dict[str, Any]) -> tuple[str, str]:
+    """Whether all have the same model, as far as this node can know: word for word what the dashboard says of it.
+
+    A certificate has as many members as the liars of a quorum leave (core/roster.py). Nothing: the daemon is older.
+    """
+    if any(each["code"] == Code.QUARANTINED for each in troubles(status)):
+        return "other", "No: this node's model differs from the certified one. It is fetching that."
+    if not {"certified_round", "roots", "quorum"} <= status.keys():
+        return "unknown", ""
+    number, liars = status["certified_round"], status["fault_tolerance"]["liars"]
+    if number == 0:
+        return "unknown", "Not known yet: the roster has certified no round so far."
+    if str(number) not in status["roots"]:
+        why = f"The roster has certified round {number:,}, which this node cannot compare: it was not here."
+        return "unknown", why
+    if status["roster"] == [status["peer_id"]]:
+        return "same", f"Yes: this node alone has a vote, and signed its own model after round {number:,}."
+    members = few(status["quorum"] - liars, "member", "members")
+    but = f", and at most {liars:,} of them may lie" if liars > 0 else ""
+    signed = f"signed that after round {number:,} they had bit for bit the model of this node"
+    return "same", f"Yes: at least {members} {signed}{but}."
+
+
+# ---------------------------------------------------------------------------------------------------
+# Lines of blocks
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last values as blocks, from their least to their largest; several to a block where there are more."""
+    if not values or width < 1:
+        return ""
+    each = -(-len(values) // width)
+    means = [sum(part) / len(part) for part in (values[i : i + each] for i in range(0, len(values), each))]
+    low, high = min(means), max(means)
+    steps = len(LEVELS) - 2
+    return "".join(LEVELS[1 + (round((mean - low) / (high - low) * steps) if high > low else 0)] for mean in means)
+
+
+def spread(places: Sequence[int], values: Sequence[float], width: int) -> list[float]:
+    """Values at rising places, at even steps from the first place to the last; a step without any is as the one before.
+
+    Nothing, if all are at one place.
+    """
+    steps = min(width, len(values))
+    if steps < 1 or places[-1] <= places[0]:
+        return []
+    found: list[list[float]] = [[] for _ in range(steps)]
+    for place, value in zip(places, values, strict=True):
+        found[min(steps - 1, (place - places[0]) * steps // (places[-1] - places[0]))].append(value)
+    means: list[float] = []
+    for each in found:
+        means.append(sum(each) / len(each) if each else means[-1])  # the first is never without
+    return means

@@ -1,0 +1,103 @@
+"""Tracking: the figures of each round for TensorBoard (tensorboard.py) and Weights & Biases (wandb_run.py).
+
+Nothing waits for any of it: records go to a thread of their own, and where what takes them is too slow for rounds, or
+takes nothing, figures are lost and said to be. The records of the rounds themselves (rounds.py) are not touched by
+that, and `p2ptrain report --jsonl` tells the same figures of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from p2ptrain.config import RunConfig
+from p2ptrain.observe.figures import figures_of
+from p2ptrain.observe.schema import RoundRecord
+
+WAITING_MAX = 256  # rounds that wait to be written; beyond it they are lost
+CLOSE_SECONDS = 10.0  # for the last ones when the node ends; a run of W&B's without a network takes 0.2 s
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+def tracked_of(record: RoundRecord) -> dict[str, float]:
+    """Its figures by the names that trackers show; the part before the slash makes a group."""
+    found = {}
+    for each in figures_of(RoundRecord):
+        value = each.number(record)
+        if value is not None and not (each.figure.skips_zero and value == 0.0):
+            found[each.figure.tracked or f"round/{each.name}"] = value
+    return found
+
+
+def line_of(record: RoundRecord) -> str:
+    """A round as a line of JSON."""
+    told = {"round": record.round, "branch": record.branch.hex(), "root": record.root.hex()}
+    figures = {name: value if math.isfinite(value) else None for name, value in tracked_of(record).items()}
+    return json.dumps({**told, "applied_at": record.applied_at, **figures})
+
+
+# ---------------------------------------------------------------------------------------------------
+# The thread
+
+
+class Tracker(Protocol):
+    """Where figures go. OSError: they are lost; `kill` ends the others, from another thread."""
+
+    directory: Path
+
+    def __init__(self, directory: Path, run: RunConfig) -> None: ...
+    def write(self, record: RoundRecord) -> None: ...
+    def close(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Tracking:
+    """Hands the rounds of a run to one tracker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.lost = 0  # rounds
+        self._tracker = tracker
+        self._waiting, self._lock = 0, threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "tracking")
+
+    def close(self) -> None:
+        """When what was noted is written, or took too long."""
+        ending = self._thread.submit(self._tracker.close)
+        try:
+            ending.result(CLOSE_SECONDS)
+        except TimeoutError:
+            log.warning("%s: the last figures of rounds took too long, and may be lost", self._tracker.directory)
+            self._tracker.kill()
+        except OSError as error:
+            log.warning("%s: the last figures of rounds may be lost: %s", self._tracker.directory, error)
+        self._thread.shutdown()
+
+    def note(self, record: RoundRecord) -> None:
+        """A round that was applied. Returns at once."""
+        with self._lock:
+            if self._waiting >= WAITING_MAX:
+                self._lose("what takes them does not keep up")
+                return
+            self._waiting += 1
+        self._thread.submit(self._write, record)
+
+    def _write(self, record: RoundRecord) -> None:
+        try:
+            self._tracker.write(record)
+        except OSError as error:
+            with self._lock:
+                self._lose(error.strerror or str(error))
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _lose(self, why: str) -> None:
+        if not self.lost:
+            log.warning("%s: figures of rounds are not tracked: %s; this is said once", self._tracker.directory, why)
+        self.lost += 1

@@ -1,0 +1,116 @@
+"""Figures for Weights & Biases, through their package in a process of its own (wandb_child.py).
+
+Its run is written into a directory and sent by nobody; `wandb sync` sends it later. It is sent at once where the
+environment has their key, WANDB_API_KEY. Each start of the node makes a run, in one project for ours.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.observe.schema import RoundRecord
+from p2ptrain.observe.tracking import tracked_of
+
+PROGRAM = Path(__file__).with_name("wandb_child.py")
+OWN = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # their reports about themselves go nowhere
+WORDS_BYTES_MAX = 2_000  # of the end of what it said, to find its last line in
+SAID_BYTES_MAX = 2**20  # of what it said, on the disk; beyond it only the end is kept
+LOOK_SECONDS = 1.0  # between looks at how much that is
+
+
+def require_wandb() -> None:
+    """ConfigError if their package is not there."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("needs wandb", key="tracking.wandb", fix="Run: pip install 'p2ptrain[wandb]'")
+
+
+class WandbRun:
+    """Written in one thread; `kill` in any."""
+
+    def __init__(self, directory: Path, run: RunConfig) -> None:
+        require_wandb()
+        self.directory = directory.absolute()
+        self._project = f"{run.name}-{run.run_id[:8]}"
+        self._config = {"name": run.name, "run_id": run.run_id}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # for as long as the child
+        fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)  # for the child too: it goes on where the file ends
+        self._is_closed, self._cutting = threading.Event(), threading.Lock()
+        self._bounding = threading.Thread(target=self._bound, name="wandb output", daemon=True)
+
+    def write(self, record: RoundRecord) -> None:
+        """OSError if the child is no more. It is not started again: that takes seconds, each round."""
+        if self._child is None:
+            self._child = self._start()
+        figures = {name: value for name, value in tracked_of(record).items() if math.isfinite(value)}
+        line = json.dumps({"round": record.round, **figures}).encode() + b"\n"
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(line)
+            self._child.stdin.flush()
+        except (OSError, ValueError) as error:  # of a pipe that is closed
+            raise OSError(self._last_words()) from error
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._bounding.start()
+        told = {"directory": str(self.directory), "project": self._project, "config": self._config}
+        return subprocess.Popen(  # noqa: S603
+            [sys.executable, "-P", str(PROGRAM), json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+            env={**os.environ, **OWN},
+            start_new_session=True,  # so that a Ctrl-C in the terminal is ours alone
+        )
+
+    def close(self) -> None:
+        """When it has written all. OSError if it ended otherwise."""
+        try:
+            if self._child is None:
+                return
+            assert self._child.stdin is not None
+            with suppress(OSError):
+                self._child.stdin.close()
+            if self._child.wait():
+                raise OSError(self._last_words())
+        finally:
+            self._is_closed.set()
+            if self._bounding.is_alive():
+                self._bounding.join()
+            self._said.close()
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def _bound(self) -> None:
+        """Keep what it says from filling the disk, however fast it says it."""
+        while not self._is_closed.wait(LOOK_SECONDS):
+            if os.fstat(self._said.fileno()).st_size > SAID_BYTES_MAX:
+                with self._cutting, suppress(OSError):  # a disk that is full takes the end neither
+                    end = self._end()
+                    os.ftruncate(self._said.fileno(), 0)
+                    os.write(self._said.fileno(), end)
+
+    def _end(self) -> bytes:
+        size = os.fstat(self._said.fileno()).st_size
+        return os.pread(self._said.fileno(), WORDS_BYTES_MAX, max(size - WORDS_BYTES_MAX, 0))
+
+    def _last_words(self) -> str:
+        with self._cutting:
+            text = self._end().decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"wandb ended: {lines[-1]}" if lines else "wandb ended"
