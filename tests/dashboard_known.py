@@ -66,7 +66,7 @@ NUMBERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "may-crash": lambda status: status["fault_tolerance"]["crashes"],
     "may-lie": lambda status: status["fault_tolerance"]["liars"],
 }
-SHOWN = """() => Object.fromEntries([...document.querySelectorAll("main data")].map(
+SHOWN = """() => Object.fromEntries([...document.querySelectorAll("main data[id]")].map(
     (each) => [each.id, each.getAttribute("value")]))"""
 
 

@@ -6,13 +6,13 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from records_known import lived
 from test_benchmarks import load
 
 from p2ptrain.core.state import Taken
-from p2ptrain.store.records import RoundRecord
+from p2ptrain.observe.schema import RoundRecord
 
 
 @pytest.mark.timeout(300)
@@ -55,23 +55,18 @@ def test_phases_are_counted_from_the_last_contribution_that_a_round_took() -> No
 
 
 def record(number: int, at: float, root: bytes = b"") -> RoundRecord:
-    defaults: dict[str, Any] = {
-        name: 0 for name in RoundRecord.__struct_fields__ if RoundRecord.__annotations__[name] in ("int", "float")
-    }
-    empty: dict[str, Any] = {"branch": b"", "manifest": b"", "contributors": (), "mine_taken": (), "loss": None}
-    given = {"round": number, "applied_at": at, "root": root or bytes([number]), "refused": {}}
-    return RoundRecord(**(defaults | empty | given))
+    return lived(number, applied_at=at, root=root or bytes([number]))
 
 
 def test_the_benchmark_of_kills_finds_roots_that_differ_and_the_longest_stall_of_those_who_lived_on() -> None:
     kills = load("kills")
-    lived = [record(number, at) for number, at in enumerate([0, 1, 2, 3, 9, 10, 11, 12, 13])]
+    those = [record(number, at) for number, at in enumerate([0, 1, 2, 3, 9, 10, 11, 12, 13])]
     died = [record(number, at) for number, at in [(0, 0), (1, 1), (8, 13)]]
     kill = kills.Kill("node 2", 2.5, 13.0)
-    found = kills.judge({"node 1": lived, "node 2": died}, [kill])
+    found = kills.judge({"node 1": those, "node 2": died}, [kill])
     assert (found["rounds"], found["compared"], found["differing"], found["kills"]) == (9, 3, [], 1)
     assert (found["round_seconds"], found["stall_rounds"], found["worst"]) == (1, 6, "node 2")
-    other = [*lived[:8], record(8, 13, b"another")]
+    other = [*those[:8], record(8, 13, b"another")]
     assert kills.judge({"node 1": other, "node 2": died}, [kill])["differing"] == [8]
     before = kills.Kill("node 2", 9.5, 13.0)
-    assert kills.judge({"node 1": lived, "node 2": died}, [before])["stall_rounds"] == 1
+    assert kills.judge({"node 1": those, "node 2": died}, [before])["stall_rounds"] == 1

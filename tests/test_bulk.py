@@ -108,8 +108,8 @@ async def test_what_is_checked_as_a_whole_and_wrong_comes_from_the_next_source()
         check = right.__eq__
         sink = await me.fetcher.fetch(name, 4 * PIECE, [a.key, b.key], check=check, failed=me.fail)
         assert sink.data() == right
-        assert me.blamed == [(a.key, "manifest 0000000000000000 that is something else")]
-        with pytest.raises(FetchError, match=r"manifest 0+ is not to be had: .*of 3145728 bytes, where 10 are right"):
+        assert me.blamed == [(a.key, "manifest 0000000000000000 with other contents")]
+        with pytest.raises(FetchError, match=r"manifest 0+ is not available: .*of 3145728 bytes, expected 10"):
             await me.fetcher.fetch(name, 10, [b.key], check=check, failed=me.fail)
 
 
@@ -166,10 +166,10 @@ BLAMED: dict[str, tuple[Answer, str]] = {
     "garbage": (garbage, "not a reply"),
     "a reply with something after it": (not_canonical, "not a reply"),
     "a long frame of nothing": (long_frame, "not a reply"),
-    "wrong leaves": (honest(BLOB, leaves=bytes(6 * 32)), "digests that do not lead"),
-    "no leaves": (honest(BLOB, leaves=b""), "digests that do not lead"),
-    "too many leaves": (honest(BLOB, leaves=BLOB.leaves + bytes(32)), "digests that do not lead"),
-    "a wrong size": (honest(BLOB, size=BLOB.size + 1), "where"),
+    "wrong leaves": (honest(BLOB, leaves=bytes(6 * 32)), "digests that do not prove"),
+    "no leaves": (honest(BLOB, leaves=b""), "digests that do not prove"),
+    "too many leaves": (honest(BLOB, leaves=BLOB.leaves + bytes(32)), "digests that do not prove"),
+    "a wrong size": (honest(BLOB, size=BLOB.size + 1), "expected"),
     "a huge size": (honest(BLOB, size=60_000 * PIECE), "a list of pieces that does not match"),
     "a size beyond the protocol": (honest(BLOB, size=60_000 * PIECE + 1), "not a reply"),
     "pieces beyond the end": (honest(BLOB, held=b"\x7f"), "a list of pieces that does not match"),
@@ -238,9 +238,9 @@ async def empty_handed(request: Request) -> Reply:
     ("answer", "why", "seconds"),
     [
         (silence, "no answer in time", 20),
-        (stingy, "keeps back what it has", 6.5),
+        (stingy, "withholds pieces that it has", 6.5),
         (mute, "no answer in time", 20),
-        (empty_handed, "has nothing of what is missing", 21),
+        (empty_handed, "has none of the missing pieces", 21),
     ],
 )
 def test_who_keeps_things_back_is_dropped_in_time_and_not_blamed(answer: Answer, why: str, seconds: float) -> None:

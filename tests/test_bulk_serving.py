@@ -231,7 +231,7 @@ async def test_a_piece_beyond_the_end_is_a_wrong_request() -> None:
         await stream.send(encode(Piece(6, True)))
         with pytest.raises(TransportError):
             await stream.receive(1_000)
-        assert server.blamed == [(other.key, "piece 6 of what it was not told of")]
+        assert server.blamed == [(other.key, "piece 6 requested without being offered")]
 
 
 @skipping_time

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, Route
 
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.observe import events
@@ -15,6 +15,7 @@ from p2ptrain.observe.guard import Guard
 from tests.dashboard_known import (
     CHARTS,
     GONE,
+    NO_LIBRARY,
     PHONE,
     REFUSED,
     Node,
@@ -114,6 +115,26 @@ def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: N
         assert drawn[5] == [[2] * 3, [0] * 3, [0] * 3]
         moved = page.evaluate("() => [...document.getElementById('chart-bytes').data[0].x]")
         assert moved == [3_000, 6_000, 9_000]
+
+
+def test_a_frame_says_that_the_library_of_its_chart_loads_until_it_is_there(browser: Browser, node: Node) -> None:
+    asked: list[Route] = []
+    states = "[...document.querySelectorAll('.chart')].map((each) => each.dataset.state)"
+    with a_page(browser, node.url) as page:
+        page.route("**/plotly.min.js", lambda route: asked.append(route))  # noqa: PLW0108  # playwright marks it
+        page.reload()
+        until_shown(page)
+        while not asked:
+            page.evaluate("() => new Promise(requestAnimationFrame)")
+        assert set(page.evaluate(f"() => {states}")) == {"The library that draws this chart loads …"}
+        shown = page.evaluate("() => getComputedStyle(document.querySelector('.chart'), '::before').content")
+        assert "loads" in shown
+        asked[0].fulfill(body=NO_LIBRARY, content_type="text/javascript")
+        page.wait_for_function(f"() => {states}.every((each) => each === '')")
+    with a_page(browser, node.url, expected=("Failed to load resource", "net::ERR_FAILED")) as page:
+        page.route("**/plotly.min.js", lambda route: route.abort())
+        page.reload()
+        page.wait_for_function(f"() => {states}.every((each) => each.includes('could not be loaded'))")
 
 
 def test_what_happens_shows_without_a_reload(browser: Browser, node: Node) -> None:

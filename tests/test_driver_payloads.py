@@ -146,7 +146,7 @@ async def test_a_payload_whose_file_cannot_be_read_is_not_served_and_the_server_
         name = BlobName("payload", payload_digest(large))
         each.store.payloads.put(name.name, large)
         monkeypatch.setattr(each.store.payloads, what, broken)
-        with pytest.raises(Exception, match="not to be had"):
+        with pytest.raises(Exception, match="not available"):
             await peer.fetch(name, len(large), OTHER)
         monkeypatch.undo()
         assert await peer.fetch(name, len(large), OTHER) == large

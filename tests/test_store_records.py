@@ -17,11 +17,13 @@ import structlog
 from records_known import KEYS, row
 from test_store import opened
 
+from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 from p2ptrain.store import records as module
 from p2ptrain.store.records import (
     ADDRESS_LENGTH_MAX,
     ADDRESSES_MAX,
+    WAL_BYTES_MAX,
     Batch,
     Past,
     Records,
@@ -124,6 +126,23 @@ def test_a_file_that_nobody_has_open_can_be_read_after_a_kill_too(path: Path) ->
     assert again(path).mine == {"applied": 7}
 
 
+# The bytes of a row as the release before wrote it, and its digest: old directories must go on being read.
+OLD_MINE = bytes.fromhex(
+    "85a76170706c69656402ae6170706c6965645f6f665f616c6c06a6746f6b656e73cc80b0747261696e696e675f7365636f6e6473"
+    "cb400c000000000000ad656e657267795f6a6f756c6573c0"
+)
+
+
+def test_a_row_has_the_bytes_that_the_release_before_wrote(path: Path, records: Records) -> None:
+    records.write(Batch([row(1)], mine=MINE))
+    with closing(sqlite3.connect(path)) as connection:
+        (mine, name), (lived, digest_of_it) = (
+            connection.execute(f"SELECT record, digest FROM {table}").fetchone() for table in ("mine", "rounds")
+        )
+    assert (mine, name) == (OLD_MINE, digest("record Mine", OLD_MINE)[:16])
+    assert digest_of_it == digest("record RoundRecord", lived)[:16]
+
+
 # ---------------------------------------------------------------------------------------------------
 # Addresses
 
@@ -194,6 +213,28 @@ def test_rounds_of_many_contributors_do_not_let_the_file_grow_without_bound(
     assert kept == [*range(kept[0], 100)]
     assert 10 < len(kept) < 40
     assert path.stat().st_size < 2**20 + 2**17
+
+
+def test_the_log_beside_the_file_does_not_grow_with_the_rounds(path: Path, records: Records) -> None:
+    wal, most = path.with_name("records.sqlite-wal"), 0
+    for number in range(3_000):
+        records.write(Batch([row(number)], mine=MINE))
+        most = max(most, wal.stat().st_size)
+    assert most < 2 * WAL_BYTES_MAX
+
+
+def test_the_log_is_cut_again_after_somebody_has_read_for_long(path: Path, records: Records) -> None:
+    wal = path.with_name("records.sqlite-wal")
+    records.write(Batch([row(0)]))
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM rounds").fetchone()  # sees the file as it is now
+        for number in range(1, 1_000):
+            records.write(Batch([row(number)], mine=MINE))
+        assert wal.stat().st_size > 2 * WAL_BYTES_MAX, "what it reads may not be overwritten"
+    for number in range(1_000, 1_300):
+        records.write(Batch([row(number)], mine=MINE))
+    assert wal.stat().st_size <= WAL_BYTES_MAX
 
 
 # ---------------------------------------------------------------------------------------------------

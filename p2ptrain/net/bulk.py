@@ -59,7 +59,7 @@ class FetchError(P2ptrainError):
 
     def __init__(self, name: BlobName, failures: dict[bytes, str]) -> None:
         reasons = "; ".join(f"{peer.hex()[:16]}: {why}" for peer, why in failures.items())
-        super().__init__(f"{name} is not to be had: {reasons or 'nobody to ask'}")
+        super().__init__(f"{name} is not available: {reasons or 'nobody to ask'}")
         self.name, self.failures = name, failures
 
 
@@ -221,7 +221,7 @@ class Server:
                     blob = self._library.find(name, stream.peer) or blob
                 await self._say(stream, await self._have(name, blob, request, stream.peer))
             elif name is None or blob is None or request.index >= piece_count(blob.size):
-                raise RemoteProtocolError(f"piece {request.index} of what it was not told of")
+                raise RemoteProtocolError(f"piece {request.index} requested without being offered")
             else:
                 await self._give(stream, name, blob, request)
             await asyncio.sleep(0)  # so that one peer's flood does not starve the others
@@ -253,8 +253,8 @@ class Server:
     async def _give(self, stream: Stream, name: BlobName, blob: Blob, request: Piece) -> None:
         index, tally = request.index, self._tally(name, blob)
         count = tally.counts[index]
-        is_relayed = name.is_tree and piece_count(blob.size) > 1  # a blob checked as a whole comes from one source
-        if not blob.held >> index & 1 or (is_relayed and count >= GIVEN_MAX and not request.insist):
+        is_shared = name.is_tree and piece_count(blob.size) > 1  # a blob checked as a whole comes from one source
+        if not blob.held >> index & 1 or (is_shared and count >= GIVEN_MAX and not request.insist):
             self._counters["put_off"] += 1
             await self._say(stream, Later(index))
             return

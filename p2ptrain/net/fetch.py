@@ -153,9 +153,9 @@ class Fetcher:
             await source.ask(Want(name.kind, name.name, leaves=False))
             await source.reply()
             if source.size > size or (name.kind == "payload" and source.size != size):
-                raise RemoteProtocolError(f"{name} of {source.size} bytes, where {size} are right")
+                raise RemoteProtocolError(f"{name} of {source.size} bytes, expected {size}")
             if source.held != all_pieces(source.size):
-                raise SourceError("has only a part of it")
+                raise SourceError("has only part of it")
             data, pieces, next_index = bytearray(), piece_count(source.size), 0
             for _ in range(pieces):
                 while next_index < pieces and len(source.asked) < PIPELINE:
@@ -165,7 +165,7 @@ class Fetcher:
                     next_index += 1
                 reply = await source.reply()
                 if not isinstance(reply, Given):
-                    raise SourceError("keeps back what it has")
+                    raise SourceError("withholds pieces that it has")
                 if len(reply.data) != piece_bytes(source.size, reply.index):
                     raise RemoteProtocolError(f"piece {reply.index} of {len(reply.data)} bytes")
                 data += reply.data
@@ -174,7 +174,7 @@ class Fetcher:
         leaves = b"" if check else leaf_digest(0, whole)
         is_right = check(whole) if check else merkle_root([leaves], len(whole)) == name.name
         if not is_right:
-            raise RemoteProtocolError(f"{name} that is something else")
+            raise RemoteProtocolError(f"{name} with other contents")
         return whole, leaves
 
     def _keep(self, sink: Sink, data: bytes, leaves: bytes) -> None:

@@ -40,7 +40,7 @@ from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
 OPEN_SECONDS = 10.0
-PIECE_SECONDS = 20.0  # without an answer, and the source is dropped: 52 KB/s
+PIECE_SECONDS = 20.0  # without an answer before a source is dropped: 52 KB/s
 SOURCES_AT_ONCE = 4
 NAMED_AT_ONCE = 3  # of these, sources named only by peers: so one slot is left for those that the core knows
 TURN_SECONDS = 5.0  # a source's first lease; doubles each time
@@ -349,7 +349,7 @@ class Relay:
             now = asyncio.get_running_loop().time()
             rate = self.sources.download.rate  # under a low limit, the delay may be our own
             if now - self.moved_at > PIECE_SECONDS + (SOURCES_AT_ONCE * PIECE_BYTES / rate if rate else 0.0):
-                raise SourceError("has nothing of what is missing")
+                raise SourceError("has none of the missing pieces")
             is_empty = not self.missing & source.held & ~source.put_off  # missing: also those in flight
             if is_empty and polls > POLLS_MAX and self._is_place_wanted(source.stream.peer):
                 turn.is_over = True
@@ -402,24 +402,24 @@ class Relay:
             case Later(index):
                 self._arrive(source, index)
                 if source.insisted >> index & 1:
-                    raise SourceError("keeps back what it has")
+                    raise SourceError("withholds pieces that it has")
                 source.put_off |= 1 << index
             case _:
-                raise AssertionError("that was an error before")
+                raise AssertionError("decode_reply has refused all others")
 
     async def _learn(self, source: Source) -> None:
         """Takes note of a source's list of pieces; the first source whose digests prove the name sets the size."""
         if source.size > self.limit or (self.name.kind == "payload" and source.size != self.limit):
-            raise RemoteProtocolError(f"{self.name} of {source.size} bytes, where {self.limit} are right")
+            raise RemoteProtocolError(f"{self.name} of {source.size} bytes, expected {self.limit}")
         async with self.beginning:
             if self.size < 0:
                 if not proves(source.leaves, source.size, self.name.name):
-                    raise RemoteProtocolError(f"digests that do not lead to {self.name}")
+                    raise RemoteProtocolError(f"digests that do not prove {self.name}")
                 await self._begin(source.size, source.leaves)
         if source.size != self.size:
-            raise RemoteProtocolError(f"{self.name} of {source.size} bytes, where {self.size} are right")
+            raise RemoteProtocolError(f"{self.name} of {source.size} bytes, expected {self.size}")
         if source.leaves and source.leaves != self.leaves:
-            raise RemoteProtocolError(f"digests that do not lead to {self.name}")
+            raise RemoteProtocolError(f"digests that do not prove {self.name}")
         learnt = [peer for peer in source.holders if peer not in self.known]
         self.sources.rng.shuffle(learnt)
         for peer in learnt[: SOURCES_MAX - len(self.known)]:

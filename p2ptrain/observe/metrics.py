@@ -28,7 +28,8 @@ def of_figures(model: type[BaseModel], told: Any, prefix: str = "") -> Iterable[
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for each in figures_of(model):
         figure, name = each.figure, f"p2ptrain_{each.figure.metric or prefix + each.name.replace('.', '_')}"
-        about = figure.text or f"{figure.title[:1].upper()}{figure.title[1:]}: {each.description or figure.unit}."
+        title, described = figure.title[:1].upper() + figure.title[1:], each.description.replace("null:", "absent:")
+        about = figure.text or f"{title}: {described or figure.unit}."
         labels = [label for label, _ in figure.labels] + ([figure.label] if figure.label else [])
         samples = [*each.samples(told)]
         if name not in families and (samples or figure.label):

@@ -158,7 +158,9 @@ class Status(Answer):
     head: str = Field(description="of that history, hex: what `join --trust` takes")
     round: Annotated[Count, Figure("round")] = Field(description="the one that is being worked on")
     phase: Annotated[Phase, Figure("phase", label="phase", values=PHASES, text="1 for the phase that the round is in.")]
-    view: Annotated[Count, Figure("tries to agree")] = Field(description="tries of this round to agree; 0: the first")
+    view: Annotated[Count, Figure("tries to agree", text="Tries of this round to agree before this one.")] = Field(
+        description="tries of this round to agree; 0: the first"
+    )
     applied_round: Annotated[Count, Figure("applied round")] = Field(
         description="the last round whose update is in this node's weights"
     )
@@ -191,21 +193,25 @@ class Status(Answer):
     is_paused: Annotated[
         bool, Figure("paused", "is", text="1 while it is not to train: its owner, hours, battery.")
     ] = Field(description="it trains no further, and goes on voting and applying; health says why")
-    peers: Annotated[list[str], Figure("peers", metric="connected_peers")] = Field(
+    peers: Annotated[list[str], Figure("peers", metric="connected_peers", text="Peers that are connected.")] = Field(
         description="ids of the connected nodes of this run"
     )
-    roster: Annotated[list[str], Figure("members", metric="roster_members")] = Field(
+    roster: Annotated[list[str], Figure("members", metric="roster_members", text="Peers with a vote.")] = Field(
         description="ids of the peers with a vote"
     )
     quorum: Annotated[Count, Figure("quorum", metric="quorum_members")] = Field(
         description="members that decide together"
     )
     fault_tolerance: FaultTolerance
-    admitted: Annotated[Count, Figure("may contribute", metric="admitted_peers")] = Field(
-        description="peers that may contribute"
+    admitted: Annotated[Count, Figure("may contribute", metric="admitted_peers", text="Peers that may contribute.")] = (
+        Field(description="peers that may contribute")
     )
-    is_member: Annotated[bool, Figure("a member", "is")] = Field(description="this node has a vote")
-    is_admitted: Annotated[bool, Figure("admitted", "is")] = Field(description="this node may contribute")
+    is_member: Annotated[bool, Figure("a member", "is", text="1 if this node has a vote.")] = Field(
+        description="this node has a vote"
+    )
+    is_admitted: Annotated[bool, Figure("admitted", "is", text="1 if this node may contribute.")] = Field(
+        description="this node may contribute"
+    )
     held: Annotated[Count, Figure("contributions here", metric="held_contributions")] = Field(
         description="contributions on offer that are here"
     )
@@ -220,10 +226,12 @@ class Status(Answer):
         ge=0, description="since this daemon took up the run"
     )
     roots: dict[str, str] = Field(description="this node's own state roots of the last rounds, by round, hex")
-    payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes")] = Field(
-        description="of one contribution"
+    payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes", text="Size of one contribution.")] = (
+        Field(description="of one contribution")
     )
-    state_bytes: Annotated[Count, Figure("size of the weights", "bytes")] = Field(description="of the weights")
+    state_bytes: Annotated[Count, Figure("size of the weights", "bytes", text="Size of the weights.")] = Field(
+        description="of the weights"
+    )
     bytes: dict[str, int] = Field(description="the transport's own counts, by name, in this life")
     traffic: Annotated[dict[Purpose, Traffic], Figure("traffic", label="purpose")] = Field(
         description="bytes by purpose, in this life"
@@ -298,7 +306,7 @@ class PeerRecord(Record):
 
 
 class Points(Record):
-    """The points against a peer, when they had grown."""
+    """The points against a peer, when they had grown: a row of their own."""
 
     peer: PeerId
     at: float = Field(description="seconds since 1970")
@@ -348,12 +356,12 @@ class RoundRecord(Answer, Record):
     applied_at: float = Field(description="seconds since 1970")
     root: Hex = Field(description="digest of the weights after it, hex")
     manifest: Hex = Field(description="digest of what was agreed, hex")
-    contributors: Annotated[tuple[PeerId, ...], Figure("contributions taken")] = Field(
-        description="ids of those whose contributions it took"
+    contributors: Annotated[tuple[PeerId, ...], Figure("contributions taken", text="Contributions that it took.")] = (
+        Field(description="ids of those whose contributions it took")
     )
-    mine_taken: Annotated[tuple[int, ...], Figure("mine taken", tracked="mine/taken")] = Field(
-        description="the rounds of those that were this node's own"
-    )
+    mine_taken: Annotated[
+        tuple[int, ...], Figure("mine taken", tracked="mine/taken", text="Contributions of this node that it took.")
+    ] = Field(description="the rounds of those that were this node's own")
     views: Annotated[Count, Figure("tries", tracked="round/tries")] = Field(
         description="tries that it took to agree; 1 is usual"
     )
