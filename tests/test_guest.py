@@ -220,7 +220,7 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         assert status["counters"].get("contributions taken", 0) == before
         assert status["is_paused"]
         assert status["health"] == [RESTING.text]
-        assert "22:00-07:00: it trains again from 22:00" in RESTING.text
+        assert "22:00-07:00: training resumes at 22:00" in RESTING.text
         assert unreadiness_of(daemon) == []
         assert Status.model_validate(status).limits.hours == "22:00-07:00"
         machine.now = at("22:00")

@@ -89,7 +89,7 @@ class CatchingUp:
         self.retries: dict[bytes, tuple[int, float]] = {}  # by peer: failures, and when to ask again
         self.was_in_vain = False  # the last request failed, and no peer has proved since that it is ahead
         self.lost: dict[bytes, float] = {}  # branches that lost to ours, and when we checked
-        self.cut_short: bytes | None = None  # the peer whose request was; its next one is not
+        self.cut_short: bytes | None = None  # the peer whose request was dropped; its next one is not
         self.splits: dict[bytes, tuple[bytes, float]] = {}  # by common branch: our branch after it, and when we noticed
         self.proof_of_lies: tuple[Entry, Entry] | None = None  # two certificates for one round
 

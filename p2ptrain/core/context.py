@@ -148,12 +148,12 @@ class Context:
         assert isinstance(content, Announcement | Proposal | Vote), "no other kind may be sent only once"
         place = content.branch, content.round
         words = self.said.pop(place, None) or Words([])
-        self.said[place] = words  # at the end: the longest unused are forgotten first
+        self.said[place] = words  # at the end: the least recently used are forgotten first
         if isinstance(content, Vote) and content.ballot is Ballot.PRECOMMIT and content.manifest != NOTHING:
-            words.drop_backing()  # of an older lock
+            words.drop_backing()  # those of an older lock
             words.lock = message.envelope
-        words.said.append(Said(said.envelope, said.backing))  # the payloads are the disk's business
-        if len(words.said) > SAID_MAX:  # of old views, to which nobody returns; but the lock holds in all of them
+        words.said.append(Said(said.envelope, said.backing))  # the payloads are only needed for the disk
+        if len(words.said) > SAID_MAX:  # drop old views, to which nobody returns, but never the lock
             words.said.remove(next(each for each in words.said if each.envelope != words.lock))
         self._forget_places()
         if said.backing:

@@ -61,8 +61,8 @@ class Beginning(Struct, frozen=True, array_like=True, tag="branch"):
     round: Number
     parent: Digest
     attempt: Number
-    members: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # rising
-    signers: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # rising
+    members: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # ascending
+    signers: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # ascending
     signatures: Annotated[tuple[Signature, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # in the signers' order
 
     @property

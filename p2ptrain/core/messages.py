@@ -95,9 +95,9 @@ class Availability(Struct, frozen=True, array_like=True, tag="availability"):
     round: Number
     root_round: Number
     root: Digest
-    held: Annotated[tuple[Short, ...], Meta(max_length=HELD_MAX)]  # rising
-    refused: Annotated[tuple[Short, ...], Meta(max_length=HELD_MAX)]  # rising
-    requests: Annotated[tuple[Short, ...], Meta(max_length=REQUESTS_MAX)]  # rising
+    held: Annotated[tuple[Short, ...], Meta(max_length=HELD_MAX)]  # ascending
+    refused: Annotated[tuple[Short, ...], Meta(max_length=HELD_MAX)]  # ascending
+    requests: Annotated[tuple[Short, ...], Meta(max_length=REQUESTS_MAX)]  # ascending
     heard: SeatBits
     author: Key
 
@@ -109,7 +109,7 @@ class Proposal(Struct, frozen=True, array_like=True, tag="proposal"):
     round: Number
     view: Number
     valid_view: Annotated[int, Meta(ge=-1, lt=NUMBER_MAX)]  # the view whose quorum of prevotes backs it; -1: none
-    availabilities: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # rising
+    availabilities: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # ascending
     manifest: Digest
     author: Key
 
@@ -177,7 +177,7 @@ class Regroup(Struct, frozen=True, array_like=True, tag="regroup"):
     branch: Digest
     parent: Digest
     attempt: Number
-    members: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # rising
+    members: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # ascending
     author: Key
 
 

@@ -177,7 +177,7 @@ class Node:
         if saved.scores:
             try:
                 context.reputation.restore(saved.scores, context.now)
-            except DataError:  # what was observed is a help, and no reason not to start
+            except DataError:  # scores are only a help, and no reason not to start
                 context.counters["saved scores damaged"] += 1
         self.line = Line.restored(saved, context.run_id, context.run.agreement.history_rounds)
         is_forgetful = event.forgetful and self.line.state.members != (context.me,)

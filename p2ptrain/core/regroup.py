@@ -25,8 +25,8 @@ PATIENCE_MAX = 8  # times stall_seconds: the longest wait between attempts
 REPEAT_SECONDS = 3.0  # calls and signatures are repeated: gossip may lose them, and newcomers have no history
 ATTEMPTS_AHEAD = 2  # attempts beyond ours whose calls are kept, so that nobody drives the number up alone
 HEARD_SECONDS = 45.0  # a live member is heard in this time: two of repair.py's heartbeats, as gossip may lose one
-SHARE_CALLED = 0.5  # the share of the wait that is left once others have called: members notice a stall at different
-# times, and this brings them together
+SHARE_CALLED = 0.5  # share of the wait once others have called: members notice a stall at different times, and this
+# brings them together
 
 
 class Regrouping:

@@ -208,7 +208,7 @@ class Reputation:
             self.records,
             key=lambda peer: (self.is_greylisted(peer, now), self.score(peer, now)),
         )
-        for peer in harmless[: PEERS_MAX // 16]:  # many at once, so that a flood of keys does not sort each time
+        for peer in harmless[: PEERS_MAX // 16]:  # many at once, so that a flood of keys does not sort every time
             del self.records[peer]
 
     def saved(self, now: float) -> bytes:
