@@ -39,22 +39,22 @@ from p2ptrain import digest as digests
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.state import Taken, genesis
-from p2ptrain.daemon.assembly import _restore
-from p2ptrain.daemon.device import Device
-from p2ptrain.daemon.driver import Driver
-from p2ptrain.daemon.fetching import Fetching
-from p2ptrain.daemon.keeping import Keeping
-from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.learn import aggregate, trainer
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.learn.live import StepResult
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import load_tokenizer
-from p2ptrain.net import inquiry
-from p2ptrain.net.bulk import Server
-from p2ptrain.net.fetch import Fetcher
-from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.memory import Network
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.node.assembly import _restore
+from p2ptrain.node.device import Device
+from p2ptrain.node.driver import Driver
+from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.store.store import Store
 
 HERE, PEER = b"h" * 32, b"p" * 32
@@ -70,8 +70,8 @@ class Node:
         self.store = Store(place, run, self.base, key, place.parent / f"{place.name}.key")
         states, free = SavedStates(), TokenBucket(0)
         fetcher = Fetcher(self.transport, run_id, download=free, blame=lambda *each: None, rng=Random(0))  # noqa: S311  # chance that can be repeated
-        self.keeping = Keeping(self.store, states, 1_000, 1_000, needed=lambda: ())
-        library = Library(run, self.store, states, data, fetcher)
+        self.persistence = Persistence(self.store, states, 1_000, 1_000, needed=lambda: ())
+        library = ServedBlobs(run, self.store, states, data, fetcher)
         self.server = Server(self.transport, run_id, library, upload=free, blame=lambda *each: None)
         nobody: Any = None
         where = place / "fetching"
@@ -80,17 +80,17 @@ class Node:
         self.told: list[Any] = []
         parts: Any = SimpleNamespace(view=lambda: view)
         intake: Any = SimpleNamespace(give=self.told.append, counters=Counter())
-        edges: Any = SimpleNamespace(publish=None, fetching=fetching, keeping=self.keeping)
+        edges: Any = SimpleNamespace(publish=None, fetching=fetching, persistence=self.persistence)
         self.driver = Driver(parts, device, intake, edges, lambda *each: None)
         self.states = states
 
     async def serve(self) -> None:
         self.server._turns._background.rate = 0  # a state's limit, which is not what is measured
         await self.server.__aenter__()
-        await inquiry.serve(self.transport, lambda peer, question: inquiry.States(self.states.places()))
+        await questions.serve(self.transport, lambda peer, question: questions.States(self.states.places()))
 
     def close(self) -> None:
-        self.keeping.close()
+        self.persistence.close()
         self.store.close()
 
 
@@ -140,7 +140,7 @@ async def join(preset: str, place: Path, _: int) -> dict[str, float]:
     run, data, device = await a_device(preset, place)
     net = Network()
     peer = Node(PEER, place / "peer", run, data, device, net)
-    await device.run(peer.keeping.checkpoint_first, device, peer.base.root)
+    await device.run(peer.persistence.checkpoint_first, device, peer.base.root)
     await peer.serve()
     await device.run(device.trainer.recipe.agreed.zero_)
     here = Node(HERE, place / "here", run, data, device, net)
@@ -164,13 +164,13 @@ async def restart(preset: str, place: Path, _: int) -> dict[str, float]:
     run, data, device = await a_device(preset, place)
     first = Node(HERE, place / "here", run, data, device, Network())
     for _ in range(CHECKPOINTS):
-        await device.run(first.keeping.checkpoint_first, device, first.base.root)
+        await device.run(first.persistence.checkpoint_first, device, first.base.root)
     first.close()
     again = Node(HERE, place / "here", run, data, device, Network())
     forget_pages(place / "here")
     forget_the_most()
     before, read, began = memory("VmRSS:"), bytes_read(), time.perf_counter()
-    await _restore(again.store, device, again.keeping, b"")
+    await _restore(again.store, device, again.persistence, b"")
     took, size = time.perf_counter() - began, device.state_bytes
     assert [root for _, root in again.states.places()] == [again.base.root]
     most, came = memory("VmHWM:"), bytes_read() - read

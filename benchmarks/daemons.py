@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 from daemon_logs import WARM_UP_ROUNDS, Life, life_in, report_phases
 
-from p2ptrain.daemon.demo import DemoNode
+from p2ptrain.demo import DemoNode
 
 RUN = """\
 name = "benchmark"
@@ -366,7 +366,7 @@ def shared_out(process: int) -> int:
 def memory_without_torch() -> str:
     """Of processes that only import: the network, with whatever hivemind imports, and torch."""
     found = []
-    for name in ("p2ptrain.net.p2pd", "torch", "p2ptrain.launch", "p2ptrain.core.node"):
+    for name in ("p2ptrain.net.libp2p.p2pd", "torch", "p2ptrain.launch", "p2ptrain.core.node"):
         script = f"import {name}, psutil, sys; print(psutil.Process().memory_info().rss, 'torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
         size, has_torch = done.stdout.split()

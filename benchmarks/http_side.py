@@ -37,8 +37,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from p2ptrain.daemon.control import ask
 from p2ptrain.errors import P2ptrainError
+from p2ptrain.node.control import ask
 
 RUN = """\
 name = "http"

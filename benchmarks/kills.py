@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from daemons import START_SECONDS, Swarm, recipe, swarm_of
 
-from p2ptrain.daemon.demo import DemoNode
+from p2ptrain.demo import DemoNode
 from p2ptrain.observe.rounds import recorded
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.records import ROUNDS_MAX

@@ -29,12 +29,12 @@ from kills import records_of
 
 from p2ptrain.config import NetworkConfig
 from p2ptrain.identity import Identity
-from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName
-from p2ptrain.net.bulk import FetchError
-from p2ptrain.net.fetch import Fetcher
-from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.p2pd import P2pd
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import BlobName
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import FetchError
+from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.net.rate_limit import TokenBucket
 
 WARM_UP_SECONDS = 20.0
 SETTLE_SECONDS = 3.0  # at the beginning of a turn, which do not count
@@ -63,7 +63,7 @@ async def _fetch_states(run_id: bytes, addresses: list[str], size: int, seconds:
             )
             until = monotonic() + seconds
             while monotonic() < until:
-                states = [await inquiry.ask_states(transport, peer, run_id) for peer in peers]
+                states = [await questions.ask_states(transport, peer, run_id) for peer in peers]
                 held = [root for each in states for _, root in each]
                 root = max(set(held), key=held.count)
                 try:

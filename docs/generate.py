@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from p2ptrain.cli import app, exits
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.config_text import allowed, fields, sections, to_toml
+from p2ptrain.config.text import allowed, fields, sections, to_toml
 from p2ptrain.core.complaints import MEANINGS
 from p2ptrain.observe.app import App
 from p2ptrain.observe.metrics import MetricsPage
@@ -105,7 +105,7 @@ def _help(words: tuple[str, ...]) -> str:
 
 
 def _config() -> Iterator[str]:
-    yield "# The files\n\n" + NOTE.format(source="p2ptrain/run_config.py and p2ptrain/node_config.py") + "\n"
+    yield "# The files\n\n" + NOTE.format(source="p2ptrain/config/run.py and p2ptrain/config/node.py") + "\n"
     yield (
         "`p2ptrain config check FILE` checks a file, `p2ptrain config show FILE` prints every value.\n"
         'An unknown key is an error. A fraction is written as a decimal or as `"1/3"`.\n\n'

@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
-from p2ptrain.daemon.assembly import Launch
-from p2ptrain.daemon.control import Control
-from p2ptrain.daemon.find import (
+from p2ptrain.daemon import Daemon, Faces, end_soon, live, save_last
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError
+from p2ptrain.identity import Identity
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.net.tasks import IS_CRASH
+from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.node.assembly import Launch
+from p2ptrain.node.control import Control
+from p2ptrain.node.directories import data_directory, dataset_directory, identity_file, private_directory
+from p2ptrain.node.find import (
     ask_around,
     check_addresses,
     fetch_dataset,
@@ -29,22 +36,15 @@ from p2ptrain.daemon.find import (
     open_dataset,
     with_relays,
 )
-from p2ptrain.daemon.guest import be_nice, refuse_too_large
-from p2ptrain.daemon.logs import set_up
-from p2ptrain.daemon.notify import notify
-from p2ptrain.daemon.places import data_directory, dataset_directory, identity_file, private_directory
-from p2ptrain.errors import ConfigError, DataError, P2ptrainError
-from p2ptrain.identity import Identity
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.net.tasks import IS_CRASH
-from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.node.limits import be_nice, refuse_too_large
+from p2ptrain.node.notify import notify
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
+from p2ptrain.observe.logs import set_up
 from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tensorboard import TensorBoard
 from p2ptrain.observe.tracking import Tracker, Tracking
 from p2ptrain.observe.wandb_run import WandbRun
-from p2ptrain.program import Daemon, Faces, end_soon, live, save_last
 from p2ptrain.store.lock import Lock
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -234,7 +234,7 @@ def _make_writable(directory: Path) -> None:
 
 
 async def _open_transport(stack: AsyncExitStack, identity: Path, network: NetworkConfig, sockets: Path) -> Transport:
-    from p2ptrain.net.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
+    from p2ptrain.net.libp2p.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
 
     transport = await P2pd.start(identity, network, sockets)
     stack.push_async_callback(transport.close)

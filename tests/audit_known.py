@@ -18,21 +18,21 @@ from net_known import SkippingLoop, at, until
 from trainer_known import TINY
 
 from p2ptrain.config import DeviceConfig, NodeConfig, RunConfig
+from p2ptrain.config.node import NetworkConfig, StorageConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Entry, Step
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.messages import Ballot, Certificate, Vote, signed_bytes
 from p2ptrain.core.roster import bitmap
-from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
-from p2ptrain.daemon.assembly import Launch
-from p2ptrain.daemon.device import Device
+from p2ptrain.daemon import Daemon, save_last
 from p2ptrain.identity import Identity
 from p2ptrain.learn.begin import begin
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.memory import Network
-from p2ptrain.node_config import NetworkConfig, StorageConfig
-from p2ptrain.program import Daemon, save_last
+from p2ptrain.node.assembly import Launch
+from p2ptrain.node.device import Device
 from p2ptrain.store.log import read_own
 from p2ptrain.store.segment import Snapshot, decoded, frame, frames_of, header
 
@@ -121,7 +121,7 @@ def make_history(root: Path, **changes: Any) -> tuple[RunConfig, list[Path]]:
     newcomer = IDENTITIES[FOUNDERS].key
 
     def ready(daemons: list[Any]) -> bool:
-        lines = [daemon.driver.node.line for daemon in daemons]
+        lines = [daemon.driver.node.chain for daemon in daemons]
         if not all(newcomer in line.state.members for line in lines):
             return False
         return _applied(daemons) >= max(line.changes[-1].manifest.round for line in lines) + SINCE

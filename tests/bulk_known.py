@@ -12,11 +12,11 @@ from net_known import key, some_bytes
 
 from p2ptrain.core.wire import encode
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.blobs import Blob, BlobName, Kind, MemoryBlob
-from p2ptrain.net.bulk import Given, Have, Reply, Request, Server, Want, bulk_protocol, decode_request
-from p2ptrain.net.fetch import Fetcher
-from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.blobs.blob import Blob, BlobName, Kind, MemoryBlob
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import BlobRequest, Given, Have, Reply, Request, Server, bulk_protocol, decode_request
 from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream, TransportError
 
 RUN = bytes(32)
@@ -124,7 +124,7 @@ def honest(blob: MemoryBlob, **changes: object) -> Answer:
     """Answers like an honest server, except for the given changes to its `Have`."""
 
     async def answer(request: Request) -> Reply:
-        return account(blob, **changes) if isinstance(request, Want) else given(blob, request.index)
+        return account(blob, **changes) if isinstance(request, BlobRequest) else given(blob, request.index)
 
     return answer
 
@@ -133,7 +133,9 @@ NAME, BLOB = tree(6 * PIECE - 100)
 
 
 async def wrong_piece(request: Request) -> Reply:
-    return account(BLOB) if isinstance(request, Want) else Given(request.index, BLOB.read((request.index + 1) % 6))
+    return (
+        account(BLOB) if isinstance(request, BlobRequest) else Given(request.index, BLOB.read((request.index + 1) % 6))
+    )
 
 
 def now() -> float:

@@ -247,7 +247,7 @@ class Bench:
 
     @property
     def state(self) -> AgreedState:
-        return self.node.line.state
+        return self.node.chain.state
 
     def said(self, message: Authored, *backing: Message, manifest: Manifest | None = None) -> list[ev.Effect]:
         """The effects of a message that may be sent only once; a prevote comes with the payloads that have to be on

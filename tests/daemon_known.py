@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from p2ptrain.daemon.control import ask
 from p2ptrain.errors import P2ptrainError
+from p2ptrain.node.control import ask
 from tests.nursery_known import Born, born
 
 # A round takes a sixth of a second of one core; three nodes are a swarm that goes on when one is missing. What comes

@@ -31,9 +31,9 @@ from typing import Any
 import psutil
 from daemon_known import LISTEN, OWN, RUN, p2pds
 
-from p2ptrain.daemon.control import ask
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import Identity
+from p2ptrain.node.control import ask
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -26,24 +26,24 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest as RoundManifest
 from p2ptrain.core.messages import Hello, payload_digest
 from p2ptrain.core.state import AgreedState, Taken, genesis
-from p2ptrain.daemon.device import Device
-from p2ptrain.daemon.driver import Driver
-from p2ptrain.daemon.edges import Edges
-from p2ptrain.daemon.fetching import Fetching
-from p2ptrain.daemon.intake import Intake
-from p2ptrain.daemon.keeping import Keeping
-from p2ptrain.daemon.library import Library, SavedStates
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
 from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.data import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
 from p2ptrain.learn.data import store_manifest as store_data_manifest
 from p2ptrain.learn.live import StepResult
-from p2ptrain.net.bulk import Server
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
-from p2ptrain.net.fetch import Fetcher
-from p2ptrain.net.limits import TokenBucket
 from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.node.device import Device
+from p2ptrain.node.driver import Driver
+from p2ptrain.node.edges import Edges
+from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.intake import Intake
+from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.store.store import Store
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class LoopDevice(Device):
         return self.chain.check(payload)
 
 
-class LoopKeeping(Keeping):
+class LoopKeeping(Persistence):
     """The real one, whose disk is slow on the loop, and may fail."""
 
     writes: list[list[ev.Record]]
@@ -249,7 +249,7 @@ class Bench:
     node: ScriptedNode
     device: LoopDevice
     edges: Edges
-    keeping: LoopKeeping
+    persistence: LoopKeeping
     driver: Driver
     started: ev.Started
     done: list[tuple[Any, ...]]  # what was said, in order
@@ -306,7 +306,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     done: list[tuple[Any, ...]] = []
     fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
     states = SavedStates()
-    library = Library(run, store, states, data, fetcher)
+    library = ServedBlobs(run, store, states, data, fetcher)
 
     async def speaks(peer: bytes) -> bool:
         return True
@@ -315,11 +315,11 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     lines: Any = NotedLines(done)
     place = tmp_path / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
-    keeping = LoopKeeping(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
-    keeping.writes, keeping.trouble, keeping.disk_seconds = [], [], 0.01
+    persistence = LoopKeeping(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
+    persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     free = TokenBucket(0)
     server = Server(transport, RUN, library, upload=free, blame=lambda *each: None)
-    edges = Edges(RUN, transport, connections, lines, fetching, keeping, library, server, free, free)
+    edges = Edges(RUN, transport, connections, lines, fetching, persistence, library, server, free, free)
     publish = transport.publish
 
     async def published(topic: str, data: bytes) -> None:
@@ -327,12 +327,12 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         await publish(topic, data)
 
     transport.publish = published  # type: ignore[method-assign]
-    intake = Intake(FakeSigner(ME), device, node.view().is_in, keeping.put)
+    intake = Intake(FakeSigner(ME), device, node.view().is_in, persistence.put)
     handled: list[tuple[ev.Event, Any]] = []
     driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]
     started = ev.Started(store.saved(None))
     made = Bench(
-        network, transport, run, base, store, node, device, edges, keeping, driver, started, done, handled, blamed
+        network, transport, run, base, store, node, device, edges, persistence, driver, started, done, handled, blamed
     )
     try:
         yield made
@@ -342,7 +342,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         for each in list(network.nodes.values()):
             await each.close()
         device.close()
-        keeping.close()
+        persistence.close()
         store.close()
 
 

@@ -15,11 +15,11 @@ from known import weights as known_weights
 
 from p2ptrain.cli import main
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.daemon.places import run_directory
+from p2ptrain.config.node import StorageConfig
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.root import covered_pieces, octets, state_root
-from p2ptrain.node_config import StorageConfig
+from p2ptrain.node.directories import run_directory
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
 

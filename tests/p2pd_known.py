@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
+from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity
-from p2ptrain.net.p2pd import P2pd
+from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream
-from p2ptrain.node_config import NetworkConfig
 
 SECONDS = 20.0  # enough for everything, even on a busy machine
 

@@ -21,7 +21,7 @@ import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Entry
-from p2ptrain.core.saving import Journal
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.outcome import simulate

@@ -15,8 +15,8 @@ from net_known import key
 from p2pd_known import nodes_in
 
 from p2ptrain.identity import peer_id_of
-from p2ptrain.net import autorelay
-from p2ptrain.net.autorelay import (
+from p2ptrain.net.libp2p import autorelay
+from p2ptrain.net.libp2p.autorelay import (
     ASK_SECONDS,
     LOST_SECONDS,
     RELAYS_MAX,

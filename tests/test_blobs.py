@@ -13,8 +13,8 @@ from net_known import skipping_time, some_bytes, until
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.digest import is_piece, proves
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob, MemorySink, Sink, all_pieces
-from p2ptrain.net.relay import pick
+from p2ptrain.net.blobs.blob import BlobName, FileSink, MemoryBlob, MemorySink, Sink, all_pieces
+from p2ptrain.net.blobs.swarm_fetch import pick
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1, 3 * PIECE])

@@ -10,9 +10,19 @@ from net_known import at, key, skipping_time, some_bytes, until
 
 from p2ptrain.core.wire import encode
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs import BlobName, Kind, MemoryBlob, MemorySink
-from p2ptrain.net.bulk import FetchError, Given, Later, Nothing, Piece, Reply, Request, Want, bulk_protocol
-from p2ptrain.net.fetch import LEFT_SECONDS
+from p2ptrain.net.blobs.blob import BlobName, Kind, MemoryBlob, MemorySink
+from p2ptrain.net.blobs.fetch import LEFT_SECONDS
+from p2ptrain.net.blobs.server import (
+    BlobRequest,
+    FetchError,
+    Given,
+    Later,
+    Nothing,
+    Piece,
+    Reply,
+    Request,
+    bulk_protocol,
+)
 from p2ptrain.net.transport import FRAME_BYTES_MAX
 
 # ---------------------------------------------------------------------------------------------------
@@ -135,11 +145,11 @@ async def test_when_nobody_has_it_all_reasons_are_told() -> None:
 
 
 async def short_piece(request: Request) -> Reply:
-    return account(BLOB) if isinstance(request, Want) else Given(request.index, BLOB.read(request.index)[:-1])
+    return account(BLOB) if isinstance(request, BlobRequest) else Given(request.index, BLOB.read(request.index)[:-1])
 
 
 async def other_piece(request: Request) -> Reply:
-    return account(BLOB) if isinstance(request, Want) else given(BLOB, (request.index + 1) % 6)
+    return account(BLOB) if isinstance(request, BlobRequest) else given(BLOB, (request.index + 1) % 6)
 
 
 async def account_for_a_piece(request: Request) -> Reply:
@@ -216,22 +226,22 @@ async def silence(request: Request) -> None:
 
 
 async def stingy(request: Request) -> Reply:
-    return account(BLOB) if isinstance(request, Want) else Later(request.index)
+    return account(BLOB) if isinstance(request, BlobRequest) else Later(request.index)
 
 
 async def mute(request: Request) -> Reply | None:
-    return account(BLOB) if isinstance(request, Want) else None
+    return account(BLOB) if isinstance(request, BlobRequest) else None
 
 
 async def dribble(request: Request) -> Reply:
-    if isinstance(request, Want):
+    if isinstance(request, BlobRequest):
         return account(BLOB)
     await at(now() + 19)
     return given(BLOB, request.index)
 
 
 async def empty_handed(request: Request) -> Reply:
-    return account(BLOB, held=b"\0") if isinstance(request, Want) else Nothing("no")
+    return account(BLOB, held=b"\0") if isinstance(request, BlobRequest) else Nothing("no")
 
 
 @pytest.mark.parametrize(
@@ -306,7 +316,7 @@ def test_sources_that_give_little_do_not_keep_out_the_quick(seconds: float) -> N
         name, blob = tree(100 * PIECE)
 
         async def answer(request: Request) -> Reply:
-            if isinstance(request, Want):
+            if isinstance(request, BlobRequest):
                 return account(blob)
             await at(now() + seconds)
             return given(blob, request.index)
@@ -343,7 +353,7 @@ def test_holders_that_took_it_first_and_keep_silent_cost_seconds(takers: int) ->
             for number in range(takers):
                 taker = await lie(network, 100 + number, [author, me], silence)
                 stream = await network.nodes[taker].open(author.key, bulk_protocol(RUN))
-                await stream.send(encode(Want("payload", name.name, False)))
+                await stream.send(encode(BlobRequest("payload", name.name, False)))
                 for index in range(16):
                     await stream.receive(FRAME_BYTES_MAX)
                     await stream.send(encode(Piece(index, True)))
@@ -418,7 +428,7 @@ async def test_what_is_kept_for_the_next_attempt_is_not_much_and_not_for_long() 
             name, blob = tree(6 * PIECE, kind, seed)
 
             async def half(request: Request, blob: MemoryBlob = blob) -> Reply:
-                return account(blob, held=b"\x07") if isinstance(request, Want) else given(blob, request.index)
+                return account(blob, held=b"\x07") if isinstance(request, BlobRequest) else given(blob, request.index)
 
             with pytest.raises(FetchError):
                 await me.fetch(name, blob.size, await lie(network, seed, [me], half))

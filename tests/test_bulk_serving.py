@@ -12,33 +12,33 @@ from bulk_known import BLOB, NAME, PIECE, RUN, Node, now, swarm, tree
 from net_known import at, key, skipping_time, until
 
 from p2ptrain.core.wire import encode
-from p2ptrain.net import bulk
-from p2ptrain.net.bulk import FetchError, Given, Have, Later, Nothing, Piece, Reply, Request, Want
+from p2ptrain.net.blobs import server as protocol
+from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Have, Later, Nothing, Piece, Reply, Request
 from p2ptrain.net.memory import MemoryTransport, Network
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 
 
 async def said(stream: Stream, request: Request) -> Reply:
     await stream.send(encode(request))
-    return bulk.decode_reply(await stream.receive(FRAME_BYTES_MAX))
+    return protocol.decode_reply(await stream.receive(FRAME_BYTES_MAX))
 
 
 @skipping_time
 async def test_who_wants_what_two_others_have_taken_is_put_off_until_it_insists() -> None:
     async with swarm(5) as (_, (server, *others)):
         server.blobs[NAME] = BLOB
-        streams = [await other.transport.open(server.key, bulk.bulk_protocol(RUN)) for other in others]
+        streams = [await other.transport.open(server.key, protocol.bulk_protocol(RUN)) for other in others]
         for stream in streams:
-            assert isinstance(await said(stream, Want("payload", NAME.name, False)), Have)
+            assert isinstance(await said(stream, BlobRequest("payload", NAME.name, False)), Have)
         for stream in (streams[0], streams[0], streams[1]):  # a peer that takes it twice counts once
             assert await said(stream, Piece(3, False)) == Given(3, BLOB.read(3))
         assert await said(streams[2], Piece(3, False)) == Later(3)
         assert await said(streams[2], Piece(2, False)) == Given(2, BLOB.read(2))
         assert await said(streams[2], Piece(3, True)) == Given(3, BLOB.read(3))
-        have = await said(streams[3], Want("payload", NAME.name, True))
+        have = await said(streams[3], BlobRequest("payload", NAME.name, True))
         takers = (others[2].key, others[1].key, others[0].key)
         assert have == Have(BLOB.size, BLOB.leaves, b"\x3f", bytes([0, 0, 1, 3, 0, 0]), takers)
-        await at(now() + bulk.COUNTED_SECONDS + 1)  # the peers that have it may be gone
+        await at(now() + protocol.COUNTED_SECONDS + 1)  # the peers that have it may be gone
         assert await said(streams[3], Piece(3, False)) == Given(3, BLOB.read(3))
 
 
@@ -46,8 +46,8 @@ async def test_who_wants_what_two_others_have_taken_is_put_off_until_it_insists(
 async def test_who_asks_too_far_ahead_is_blamed() -> None:
     async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
-        stream = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
-        await stream.send(encode(Want("payload", NAME.name, True)))
+        stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        await stream.send(encode(BlobRequest("payload", NAME.name, True)))
         with pytest.raises(TransportError):
             while True:
                 await stream.send(encode(Piece(0, True)))
@@ -59,14 +59,14 @@ async def test_who_asks_too_far_ahead_is_blamed() -> None:
 async def test_who_does_not_read_holds_up_nobody_but_itself() -> None:
     async with swarm(3) as (_, (server, me, other)):
         server.blobs[NAME] = BLOB
-        stream = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
-        await stream.send(encode(Want("payload", NAME.name, True)))
+        stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        await stream.send(encode(BlobRequest("payload", NAME.name, True)))
         for index in range(10):
             await stream.send(encode(Piece(index % 6, True)))
         assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
         start = now()
         await until(lambda: not server.server._streams)
-        assert now() - start == pytest.approx(bulk.SEND_SECONDS, abs=1)
+        assert now() - start == pytest.approx(protocol.SEND_SECONDS, abs=1)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -82,9 +82,9 @@ async def crowd(
     async def hold(peer: MemoryTransport) -> None:
         while True:
             with suppress(TransportError):
-                stream = await peer.open(server.key, bulk.bulk_protocol(RUN))
+                stream = await peer.open(server.key, protocol.bulk_protocol(RUN))
                 try:
-                    await said(stream, Want("payload", NAME.name, False))
+                    await said(stream, BlobRequest("payload", NAME.name, False))
                     await use(stream)
                 finally:
                     stream.abort()
@@ -95,7 +95,7 @@ async def crowd(
     for number in range(keys):
         peer = network.transport(key(100 + number))
         await peer.connect(server.transport.addresses()[0])
-        tasks += [asyncio.create_task(hold(peer)) for _ in range(bulk.STREAMS_PER_PEER_MAX)]
+        tasks += [asyncio.create_task(hold(peer)) for _ in range(protocol.STREAMS_PER_PEER_MAX)]
     await at(now() + 1)
     try:
         yield
@@ -108,7 +108,7 @@ async def crowd(
 async def only_talk(stream: Stream) -> None:
     while True:
         await at(now() + 4)
-        await said(stream, Want("payload", NAME.name, False))
+        await said(stream, BlobRequest("payload", NAME.name, False))
 
 
 async def download(stream: Stream) -> None:
@@ -129,7 +129,7 @@ async def ask_and_go(stream: Stream) -> None:
 
 async def ask_and_ask(stream: Stream) -> None:
     while True:
-        await said(stream, Want("payload", NAME.name, True))
+        await said(stream, BlobRequest("payload", NAME.name, True))
 
 
 @pytest.mark.parametrize(
@@ -174,14 +174,14 @@ async def test_with_more_in_line_than_can_be_served_a_peer_gets_its_share_in_sev
 async def test_a_peer_has_no_more_streams_than_it_may() -> None:
     async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
-        want = Want("payload", NAME.name, False)
-        streams = [await other.transport.open(server.key, bulk.bulk_protocol(RUN)) for _ in range(4)]
+        want = BlobRequest("payload", NAME.name, False)
+        streams = [await other.transport.open(server.key, protocol.bulk_protocol(RUN)) for _ in range(4)]
         assert [isinstance(await said(stream, want), Have) for stream in streams] == [True] * 4
-        refused = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
-        assert bulk.decode_reply(await refused.receive(100)) == Nothing("busy")
+        refused = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        assert protocol.decode_reply(await refused.receive(100)) == Nothing("busy")
         streams[0].abort()
         await until(lambda: len(server.server._streams) == 3)
-        assert isinstance(await said(await other.transport.open(server.key, bulk.bulk_protocol(RUN)), want), Have)
+        assert isinstance(await said(await other.transport.open(server.key, protocol.bulk_protocol(RUN)), want), Have)
 
 
 @skipping_time
@@ -189,7 +189,7 @@ async def test_words_take_no_more_than_their_part_beyond_the_upload_limit() -> N
     rate = PIECE // 4
     async with swarm(1, upload=rate) as (network, (server,)), crowd(network, server, 8, ask_and_ask):
         await at(now() + 6)
-        assert server.server.counters()["bytes"] < PIECE + 7 * rate / bulk.WORD_SHARE + 1_000
+        assert server.server.counters()["bytes"] < PIECE + 7 * rate / protocol.WORD_SHARE + 1_000
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ WRONG_REQUESTS = {
     "an unknown kind": msgspec.msgpack.encode(["want", "gossip", bytes(32), True]),
     "a short name": msgspec.msgpack.encode(["want", "state", bytes(31), True]),
     "too long": bytes(129),
-    "something after it": encode(Want("state", bytes(32), True)) + b"\0",
+    "something after it": encode(BlobRequest("state", bytes(32), True)) + b"\0",
 }
 
 
@@ -211,7 +211,7 @@ def test_who_asks_wrongly_is_blamed(request_bytes: bytes) -> None:
     @skipping_time
     async def test() -> None:
         async with swarm(2) as (_, (server, other)):
-            stream = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
+            stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
             await stream.send(request_bytes)
             with pytest.raises(TransportError):
                 await stream.receive(1_000)
@@ -225,9 +225,9 @@ def test_who_asks_wrongly_is_blamed(request_bytes: bytes) -> None:
 async def test_a_piece_beyond_the_end_is_a_wrong_request() -> None:
     async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
-        stream = await other.transport.open(server.key, bulk.bulk_protocol(RUN))
-        await stream.send(encode(Want("payload", NAME.name, False)))
-        assert isinstance(bulk.decode_reply(await stream.receive(FRAME_BYTES_MAX)), Have)
+        stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        await stream.send(encode(BlobRequest("payload", NAME.name, False)))
+        assert isinstance(protocol.decode_reply(await stream.receive(FRAME_BYTES_MAX)), Have)
         await stream.send(encode(Piece(6, True)))
         with pytest.raises(TransportError):
             await stream.receive(1_000)
@@ -264,6 +264,6 @@ def test_the_largest_answer_fits_a_frame() -> None:
     pieces = 60_000
     have = Have(pieces * PIECE, bytes(32 * pieces), bytes(pieces // 8), bytes(pieces), (bytes(32),) * 16)
     assert len(encode(have)) <= FRAME_BYTES_MAX
-    assert bulk.decode_reply(encode(have)) == have
+    assert protocol.decode_reply(encode(have)) == have
     assert len(encode(Given(59_999, bytes(PIECE)))) <= FRAME_BYTES_MAX
-    assert len(encode(Want("tokenizer", bytes(32), True))) <= bulk.REQUEST_BYTES_MAX
+    assert len(encode(BlobRequest("tokenizer", bytes(32), True))) <= protocol.REQUEST_BYTES_MAX

@@ -23,8 +23,8 @@ from core_known import (
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.catchup import AHEAD_MAX, ANSWER_SECONDS, LOST_SECONDS, PATIENCE_SECONDS
-from p2ptrain.core.history import Beginning, Entry, History, Stage, Step
-from p2ptrain.core.line import Line
+from p2ptrain.core.chain import Chain
+from p2ptrain.core.history import Beginning, BranchStart, Entry, History, Step
 from p2ptrain.core.messages import Ballot, Hello
 from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import digest
@@ -33,26 +33,26 @@ ME = KEYS[1]
 replace = msgspec.structs.replace
 
 
-def other_line(bench: Bench, rounds: int, kept: int = 64) -> Line:
+def other_line(bench: Bench, rounds: int, kept: int = 64) -> Chain:
     """The rounds that the other members decided, from the run's beginning."""
-    line = Line(bench.genesis, RUN, kept)
+    line = Chain(bench.genesis, RUN, kept)
     extend(bench, line, rounds)
     return line
 
 
-def extend(bench: Bench, line: Line, rounds: int, which: bytes = b"") -> None:
+def extend(bench: Bench, line: Chain, rounds: int, which: bytes = b"") -> None:
     signers = tuple(key for key in line.state.members if key != bench.me)
     for entry, state in line_of(line.state, bench.run, rounds, signers[: line.state.roster.quorum], which):
         line.append(entry, state)
 
 
-def regroup(line: Line, members: tuple[bytes, ...]) -> Beginning:
+def regroup(line: Chain, members: tuple[bytes, ...]) -> Beginning:
     beginning = begun(members, members, line.state)
     line.append(beginning, line.state.regrouped(beginning.branch, beginning.members))
     return beginning
 
 
-def meet(bench: Bench, line: Line, peer: bytes = KEYS[0]) -> list[ev.Effect]:
+def meet(bench: Bench, line: Chain, peer: bytes = KEYS[0]) -> list[ev.Effect]:
     """A peer on that chain says where it is; the node asks for history as often as it wants, and gets it."""
     number = line.state.round + 1
     bench.hear(bench.hello(peer, branch=line.state.branch, round=number))
@@ -67,7 +67,7 @@ def meet(bench: Bench, line: Line, peer: bytes = KEYS[0]) -> list[ev.Effect]:
     return effects
 
 
-def steps(line: Line, start: int = 0) -> list[tuple[Step, AgreedState]]:
+def steps(line: Chain, start: int = 0) -> list[tuple[Step, AgreedState]]:
     return [(each.step, each.state) for each in line.steps][start:]
 
 
@@ -152,8 +152,8 @@ def test_who_only_claims_to_be_ahead_is_asked_once() -> None:
     bench = Bench(4, me=1)
     bench.decide()
     bench.decide()
-    line = Line(bench.genesis, RUN, 64)
-    first = bench.node.line.steps[0]
+    line = Chain(bench.genesis, RUN, 64)
+    first = bench.node.chain.steps[0]
     line.append(first.step, first.state)
     assert answered(bench, line.answer(RUN, 2)) == []
     assert not bench.node.catching_up.is_behind
@@ -217,7 +217,7 @@ def test_a_history_that_is_cut_is_followed_as_far_as_it_goes() -> None:
 
 def test_the_history_of_another_run_is_refused() -> None:
     bench = Bench(4, me=1)
-    history = replace(other_line(bench, 3).answer(RUN, 0), lineage=(Stage(ROOT0, 0),))
+    history = replace(other_line(bench, 3).answer(RUN, 0), lineage=(BranchStart(ROOT0, 0),))
     assert followed(answered(bench, history)) == []
     assert bench.node.context.counters["histories refused"] == 1
 
@@ -230,7 +230,7 @@ def test_who_lags_by_more_than_is_kept_jumps_and_fetches_the_state() -> None:
     assert bench.state == line.state
     records = [effect.record for effect in effects if isinstance(effect, ev.Persist)]
     first = next(record for record in records if isinstance(record, ev.Certified))
-    assert first.trunk == ev.Trunk((Stage(RUN, 0),), (), (), line.base)
+    assert first.trunk == ev.Trunk((BranchStart(RUN, 0),), (), (), line.base)
     found = [effect for effect in effects if isinstance(effect, ev.CatchUp)]
     assert [effect.roots[0] for effect in found] == [(19, root_of(19))]
 
@@ -268,10 +268,10 @@ def on_own_branch(rounds: int = 2, **settings: object) -> Bench:
     return bench
 
 
-def shared(bench: Bench) -> Line:
+def shared(bench: Bench) -> Chain:
     """The others' chain at the time when the node was last among them."""
-    line = Line(bench.genesis, RUN, 64)
-    first = bench.node.line.steps[0]
+    line = Chain(bench.genesis, RUN, 64)
+    first = bench.node.chain.steps[0]
     line.append(first.step, first.state)
     return line
 
@@ -286,15 +286,15 @@ def test_a_branch_of_which_the_old_quorum_knows_nothing_gives_way_to_it() -> Non
     assert bench.state == line.state
     silences = [effect.record for effect in effects if isinstance(effect, ev.Persist)][:1]
     assert silences == [ev.Silence(mine.branch, mine.round + 1)]
-    assert bench.node.line.lineage == line.lineage
+    assert bench.node.chain.lineage == line.lineage
     assert bench.node.context.counters["branches left"] == 1
 
 
 def test_a_parting_older_than_the_kept_rounds_leaves_a_store_from_which_one_can_start() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
-    store = Store(bench.node.line.base, 4)
-    store.history = list(bench.node.line.steps)
-    line = Line(next(iter(bench.node.line.forks.values())), RUN, 64)
+    store = Store(bench.node.chain.base, 4)
+    store.history = list(bench.node.chain.steps)
+    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 64)
     extend(bench, line, 2)
     store.keep(meet(bench, line))
     assert bench.state == line.state
@@ -372,8 +372,8 @@ def test_a_lone_beginning_from_our_own_head_is_not_followed_while_all_is_well() 
 
 def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
-    other = Line(bench.genesis, RUN, 64)
-    fork = next(iter(bench.node.line.forks.values()))
+    other = Chain(bench.genesis, RUN, 64)
+    fork = next(iter(bench.node.chain.forks.values()))
     other.base = fork
     beginning = regroup(other, (KEYS[2],))
     extend(bench, other, 12)
@@ -384,9 +384,9 @@ def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -
     assert "split: another branch diverged too long ago, and an operator has to choose" in bench.health
 
 
-def parted(bench: Bench, rounds: int, *members: bytes) -> Line:
+def parted(bench: Bench, rounds: int, *members: bytes) -> Chain:
     """The chain of others that keep only a few rounds, from where the node's branch began."""
-    line = Line(next(iter(bench.node.line.forks.values())), RUN, 4)
+    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 4)
     if members:
         regroup(line, members)
     extend(bench, line, rounds)
@@ -398,7 +398,7 @@ def test_a_branch_of_more_members_is_followed_over_a_jump() -> None:
     line = parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
     assert isinstance(line.answer(RUN, 1).changes[0], Beginning)
     meet(bench, line)
-    assert (bench.state, bench.node.line.lineage[1:]) == (line.state, line.lineage[1:])
+    assert (bench.state, bench.node.chain.lineage[1:]) == (line.state, line.lineage[1:])
 
 
 def test_a_branch_that_began_later_is_followed_over_a_jump() -> None:
@@ -409,7 +409,7 @@ def test_a_branch_that_began_later_is_followed_over_a_jump() -> None:
     extend(bench, line, 20)
     assert isinstance(line.answer(RUN, 1).changes[0], Entry)
     meet(bench, line)
-    assert (bench.state, bench.node.line.lineage[1:]) == (line.state, line.lineage[1:])
+    assert (bench.state, bench.node.chain.lineage[1:]) == (line.state, line.lineage[1:])
 
 
 def test_a_level_branch_that_began_too_long_ago_waits_for_an_operator_over_a_jump_too() -> None:
@@ -441,7 +441,7 @@ def test_a_jump_that_beats_us_but_binds_nobody_waits_for_an_operator() -> None:
 def test_a_parting_of_which_no_state_is_left_waits_for_an_operator() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
     mine, line = bench.state, parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
-    bench.node.line.forks.clear()
+    bench.node.chain.forks.clear()
     meet(bench, line)
     assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
 
@@ -453,7 +453,7 @@ def test_a_parting_of_which_no_state_is_left_waits_for_an_operator() -> None:
 def test_two_certificates_for_one_round_stop_the_node() -> None:
     bench = Bench(4, me=1)
     bench.decide()
-    line = Line(bench.genesis, RUN, 64)
+    line = Chain(bench.genesis, RUN, 64)
     extend(bench, line, 2, b"other")
     history = line.answer(RUN, 1)
     effects = answered(bench, history)
@@ -461,7 +461,7 @@ def test_two_certificates_for_one_round_stop_the_node() -> None:
     proof = bench.node.catching_up.proof_of_lies
     assert proof is not None
     assert ev.Persist(ev.Halted(*proof)) in effects
-    assert proof == (bench.node.line.steps[0].step, line.steps[1].step)
+    assert proof == (bench.node.chain.steps[0].step, line.steps[1].step)
     assert bench.health[0] == "halted: two certificates exist for one round, so more than f members lie"
     bench.now += 10.0
     assert [effect for effect in bench.train(2) if not isinstance(effect, ev.Send)] == [ev.Return(2)]
@@ -472,7 +472,7 @@ def test_a_round_that_follows_another_head_but_proves_nothing_is_no_proof_of_lie
     bench.decide()
     other = bench.genesis.after(plain_manifest(bench.genesis, bench.run), bench.run)
     forged = certified(plain_manifest(other, bench.run, [announced(KEYS[0], 2)]), other, signers=KEYS[2:4])
-    history = History((Stage(RUN, 0),), 2, (), None, (forged,))
+    history = History((BranchStart(RUN, 0),), 2, (), None, (forged,))
     assert followed(answered(bench, history)) == []
     assert bench.node.catching_up.proof_of_lies is None
     assert not bench.node.context.is_halted

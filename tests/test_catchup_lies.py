@@ -17,8 +17,8 @@ from p2ptrain.core.catchup import (
     RETRY_SECONDS_MAX,
     SPLIT_SECONDS,
 )
-from p2ptrain.core.history import Beginning, History, Stage
-from p2ptrain.core.line import Line
+from p2ptrain.core.chain import Chain
+from p2ptrain.core.history import Beginning, BranchStart, History
 from p2ptrain.core.messages import NUMBER_MAX, JoinRequest
 from p2ptrain.core.reputation import Reason
 from p2ptrain.digest import digest
@@ -38,15 +38,15 @@ def asked(effects: list[ev.Effect]) -> list[bytes]:
 # Questions without end
 
 
-def on_second_branch() -> tuple[Bench, tuple[Stage, ...]]:
+def on_second_branch() -> tuple[Bench, tuple[BranchStart, ...]]:
     """A node that has followed five of the others to a new branch."""
     bench = Bench(7)
     members = bench.founders[:5]
-    line = Line(bench.genesis, RUN, 64)
+    line = Chain(bench.genesis, RUN, 64)
     regroup(line, members)
     meet(bench, line, KEYS[1])
     assert bench.state.members == members
-    return bench, tuple(bench.node.line.lineage)
+    return bench, tuple(bench.node.chain.lineage)
 
 
 def claim(bench: Bench, peer: bytes) -> list[bytes]:
@@ -112,7 +112,7 @@ def test_who_answers_in_the_end_is_not_made_to_wait_any_more() -> None:
 
 def test_who_is_not_ahead_on_our_branch_and_says_so_again_has_to_wait() -> None:
     bench = Bench(4, me=1)
-    nothing = History((Stage(RUN, 0),), NUMBER_MAX - 1, (), None, ())
+    nothing = History((BranchStart(RUN, 0),), NUMBER_MAX - 1, (), None, ())
     count = 0
     while bench.now < 70.0:
         for peer in claim(bench, LIAR):
@@ -262,7 +262,7 @@ def test_a_lineage_that_nobody_has_verified_does_not_make_a_branch_one_that_lost
         bench = on_own_branch(rounds=5)
         line = shared(bench)
         regroup(line, (KEYS[0], HONEST, KEYS[3]))
-        invented = History((Stage(RUN, 0), Stage(line.state.branch, start)), number, (), None, ())
+        invented = History((BranchStart(RUN, 0), BranchStart(line.state.branch, start)), number, (), None, ())
         bench.hear(bench.hello(LIAR, branch=line.state.branch, round=2))
         assert asked(bench.wait(0.6)) == [LIAR]
         answer(bench, invented)
@@ -274,11 +274,11 @@ def test_a_branch_that_we_left_is_not_one_that_lost_because_somebody_is_not_on_i
     bench = on_own_branch(rounds=5)
     bench.hear(bench.hello(LIAR, branch=RUN, round=50))
     assert asked(bench.wait(0.6)) == [LIAR]
-    answer(bench, History((Stage(RUN, 0),), 1, (), None, ()))
+    answer(bench, History((BranchStart(RUN, 0),), 1, (), None, ()))
     assert not bench.node.catching_up.has_lost(RUN)
 
 
-def after_us(bench: Bench, *founders: bytes) -> Line:
+def after_us(bench: Bench, *founders: bytes) -> Chain:
     """The chain of members that regrouped before our second round, which they never saw."""
     bench.decide()
     line = shared(bench)
@@ -303,7 +303,7 @@ def test_a_branch_that_began_from_one_that_lost_has_lost_too_and_another_has_not
         first = line.state.branch
         regroup(line, (KEYS[0],))
         claimed = line.state.branch if is_one_of_them else digest("core test", b"another")
-        line.lineage[-1] = Stage(claimed, line.lineage[-1].start)
+        line.lineage[-1] = BranchStart(claimed, line.lineage[-1].start)
         bench.hear(bench.hello(LIAR, branch=claimed, round=9))
         bench.wait(0.6)
         while (question := bench.node.catching_up.asked) is not None:
@@ -326,9 +326,9 @@ def test_a_beginning_that_nobody_signed_makes_no_branch_one_that_lost() -> None:
     assert bench.node.context.reputation.records[LIAR].counters == {Reason.MALFORMED: 1}
 
 
-def split_from(bench: Bench) -> Line:
+def split_from(bench: Bench) -> Chain:
     """A chain that parted from ours too long ago to be settled, though we still have the state at its beginning."""
-    line = Line(next(iter(bench.node.line.forks.values())), RUN, 64)
+    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 64)
     regroup(line, (HONEST,))
     extend(bench, line, 12)
     return line
@@ -349,10 +349,10 @@ def test_a_split_is_over_when_nobody_is_found_on_the_other_side_any_more() -> No
 
 def test_a_split_is_over_when_we_follow_another_line() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
-    fork = next(iter(bench.node.line.forks.values()))
+    fork = next(iter(bench.node.chain.forks.values()))
     meet(bench, split_from(bench), HONEST)
     assert bench.node.catching_up.is_split
-    line = Line(fork, RUN, 64)
+    line = Chain(fork, RUN, 64)
     regroup(line, (KEYS[0], HONEST, KEYS[3]))
     extend(bench, line, 2)
     meet(bench, line)
@@ -364,7 +364,7 @@ def test_a_stranger_cannot_invent_a_split() -> None:
     for peer, is_split in ((stranger, False), (HONEST, True)):
         bench = on_own_branch(rounds=9, history_rounds=4)
         line = split_from(bench)
-        bench.node.line.forks.clear()
+        bench.node.chain.forks.clear()
         bench.do(ev.PeerSeen(peer))
         meet(bench, line, peer)
         assert bench.node.catching_up.is_split == is_split
@@ -374,7 +374,7 @@ def test_a_stranger_cannot_invent_a_split() -> None:
 # Taking over
 
 
-def parted(rounds: int) -> tuple[Bench, Line]:
+def parted(rounds: int) -> tuple[Bench, Chain]:
     """A node after its first round, and a chain that went on from there and keeps only four rounds."""
     bench = Bench(4, me=1)
     bench.decide()

@@ -15,7 +15,7 @@ import pytest
 
 from p2ptrain import __version__, cli
 from p2ptrain.config import NodeConfig, RunConfig, load_config, load_run_config
-from p2ptrain.config_text import to_toml
+from p2ptrain.config.text import to_toml
 from p2ptrain.errors import DataError
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from core_known import KEYS
 
 from p2ptrain.cli import main
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.places import run_directory
-from p2ptrain.node_config import NodeConfig, StorageConfig
+from p2ptrain.config.node import NodeConfig, StorageConfig
+from p2ptrain.node.directories import run_directory
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoints
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.store import CHECKPOINTS_NAME

@@ -28,8 +28,8 @@ from p2ptrain.config import (
     load_run_config,
     with_options,
 )
-from p2ptrain.config_fields import Accepts
-from p2ptrain.config_text import allowed, fields, sections, to_toml
+from p2ptrain.config.fields import Accepts
+from p2ptrain.config.text import allowed, fields, sections, to_toml
 from p2ptrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

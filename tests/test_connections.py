@@ -13,7 +13,8 @@ from net_known import at, skipping_time, until
 
 from p2ptrain.core import wire
 from p2ptrain.identity import peer_id_of
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
+from p2ptrain.net.address_book import ADDRESSES_MAX, Origin
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
 from p2ptrain.net.connections import (
     DIAL_SECONDS_MAX,
@@ -24,9 +25,8 @@ from p2ptrain.net.connections import (
     Connections,
     topic_of,
 )
-from p2ptrain.net.known import ADDRESSES_MAX, Origin
+from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
 from p2ptrain.net.memory import Network
-from p2ptrain.net.records import VALUE_BYTES_MAX
 from p2ptrain.net.transport import Stream, TransportError
 
 # ---------------------------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_i
         assert connections.remembered() == [network.address(B)]
 
         async def told(stream: Stream) -> None:
-            await stream.receive(inquiry.QUESTION_BYTES_MAX)
-            await stream.send(wire.encode(inquiry.Peers((network.address(A),))))
+            await stream.receive(questions.QUESTION_BYTES_MAX)
+            await stream.send(wire.encode(questions.Peers((network.address(A),))))
 
-        await peer.serve(inquiry.PROTOCOL, told)
+        await peer.serve(questions.PROTOCOL, told)
         await until(lambda: connections.remembered() == [network.address(B), network.address(A)])
         assert asyncio.get_running_loop().time() < 320.0
 
@@ -259,7 +259,7 @@ async def test_what_is_no_address_is_neither_kept_nor_told_nor_dialled(place: st
     node = Seen(network)
     (teller,) = await others(network, B)
     told = f"{place}/p2p/{peer_id_of(A)}"
-    await inquiry.serve(teller, lambda peer, question: inquiry.Peers((told, address(C))))
+    await questions.serve(teller, lambda peer, question: questions.Peers((told, address(C))))
     await teller.connect(network.address(ME))
     with pytest.raises(TransportError):
         node.connections.add(told, Origin.USER)

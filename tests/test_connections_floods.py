@@ -10,7 +10,8 @@ from connections_known import CONNECT_SECONDS, ME, A, B, C, Seen, address, key, 
 from net_known import at, skipping_time, until
 
 from p2ptrain.identity import peer_id_of
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
+from p2ptrain.net.address_book import ADDRESSES_MAX, Origin
 from p2ptrain.net.connections import (
     DIAL_SECONDS_LIMIT,
     DIALS_AT_ONCE,
@@ -20,7 +21,6 @@ from p2ptrain.net.connections import (
     STEADY_SECONDS,
     Connections,
 )
-from p2ptrain.net.known import ADDRESSES_MAX, Origin
 from p2ptrain.net.memory import Network
 from p2ptrain.net.transport import Stream
 
@@ -195,7 +195,7 @@ async def test_a_peer_that_does_not_answer_questions_takes_up_no_place_once_it_i
     async with node.running() as connections:
         for number in range(1_000, 1_000 + 3 * MEETINGS_AT_ONCE):
             peer = network.transport(key(number))
-            await peer.serve(inquiry.PROTOCOL, hang)
+            await peer.serve(questions.PROTOCOL, hang)
             await peer.connect(network.address(ME))
         await until(lambda: len(connections.linked) == 3 * MEETINGS_AT_ONCE)
         assert now() < 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from connections_known import Seen, key
 from net_known import at, skipping_time, until
 
+from p2ptrain.net.address_book import Origin
 from p2ptrain.net.connections import KEEP_SECONDS, LINKS_MAX, RANGES_KEPT
-from p2ptrain.net.known import Origin
 from p2ptrain.net.memory import Network
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.daemon import control
-from p2ptrain.daemon.control import CONNECTIONS_MAX, NAME, REQUEST_BYTES_MAX, Control, ask
 from p2ptrain.errors import DataError, NoDaemonError, P2ptrainError, SilentDaemonError
+from p2ptrain.node import control
+from p2ptrain.node.control import CONNECTIONS_MAX, NAME, REQUEST_BYTES_MAX, Control, ask
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:

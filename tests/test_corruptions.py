@@ -26,13 +26,13 @@ from net_known import SkippingLoop, some_bytes, until
 from test_crash_points import ME, ROUNDS, Bits, dataset, lived  # noqa: F401  # a fixture
 
 from p2ptrain.core import events as ev
-from p2ptrain.daemon.assembly import TRUST_NAME
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity
 from p2ptrain.learn.data import TokenDataset, manifest_digest
-from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import BlobName, FileSink, MemoryBlob
+from p2ptrain.node.assembly import TRUST_NAME
 from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 
@@ -208,7 +208,7 @@ async def half_fetched(tmp_path: Path, number: int) -> str:
     async with bench(tmp_path) as each, each.running():
         server: Node = await each.serve(KEYS[1])
         server.blobs[BlobName("state", root_of(STATE))] = MemoryBlob.tree(STATE)
-        await inquiry.serve(server.transport, lambda peer, question: inquiry.States(wanted))
+        await questions.serve(server.transport, lambda peer, question: questions.States(wanted))
         for attempt in range(1, TRIES + 1):
             doing(each, ev.CatchUp(wanted, (KEYS[1],), attempt))
             await until(lambda attempt=attempt: len(each.node.events) == attempt)  # type: ignore[misc]

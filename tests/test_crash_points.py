@@ -19,16 +19,16 @@ from net_known import SkippingLoop, until
 from store_known import Power, PowerCut
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.daemon.assembly import Launch
+from p2ptrain.config.node import StorageConfig
+from p2ptrain.daemon import Daemon
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.learn.live import StepResult
 from p2ptrain.net.memory import Network
-from p2ptrain.node_config import StorageConfig
+from p2ptrain.node.assembly import Launch
 from p2ptrain.observe.build import complaints_of
-from p2ptrain.program import Daemon
 
 ROUNDS = 13  # with a checkpoint in every third
 LIFE_SECONDS = 600.0  # of virtual time; the rounds take less than one

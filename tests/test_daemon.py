@@ -9,8 +9,8 @@ from itertools import count
 
 import pytest
 
-from p2ptrain import program as daemon
-from p2ptrain.program import LAG_SECONDS, STOOD_STILL_SECONDS, Lag
+from p2ptrain import daemon
+from p2ptrain.daemon import LAG_SECONDS, STOOD_STILL_SECONDS, Lag
 from tests.net_known import skipping_time
 
 

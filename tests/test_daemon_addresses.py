@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
 from tests.daemon_known import TEST_SECONDS, Swarm, swarm_in
 from tests.p2pd_known import nodes_in
 
@@ -29,11 +29,11 @@ async def test_the_last_frame_of_a_stream_arrives_over_quic_too(listen: tuple[st
     """p2pd lets go of a stream when one end has no more to say, and over QUIC what is on its way goes with it."""
     async with nodes_in(tmp_path) as make:
         server, client = await make((QUIC,)), await make(listen)
-        run = inquiry.RunInfo(bytes(32), "answers", 1, 1)
-        await inquiry.serve(server, lambda peer, question: inquiry.Runs((run,) * inquiry.RUNS_MAX))
+        run = questions.RunInfo(bytes(32), "answers", 1, 1)
+        await questions.serve(server, lambda peer, question: questions.Runs((run,) * questions.RUNS_MAX))
         await client.connect(server.addresses()[0])
         for _ in range(ANSWERS):
-            assert await inquiry.ask_runs(client, server.me) == (run,) * inquiry.RUNS_MAX
+            assert await questions.ask_runs(client, server.me) == (run,) * questions.RUNS_MAX
 
 
 def test_nodes_that_speak_quic_and_one_that_is_reached_nowhere_train_together(swarm: Swarm) -> None:

@@ -12,9 +12,9 @@ from time import monotonic
 import pytest
 
 import p2ptrain as p2ptrain_package
+from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity
-from p2ptrain.net.p2pd import P2pd
-from p2ptrain.node_config import NetworkConfig
+from p2ptrain.net.libp2p.p2pd import P2pd
 from tests.daemon_known import LISTEN, TEST_SECONDS, Swarm, swarm_in
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -71,7 +71,7 @@ async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_versio
 def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: Swarm) -> None:
     package = Path(p2ptrain_package.__file__).parent
     newer = shutil.copytree(package, swarm.directory / "newer release" / package.name)
-    place = newer / "run_config.py"
+    place = newer / "config/run.py"
     text = place.read_text()
     for what in (r"^(PROTOCOL_VERSION.* = )1$", r"^(    protocol: Literal\[)1(?=\])"):
         text, count = re.subn(what, r"\g<1>2", text, flags=re.MULTILINE)

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from p2ptrain.identity import Identity, peer_id_of
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
+from p2ptrain.net.address_book import ADDRESSES_MAX, Origin
 from p2ptrain.net.connections import Connections
-from p2ptrain.net.known import ADDRESSES_MAX, Origin
 from p2ptrain.net.memory import MemoryTransport, Network
 
 RUN, OTHER_RUN = bytes(32), bytes(range(32))
@@ -39,26 +39,26 @@ class Node:
     async def opens(self, peer: bytes) -> bool:
         try:
             (await self.transport.open(peer, self.protocol)).abort()
-        except inquiry.TransportError:
+        except questions.TransportError:
             return False
         return True
 
     async def take_part(self) -> None:
-        async def listen(stream: inquiry.Stream) -> None:
+        async def listen(stream: questions.Stream) -> None:
             stream.abort()
 
         await self.transport.serve(self.protocol, listen)
 
     async def answer_questions(self) -> None:
-        await inquiry.serve(self.transport, self.answer)
+        await questions.serve(self.transport, self.answer)
 
-    def answer(self, peer: bytes, question: inquiry.Question) -> inquiry.Answer:
-        if isinstance(question, inquiry.AskPeers) and question.run_id == self.run_id:
+    def answer(self, peer: bytes, question: questions.Question) -> questions.Answer:
+        if isinstance(question, questions.AskPeers) and question.run_id == self.run_id:
             self.connections.takes_part(peer)
-            return inquiry.Peers(self.connections.reachable(but=peer))
-        if isinstance(question, inquiry.AskRuns):
-            return inquiry.Runs((inquiry.RunInfo(self.run_id, "elsewhere", 1, 1),))
-        return inquiry.Peers()
+            return questions.Peers(self.connections.reachable(but=peer))
+        if isinstance(question, questions.AskRuns):
+            return questions.Runs((questions.RunInfo(self.run_id, "elsewhere", 1, 1),))
+        return questions.Peers()
 
     @property
     def address(self) -> str:

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.node import Node
-from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import genesis
-from p2ptrain.daemon.events import FILES_KEPT, EventFile
 from p2ptrain.identity import Identity, RunSigner
+from p2ptrain.node.event_log import FILES_KEPT, EventFile
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner, replay
 from tests.core_known import run_of
 from tests.driver_known import PEER, bench

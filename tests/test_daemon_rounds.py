@@ -17,22 +17,22 @@ from net_known import skipping_time, until
 from records_known import lived
 
 from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config.node import StorageConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.core.snapshot import PeerView
 from p2ptrain.core.tally import AUTHORS_MAX, Tallies
-from p2ptrain.daemon.assembly import Launch
+from p2ptrain.core.view import PeerView
+from p2ptrain.daemon import Daemon, save_last
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.net.memory import Network
-from p2ptrain.node_config import StorageConfig
+from p2ptrain.node.assembly import Launch
 from p2ptrain.observe import peer_history
 from p2ptrain.observe import rounds as module
 from p2ptrain.observe.build import complaints_of, peers_of, status_of, unreadiness_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import Mine, PeerRecord, RoundRecord
-from p2ptrain.program import Daemon, save_last
 from p2ptrain.store.records import Batch, Past, Records
 
 ME, A, B, C = KEYS[:4]
@@ -60,13 +60,13 @@ class Watched:
         self.bench = Bench(4, **changes)
         self.device: Any = SimpleNamespace(loss=None, tokens=0, training_seconds=0.0)
         self.traffic = {"bytes sent": 100, "bytes received": 200, "sent bulk": 50, "received bulk": 60}
-        self.keeping = NotedKeeping(tmp_path)
-        keeping: Any = self.keeping
+        self.persistence = NotedKeeping(tmp_path)
+        persistence: Any = self.persistence
         device: Any = self.device
         self.rounds = Recorder(
             self.bench.node,
             device,
-            keeping,
+            persistence,
             lambda: dict(self.traffic),
             "bulk",
             past or Past(),
@@ -100,7 +100,7 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
     watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent bulk": 350, "received bulk": 460}
     watched.device.loss, watched.device.tokens, watched.device.training_seconds = 2.5, 640, 8.0
     watched.round()
-    entry = watched.bench.node.line.entry(1)
+    entry = watched.bench.node.chain.entry(1)
     assert entry is not None
     (record,) = watched.rounds.last()
     assert record == lived(
@@ -249,12 +249,12 @@ def test_points_get_a_row_when_they_have_grown_and_not_when_they_decay(tmp_path:
             watched.bench.do(ev.MalformedReceived(A, "junk"))
         watched.round()
     asyncio.run(watched.rounds.save())
-    rows = watched.keeping.store.records.points_of(A)
+    rows = watched.persistence.store.records.points_of(A)
     assert [(each["observed"], round(each["points"], 1)) for each in rows] == [
         ({"malformed": 1}, 1.0),
         ({"malformed": 3}, 3.0),
     ]
-    assert watched.keeping.store.records.points_of(B) == []
+    assert watched.persistence.store.records.points_of(B) == []
 
 
 def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
@@ -324,7 +324,7 @@ def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -
     first.round()
     first.round()
     asyncio.run(first.rounds.save(all_of_it=True))
-    first.keeping.store.records.close()
+    first.persistence.store.records.close()
     records = Records(tmp_path / "records.sqlite")
     second = Watched(tmp_path, records.past(ROUNDS_KEPT))
     assert second.rounds.last() == first.rounds.last()
@@ -354,36 +354,36 @@ def test_more_rounds_than_are_in_memory_come_from_the_disk(tmp_path: Path, monke
 def test_what_a_disk_does_not_take_waits_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROUNDS_KEPT", 3)
     watched = Watched(tmp_path)
-    watched.keeping.takes = False
+    watched.persistence.takes = False
     for _ in range(5):
         watched.round()
         asyncio.run(watched.rounds.save(all_of_it=True))
-    watched.keeping.takes = True
+    watched.persistence.takes = True
     asyncio.run(watched.rounds.save(all_of_it=True))
-    past = watched.keeping.store.records.past(100)
+    past = watched.persistence.store.records.past(100)
     assert [each["round"] for each in past.rounds] == [3, 4, 5]
     assert {each["peer"]: each["applied"] for each in past.peers} == dict.fromkeys(KEYS[:4], 5)
     assert Mine.of(past.mine) == watched.rounds.mine
-    count = len(watched.keeping.batches)
+    count = len(watched.persistence.batches)
     asyncio.run(watched.rounds.save(all_of_it=True))
-    assert len(watched.keeping.batches) == count, "nothing is new"
+    assert len(watched.persistence.batches) == count, "nothing is new"
 
 
 def test_what_happens_while_the_disk_is_at_it_is_written_the_next_time(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    record = watched.keeping.record
+    record = watched.persistence.record
     watched.round()
 
     async def slow(batch: Batch) -> bool:
-        watched.keeping.record = record  # type: ignore[method-assign]
+        watched.persistence.record = record  # type: ignore[method-assign]
         watched.round()
         return await record(batch)
 
-    watched.keeping.record = slow  # type: ignore[method-assign]
+    watched.persistence.record = slow  # type: ignore[method-assign]
     asyncio.run(watched.rounds.save(all_of_it=True))
     asyncio.run(watched.rounds.save(all_of_it=True))
-    past = watched.keeping.store.records.past(9)
-    assert [[each["round"] for each in batch.rounds] for batch in watched.keeping.batches] == [[1], [2]]
+    past = watched.persistence.store.records.past(9)
+    assert [[each["round"] for each in batch.rounds] for batch in watched.persistence.batches] == [[1], [2]]
     assert ([*map(RoundRecord.of, past.rounds)], Mine.of(past.mine)) == (watched.rounds.last(), watched.rounds.mine)
     assert {each["peer"]: each["applied"] for each in past.peers} == dict.fromkeys(KEYS[:4], 2)
 
@@ -462,7 +462,7 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         numbers = [each.round for each in daemon.records.last()]
         assert numbers == [*range(1, numbers[-1] + 1)]
         assert daemon.records.last()[:5] == first
-        past = daemon.edges.keeping.store.records.past(100)
+        past = daemon.edges.persistence.store.records.past(100)
         assert [*map(RoundRecord.of, past.rounds)] == daemon.records.last()
 
 
@@ -486,4 +486,4 @@ async def test_records_that_cannot_be_written_are_told_and_stop_nothing(
             await until(lambda: driver.node.view().applied_round >= 6)
         await daemon.records.save()
         assert told not in complaints_of(daemon)
-        assert len(daemon.edges.keeping.store.records.past(100).rounds) >= 6
+        assert len(daemon.edges.persistence.store.records.past(100).rounds) >= 6

@@ -16,13 +16,13 @@ from time import monotonic
 import pytest
 
 from p2ptrain.config import PROTOCOL_VERSION
+from p2ptrain.config.node import NetworkConfig
 from p2ptrain.core.messages import Hello, encode, signed_bytes
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.line import Deliver, frames_of
-from p2ptrain.net.p2pd import P2pd
+from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.net.mailbox import Deliver, frames_of
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node_config import NetworkConfig
 from tests.daemon_known import LISTEN, SECONDS, TEST_SECONDS, Daemon, Swarm, swarm_in
 
 ROUNDS = 3  # that the others go on before something else happens

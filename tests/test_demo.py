@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from p2ptrain.daemon.demo import Demo, DemoNode
+from p2ptrain.demo import Demo, DemoNode
 
 
 @pytest.mark.timeout(240)

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from trainer_known import RECIPES, embedded, make
 
 from p2ptrain.core.messages import payload_digest
-from p2ptrain.daemon.device import Device
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.node.device import Device
 from p2ptrain.store.diary import Trained
 
 ROUNDS = 7

@@ -17,9 +17,9 @@ from p2ptrain.doctor import network
 from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.doctor.network import BANDWIDTH_BYTES_MAX, NullSink, Sight
 from p2ptrain.errors import DataError
-from p2ptrain.net import inquiry
-from p2ptrain.net.inquiry import PROTOCOL, QUESTION_BYTES_MAX, Runs, Seen
+from p2ptrain.net import questions
 from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.questions import PROTOCOL, QUESTION_BYTES_MAX, Runs, Seen
 from p2ptrain.net.transport import Stream, TransportError
 
 A, B, C = key(1), key(2), key(3)
@@ -134,10 +134,10 @@ async def two() -> tuple[MemoryTransport, MemoryTransport]:
 @skipping_time
 async def test_a_peer_tells_its_time_and_where_it_sees_us() -> None:
     asking, asked = await two()
-    await inquiry.serve(asked, lambda peer, question: Runs())
+    await questions.serve(asked, lambda peer, question: Runs())
     loop = asyncio.get_running_loop()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inquiry.time, "time", lambda: 1_000_007.5 + loop.time())  # theirs
+        patch.setattr(questions.time, "time", lambda: 1_000_007.5 + loop.time())  # theirs
         found = await network.look_from(asking, B, "there", clock=lambda: 1_000_000.0 + loop.time())
     assert found.offset_seconds == pytest.approx(7.5, abs=found.uncertain_seconds + 0.001)
     assert 0 < found.uncertain_seconds < 0.5
@@ -154,14 +154,14 @@ async def test_a_node_that_does_not_know_the_question_closes_and_goes_on() -> No
         if b"seen" in question:
             stream.abort()
         else:
-            await stream.send(inquiry.wire.encode(Runs()))
+            await stream.send(questions.wire.encode(Runs()))
 
     await asked.serve(PROTOCOL, older)
     sights, trouble, reached = await network.ask_peers(asking, asked.addresses())
     assert (sights, reached) == ([], [B])
     assert [(each.what, each.level) for each in trouble] == [("peers", "warning")]
     assert "tells no time" in trouble[0].result
-    assert await inquiry.ask_runs(asking, B) == ()
+    assert await questions.ask_runs(asking, B) == ()
     await asked.close()
 
 
@@ -172,7 +172,7 @@ async def test_an_address_that_a_terminal_would_obey_is_not_taken(address: str) 
 
     async def lie(stream: Stream) -> None:
         await stream.receive(QUESTION_BYTES_MAX)
-        await stream.send(inquiry.wire.encode(Seen(0, address)))
+        await stream.send(questions.wire.encode(Seen(0, address)))
 
     await asked.serve(PROTOCOL, lie)
     sights, trouble, _ = await network.ask_peers(asking, asked.addresses())
@@ -285,7 +285,7 @@ def test_what_is_fetched_to_measure_is_bounded_and_not_kept() -> None:
 @skipping_time
 async def test_a_peer_without_a_state_gives_no_measure() -> None:
     asking, asked = await two()
-    await inquiry.serve(asked, lambda peer, question: inquiry.States())
+    await questions.serve(asked, lambda peer, question: questions.States())
     assert (await network.measure(asking, B, bytes(32), 10**6, 0)).level == "warning"
     asking._network.unlink(A, B, "cut")
     found = await network.measure(asking, B, bytes(32), 10**6, 0)

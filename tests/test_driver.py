@@ -13,11 +13,11 @@ from driver_known import ME, OTHER, PEER, THIRD, Bench, bench
 from net_known import at, skipping_time, until
 
 from p2ptrain.core import events as ev
-from p2ptrain.daemon import driver as driver_module
-from p2ptrain.daemon.driver import DISK_SECONDS
-from p2ptrain.daemon.outbox import OUTBOX_MAX
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.line import Deliver
+from p2ptrain.net.mailbox import Deliver
+from p2ptrain.node import driver as driver_module
+from p2ptrain.node.driver import DISK_SECONDS
+from p2ptrain.node.outbox import OUTBOX_MAX
 
 
 def send(number: int, peer: bytes = PEER) -> ev.Send:
@@ -66,24 +66,24 @@ async def test_every_effect_of_the_core_is_carried_out(tmp_path: Path) -> None:
 @skipping_time
 async def test_effects_are_carried_out_in_order_and_what_follows_a_persist_waits_for_the_disk(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        each.keeping.disk_seconds = 10.0
+        each.persistence.disk_seconds = 10.0
         answering(each, {PEER: [send(1), persist(1), send(2), persist(2), ev.Publish(b"3"), send(4)]})
         async with each.running():
             each.driver.give(ev.PeerSeen(PEER))
             await now_is(9.9)
             assert each.done == [said(1)]
-            assert each.keeping.writes == []
+            assert each.persistence.writes == []
             await until(lambda: len(each.done) == 4)
             assert asyncio.get_running_loop().time() == pytest.approx(10.0, abs=0.2)  # both went in one write
             assert sorted(each.done[1:], key=lambda one: one[0] == "publish") == [said(2), said(4), ("publish", b"3")]
-            assert each.keeping.writes == [[ev.Observed(b"\1"), ev.Observed(b"\2")]]
+            assert each.persistence.writes == [[ev.Observed(b"\1"), ev.Observed(b"\2")]]
     assert each.store.journal.scores == b"\2"
 
 
 @skipping_time
 async def test_all_that_waits_for_the_disk_goes_in_one_write(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        each.keeping.disk_seconds = 1.0
+        each.persistence.disk_seconds = 1.0
         answering(each, {key: [persist(seat), send(seat, key)] for seat, key in enumerate(KEYS)})
         async with each.running():
             each.driver.give(ev.PeerSeen(KEYS[0]))
@@ -93,7 +93,7 @@ async def test_all_that_waits_for_the_disk_goes_in_one_write(tmp_path: Path) -> 
             await until(lambda: len(each.done) == 8)
             assert asyncio.get_running_loop().time() == pytest.approx(2.0, abs=0.2)
         assert each.done == [said(seat, key) for seat, key in enumerate(KEYS[:8])]
-        assert [len(records) for records in each.keeping.writes] == [1, 7]
+        assert [len(records) for records in each.persistence.writes] == [1, 7]
 
 
 @skipping_time
@@ -102,7 +102,7 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
 ) -> None:
     async with bench(tmp_path) as each:
         answering(each, {PEER: [persist(1), send(1)], OTHER: [persist(2), send(2)], THIRD: [send(3)]})
-        each.keeping.trouble = ["the disk is full"] * 3
+        each.persistence.trouble = ["the disk is full"] * 3
         async with each.running():
             each.driver.give(ev.PeerSeen(PEER))
             await now_is(2.0)
@@ -116,7 +116,7 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
             await until(lambda: len(each.done) == 3)
             assert each.driver.disk_trouble == ""
         assert each.done == [said(1), said(2), said(3)]
-        assert each.keeping.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
+        assert each.persistence.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
     told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
     assert told == [
         "the disk is full; nothing is said or applied until it can be saved",
@@ -128,7 +128,7 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
 async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_disk_that_takes_nothing(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         each.node.answer = lambda event: [ev.Persist(ev.Observed(b"\1"))]
-        each.keeping.trouble = ["the disk is full"] * 1_000
+        each.persistence.trouble = ["the disk is full"] * 1_000
         async with each.running() as life:
             each.driver.give(ev.PeerSeen(PEER))
             await now_is(DISK_SECONDS)
@@ -145,7 +145,7 @@ async def test_while_the_disk_fails_the_core_stops_when_too_much_waits(
     monkeypatch.setattr(driver_module, "EFFECTS_MAX", 8)
     async with bench(tmp_path) as each:
         answering(each, {key: [persist(seat), send(seat, key)] for seat, key in enumerate(KEYS)})
-        each.keeping.trouble = ["the disk is full"] * 3
+        each.persistence.trouble = ["the disk is full"] * 3
         async with each.running():
             for key in KEYS:
                 each.driver.give(ev.PeerSeen(key))

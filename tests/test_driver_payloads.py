@@ -11,10 +11,10 @@ from net_known import at, skipping_time, some_bytes, until
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import payload_digest
-from p2ptrain.daemon.driver import DISK_SECONDS
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs import BlobName, MemoryBlob
+from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
+from p2ptrain.node.driver import DISK_SECONDS
 from p2ptrain.store.payloads import PayloadStore
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
@@ -47,7 +47,7 @@ async def test_a_payload_that_is_wanted_twice_at_once_is_fetched_once(tmp_path: 
         assert each.node.events == [ARRIVED] * 3
         assert counted.reads == 1
         assert each.store.payloads.get(NAME) == BODY
-        assert NAME in each.keeping.fresh
+        assert NAME in each.persistence.fresh
         assert each.driver._fetching == {}
 
 
@@ -140,7 +140,7 @@ async def test_a_payload_whose_file_cannot_be_read_is_not_served_and_the_server_
     async with bench(tmp_path) as each:
         peer = await each.serve(PEER)
         mine = await each.serve(OTHER, connected=False)
-        mine.find = each.edges.library.find  # type: ignore[method-assign]
+        mine.find = each.edges.served_blobs.find  # type: ignore[method-assign]
         await peer.transport.connect(mine.transport.addresses()[0])
         large = some_bytes(PIECE_BYTES + 1, 5)  # of two pieces: whoever fetches it asks for their digests
         name = BlobName("payload", payload_digest(large))
@@ -160,6 +160,6 @@ async def test_a_payload_is_hashed_once_for_all_who_ask(tmp_path: Path, monkeypa
         each.store.payloads.put(name.name, large)
         read, real = [], each.store.payloads.get
         monkeypatch.setattr(each.store.payloads, "get", lambda name: read.append(name) or real(name))
-        leaves = [each.edges.library.find(name, key).leaves for key in (PEER, OTHER)]  # type: ignore[union-attr]
+        leaves = [each.edges.served_blobs.find(name, key).leaves for key in (PEER, OTHER)]  # type: ignore[union-attr]
         assert leaves == [MemoryBlob.tree(large).leaves] * 2
         assert read == [name.name]

@@ -28,14 +28,14 @@ from net_known import at, skipping_time, some_bytes, until
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import payload_digest
-from p2ptrain.daemon.driver import DISK_SECONDS
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Capture
-from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName, FileSink, MemoryBlob
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import BlobName, FileSink, MemoryBlob
 from p2ptrain.net.transport import Stream
+from p2ptrain.node.driver import DISK_SECONDS
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
 BODY = some_bytes(PAYLOAD_BYTES, 7)
@@ -47,7 +47,7 @@ NEWER = some_bytes(STATE_BYTES, 8)
 
 
 async def tells_states(node: Node, *states: tuple[int, bytes]) -> None:
-    await inquiry.serve(node.transport, lambda peer, question: inquiry.States(states))
+    await questions.serve(node.transport, lambda peer, question: questions.States(states))
 
 
 def state_blob(state: bytes) -> dict[BlobName, MemoryBlob]:
@@ -144,12 +144,12 @@ async def test_every_few_rounds_the_state_is_saved_and_served(tmp_path: Path) ->
         for number in range(1, 9):
             doing(each, ev.Apply(held(each, number)))
             await until(lambda: len(of_kind(each, ev.Applied)) == number)  # noqa: B023
-        await until(lambda: len(each.edges.library.states.places()) == 2)
-        [(newest, root), (older, _)] = each.edges.library.states.places()
+        await until(lambda: len(each.edges.served_blobs.states.places()) == 2)
+        [(newest, root), (older, _)] = each.edges.served_blobs.states.places()
         assert (newest, older, root) == (8, 4, root_of(each.trainer.state))
         peer = await each.serve(PEER)
         mine = await each.serve(OTHER, connected=False)
-        mine.find = each.edges.library.find  # type: ignore[method-assign]
+        mine.find = each.edges.served_blobs.find  # type: ignore[method-assign]
         await peer.transport.connect(mine.transport.addresses()[0])
         assert await peer.fetch(BlobName("state", root), STATE_BYTES, OTHER) == each.trainer.state
 
@@ -169,7 +169,7 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
             doing(each, ev.Apply(held(each, number)))
             await until(lambda: len(of_kind(each, ev.Applied)) == number - 3)  # noqa: B023
         assert each.store.checkpoints.present() == []
-        assert "No space left on device" in each.keeping.checkpoint_trouble  # which the health tells
+        assert "No space left on device" in each.persistence.checkpoint_trouble  # which the health tells
     assert [record.levelname for record in caplog.records if "no checkpoint of round 4" in record.getMessage()] == [
         "ERROR"
     ]
@@ -266,7 +266,7 @@ async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_w
         await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
         assert "differ" not in caplog.text
         manifest = a_manifest(each.genesis, 9, [BODY])
-        each.keeping.put(NAME, BODY)
+        each.persistence.put(NAME, BODY)
         doing(each, ev.Apply(manifest))
         await each.heard(ev.Applied(manifest.branch, 9, root_of(right)))
         assert ("1 pieces differ, each of 1 MiB: 1" in caplog.text) == bool(flipped)
@@ -324,7 +324,7 @@ async def test_who_answers_with_junk_when_asked_for_its_states_is_blamed(tmp_pat
         async def answer(stream: Stream) -> None:
             await stream.send(b"junk")
 
-        await junk.transport.serve(inquiry.PROTOCOL, answer)
+        await junk.transport.serve(questions.PROTOCOL, answer)
         doing(each, ev.CatchUp(((16, root_of(NEWER)),), (PEER,), 1))
         await until(lambda: bool(each.node.events))
         assert [peer for peer, _ in each.blamed] == [PEER]
@@ -333,7 +333,7 @@ async def test_who_answers_with_junk_when_asked_for_its_states_is_blamed(tmp_pat
 @skipping_time
 async def test_my_own_checkpoint_is_read_before_anybody_is_asked_for_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
-        mine = each.keeping.checkpoint_first(each.device, root_of(STATE))
+        mine = each.persistence.checkpoint_first(each.device, root_of(STATE))
         doing(each, ev.CatchUp(((0, root_of(STATE)),), (), 1))
         await each.heard(ev.CaughtUp(0, root_of(STATE), 1))
         (mine.path / "state.bin").write_bytes(NEWER)  # damaged: then others are asked
@@ -424,7 +424,7 @@ async def test_a_contribution_that_nobody_took_goes_back(tmp_path: Path) -> None
 @skipping_time
 async def test_run_and_data_are_served_and_nothing_of_other_runs(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        library = each.edges.library
+        library = each.edges.served_blobs
 
         def found(kind: Any, name: bytes) -> bytes | None:
             blob = library.find(BlobName(kind, name), PEER)

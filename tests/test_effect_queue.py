@@ -113,7 +113,7 @@ async def by_the_daemon(folder: Path, batches: Sequence[Sequence[ev.Effect]]) ->
     """What its driver does, and in what order: rounds of `Return`, and lists of records that are written."""
     done: list[Any] = []
     async with bench(folder) as each:
-        each.keeping.disk_seconds = 1.0
+        each.persistence.disk_seconds = 1.0
         write = each.store.write
         each.store.write = lambda given: (done.append([*given]), write(given))  # type: ignore[method-assign]
         each.driver._actions[ev.Return] = lambda effect: done.append(effect.round)

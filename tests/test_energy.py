@@ -13,8 +13,8 @@ import pytest
 import torch
 from net_known import skipping_time
 
-from p2ptrain.daemon import energy
-from p2ptrain.daemon.energy import LOOK_SECONDS, WATTS_MAX, Energy, Meter, Nvml, Rapl, meter_of
+from p2ptrain.node import energy
+from p2ptrain.node.energy import LOOK_SECONDS, WATTS_MAX, Energy, Meter, Nvml, Rapl, meter_of
 from p2ptrain.observe.rounds import Recorder
 from p2ptrain.observe.schema import Mine
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 RANGE = 262_143_328_850  # microjoules, an Intel processor's
 HANGS = """
 import asyncio, threading
-from p2ptrain.daemon.energy import Energy
+from p2ptrain.node.energy import Energy
 
 class Meter:
     def read(self):

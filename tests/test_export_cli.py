@@ -13,8 +13,8 @@ from texts import json_lines, prepared, tokenizer_json
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified
 from p2ptrain.core.state import genesis
-from p2ptrain.daemon.places import dataset_directory
 from p2ptrain.learn.tokenizer import JsonTokenizer
+from p2ptrain.node.directories import dataset_directory
 from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, TRAINER_NAME
 from p2ptrain.store.log import Log
 from tests.export_known import SMALL, Command, Node, run_of, state_of

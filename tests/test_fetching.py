@@ -9,12 +9,12 @@ from core_known import KEYS
 from driver_known import DATA, Bench, a_dataset, bench
 from net_known import at, key, skipping_time
 
-from p2ptrain.daemon.fetching import DATA_SOURCES, LATE_MAX, LATE_SECONDS, LATE_TIMES
 from p2ptrain.learn.data import piece_digest
-from p2ptrain.net.blobs import BlobName, MemoryBlob
-from p2ptrain.net.bulk import bulk_protocol
-from p2ptrain.net.relay import PIECE_SECONDS
+from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
+from p2ptrain.net.blobs.server import bulk_protocol
+from p2ptrain.net.blobs.swarm_fetch import PIECE_SECONDS
 from p2ptrain.net.transport import Stream
+from p2ptrain.node.fetching import DATA_SOURCES, LATE_MAX, LATE_SECONDS, LATE_TIMES
 
 PEER, OTHER = KEYS[1:3]
 PIECE = bytes.fromhex(piece_digest(DATA))

@@ -14,7 +14,19 @@ from driver_known import STATE, a_dataset, root_of
 from net_known import at, skipping_time
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.find import (
+from p2ptrain.config.node import NetworkConfig, NodeConfig, StorageConfig
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError
+from p2ptrain.identity import peer_id_of
+from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
+from p2ptrain.net.blobs.server import Server, bulk_protocol
+from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import Stream
+from p2ptrain.node.directories import run_directory
+from p2ptrain.node.find import (
     FIND_SECONDS_MAX,
     fetch_dataset,
     find_dataset,
@@ -22,18 +34,6 @@ from p2ptrain.daemon.find import (
     open_dataset,
     with_relays,
 )
-from p2ptrain.daemon.places import run_directory
-from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError
-from p2ptrain.identity import peer_id_of
-from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
-from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName, MemoryBlob
-from p2ptrain.net.bulk import Server, bulk_protocol
-from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.memory import MemoryTransport, Network
-from p2ptrain.net.transport import Stream
-from p2ptrain.node_config import NetworkConfig, NodeConfig, StorageConfig
 from p2ptrain.store.records import RECORDS_NAME, Records
 
 ME, LIAR, GOOD = KEYS[:3]
@@ -65,10 +65,10 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
     )
     run_id = bytes.fromhex(run.run_id)
 
-    def answer(peer: bytes, question: inquiry.Question) -> inquiry.Answer:
-        if isinstance(question, inquiry.AskRuns):
-            return inquiry.Runs((inquiry.RunInfo(run_id, "x", 1, 1),))
-        return inquiry.Config(run.canonical())
+    def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+        if isinstance(question, questions.AskRuns):
+            return questions.Runs((questions.RunInfo(run_id, "x", 1, 1),))
+        return questions.Config(run.canonical())
 
     async def hang(stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()
@@ -88,7 +88,7 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
 
     me.connect = from_afar  # type: ignore[method-assign]
     for each in (liar, good):
-        await inquiry.serve(each, answer)
+        await questions.serve(each, answer)
     await liar.serve(bulk_protocol(run_id), hang)
     async with Server(good, run_id, made, upload=TokenBucket(0), blame=lambda peer, why: None):
         yield made
@@ -158,14 +158,14 @@ async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path)
         other = each.run.canonical().replace(b'"protocol":1', b'"protocol":2')
         run_id = digest("run id", other)
 
-        def answer(peer: bytes, question: inquiry.Question) -> inquiry.Answer:
-            if isinstance(question, inquiry.AskRuns):
-                return inquiry.Runs((inquiry.RunInfo(run_id, "x", 1, 1),))
-            return inquiry.Config(other)
+        def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+            if isinstance(question, questions.AskRuns):
+                return questions.Runs((questions.RunInfo(run_id, "x", 1, 1),))
+            return questions.Config(other)
 
         for key in (LIAR, GOOD):
-            each.network.nodes[key]._handlers.pop(inquiry.PROTOCOL)
-            await inquiry.serve(each.network.nodes[key], answer)
+            each.network.nodes[key]._handlers.pop(questions.PROTOCOL)
+            await questions.serve(each.network.nodes[key], answer)
         with pytest.raises(ConfigError, match=r"is of protocol 2, and this release speaks 1. Install a release"):
             await find_run(each.me, each.config, None)
 
@@ -179,13 +179,13 @@ async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
             manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[5].hex()]
         )
 
-        def answer(peer: bytes, question: inquiry.Question) -> inquiry.Answer:
-            if isinstance(question, inquiry.AskRuns):
-                return inquiry.Runs((inquiry.RunInfo(bytes.fromhex(each.run.run_id), "x", 1, 1),))
-            return inquiry.Config(other.canonical())
+        def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+            if isinstance(question, questions.AskRuns):
+                return questions.Runs((questions.RunInfo(bytes.fromhex(each.run.run_id), "x", 1, 1),))
+            return questions.Config(other.canonical())
 
-        each.network.nodes[LIAR]._handlers.pop(inquiry.PROTOCOL)
-        await inquiry.serve(each.network.nodes[LIAR], answer)
+        each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
+        await questions.serve(each.network.nodes[LIAR], answer)
         assert (await find_run(each.me, each.config, None))[0] == each.run
         assert f"{LIAR.hex()[:16]} sent a config that is not the run's" in caplog.text
 

@@ -22,18 +22,18 @@ from core_known import KEYS
 from texts import prepared, written
 from trainer_known import ONE_THREAD, RECIPES, TINY
 
-from p2ptrain import program as life
+from p2ptrain import daemon as life
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon import control
-from p2ptrain.daemon.control import Control, ask
-from p2ptrain.daemon.device import Device
+from p2ptrain.daemon import Daemon
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish
 from p2ptrain.learn.trainer import Trainer
+from p2ptrain.node import control
+from p2ptrain.node.control import Control, ask
+from p2ptrain.node.device import Device
 from p2ptrain.observe.schema import Status
-from p2ptrain.program import Daemon
 from tests.export_known import Command, Node, run_of, state_of
 
 MORE = ("--tokens", "30")

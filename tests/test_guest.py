@@ -19,11 +19,15 @@ from test_memory_swarm import swarm
 
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.daemon import device as device_module
-from p2ptrain.daemon import guest as guest_module
-from p2ptrain.daemon.device import Device, StoppedError
-from p2ptrain.daemon.guest import (
-    Guest,
+from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
+from p2ptrain.learn import memory as memory_module
+from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
+from p2ptrain.learn.shortage import mega
+from p2ptrain.node import device as device_module
+from p2ptrain.node import limits as guest_module
+from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.node.limits import (
+    MachineLimits,
     is_on_battery,
     is_within,
     over_memory,
@@ -32,10 +36,6 @@ from p2ptrain.daemon.guest import (
     resident_bytes,
     rest_seconds,
 )
-from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
-from p2ptrain.learn import memory as memory_module
-from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
-from p2ptrain.learn.shortage import mega
 from p2ptrain.observe.build import unreadiness_of
 from p2ptrain.observe.schema import Status
 
@@ -177,7 +177,7 @@ def test_a_machine_that_cannot_tell_counts_as_plugged_in(monkeypatch: pytest.Mon
 def test_a_nice_process_steps_back_with_all_that_it_starts_and_never_forward() -> None:
     code = (
         "import os, subprocess, sys\n"
-        "from p2ptrain.daemon.guest import be_nice\n"
+        "from p2ptrain.node.limits import be_nice\n"
         "before = os.getpriority(os.PRIO_PROCESS, 0)\n"
         "be_nice(0); assert os.getpriority(os.PRIO_PROCESS, 0) == before\n"
         "be_nice(19)\n"
@@ -198,9 +198,9 @@ class Machine:
     def __init__(self) -> None:
         self.now, self.is_unplugged, self.resident = at("12:00"), False, 0
 
-    def guest(self, limits: LimitsConfig, daemon: Any) -> Guest:
+    def machine_limits(self, limits: LimitsConfig, daemon: Any) -> MachineLimits:
         driver = daemon.driver
-        return Guest(
+        return MachineLimits(
             limits, driver.pauses, driver.device, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
         )
 
@@ -211,8 +211,8 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         await made.reach(3)
         node, machine = made.nodes[3], Machine()
         daemon = node.daemon
-        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon)
-        guest.look()
+        daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
+        machine_limits.look()
         await made.reach(made.newest + 6)
         before = node.status["counters"].get("contributions taken", 0)
         await made.reach(made.newest + 6)
@@ -224,7 +224,7 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         assert unreadiness_of(daemon) == []
         assert Status.model_validate(status).limits.hours == "22:00-07:00"
         machine.now = at("22:00")
-        guest.look()
+        machine_limits.look()
         assert not node.status["is_paused"]
         await until(lambda: node.status["counters"].get("contributions taken", 0) > before + 2)
         made.compare(12)
@@ -235,19 +235,19 @@ async def test_the_owners_pause_and_the_machines_are_lifted_each_by_itself(tmp_p
     async with swarm(tmp_path) as made:
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
-        daemon.guest = guest = machine.guest(LimitsConfig(hours="22:00-07:00"), daemon)
+        daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
         machine.is_unplugged = True
-        guest.look()
+        machine_limits.look()
         told = await daemon.answer({"do": "pause"})
         assert told["pauses"] == [RESTING.text, UNPLUGGED.text, complaint(Code.PAUSED).text]
         assert made.nodes[0].status["health"] == told["pauses"]
         machine.now = at("23:00")
-        guest.look()
+        machine_limits.look()
         told = await daemon.answer({"do": "resume"})
         assert told == {"is_paused": True, "pauses": [UNPLUGGED.text]}
         assert daemon.driver.pauses
         machine.is_unplugged = False
-        guest.look()
+        machine_limits.look()
         assert await daemon.answer({"do": "resume"}) == {"is_paused": False, "pauses": []}
         assert not daemon.driver.pauses
 
@@ -259,7 +259,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
     async with swarm(tmp_path) as made:
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
-        daemon.guest = machine.guest(LimitsConfig(), daemon)
+        daemon.machine_limits = machine.machine_limits(LimitsConfig(), daemon)
         with caplog.at_level(logging.INFO, "p2ptrain.daemon"):
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
         assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
@@ -275,7 +275,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
         told = await daemon.answer({"do": "limit", "hours": "", "percent": 100, "memory": 1_000})
         assert not daemon.driver.pauses
         machine.resident = 2_000
-        daemon.guest.look()
+        daemon.machine_limits.look()
         (told,) = made.nodes[0].status["complaints"]
         assert (told["code"], told["fields"]) == ("over_memory", {"used_bytes": 2_000, "limit_bytes": 1_000})
         assert unreadiness_of(daemon) == []
@@ -379,7 +379,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
         orders.append(order)
         return held if order["do"] == "limit" else {"pauses": ["paused on battery: because"]}
 
-    monkeypatch.setattr("p2ptrain.daemon.control.ask", ask)
+    monkeypatch.setattr("p2ptrain.node.control.ask", ask)
     status, out, err = p2ptrain(
         capsys, "limit", "--data-dir", tmp_path, "--hours", "22:00-07:00", "--percent", "25", "--battery", "pause"
     )

@@ -37,8 +37,8 @@ from p2ptrain.core.history import (
     ENTRIES_MAX,
     HISTORY_BYTES_MAX,
     Beginning,
+    BranchStart,
     History,
-    Stage,
     Step,
     check_regroup,
     decode_history,
@@ -170,7 +170,7 @@ def test_regroups_are_checked_against_the_roster_that_they_leave() -> None:
 # Encoding
 
 WHOLE = History(
-    (Stage(RUN, 0), Stage(OTHER, 7)),
+    (BranchStart(RUN, 0), BranchStart(OTHER, 7)),
     17,
     tuple(CHANGES),
     END,
@@ -187,7 +187,7 @@ def not_a_history(data: bytes) -> str:
 
 
 def test_a_history_is_what_was_encoded() -> None:
-    for history in (WHOLE, History((Stage(RUN, 0),), 0, (), None, ())):
+    for history in (WHOLE, History((BranchStart(RUN, 0),), 0, (), None, ())):
         assert decode_history(encode_history(history)) == history
     assert msgspec.msgpack.encode(PLAIN) == ENCODED
 

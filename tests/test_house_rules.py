@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.config_text import fields
+from p2ptrain.config.text import fields
 
 ROOT = Path(__file__).parents[1]
 LINES_MAX = 600  # what one can keep in mind, where a subject needs it; beyond it a module does two things
@@ -64,7 +64,7 @@ LAYERS = {
     "__init__": set(),
     **{leaf: set() for leaf in LEAVES},
 }
-HIVEMIND_USERS = {PurePosixPath("p2ptrain/net/p2pd.py"), PurePosixPath("p2ptrain/net/dht.py")}
+HIVEMIND_USERS = {PurePosixPath("p2ptrain/net/libp2p/p2pd.py"), PurePosixPath("p2ptrain/net/libp2p/dht.py")}
 # What reads a clock, draws at random, waits, or touches the world outside the arguments.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "http", "importlib", "io", "logging", "mmap",
@@ -99,7 +99,7 @@ def imports_follow_the_arrows(path: PurePosixPath, tree: ast.Module) -> Iterator
     place = layer(path)
     for line, name in imports(path, tree):
         if name.split(".")[0] == "hivemind" and path not in HIVEMIND_USERS:
-            yield line, "only net/p2pd.py and net/dht.py import hivemind"
+            yield line, "only net/libp2p/p2pd.py and net/libp2p/dht.py import hivemind"
     if place is None:
         return
     if place not in LAYERS:
@@ -334,13 +334,13 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         (CORE, "from p2ptrain import learn"),
         (CORE, "from ..net.transport import Transport"),
         (CORE, "import p2ptrain.store"),
-        ("p2ptrain/daemon/driver.py", "from p2ptrain.observe.schema import Status"),
-        ("p2ptrain/daemon/orders.py", "if TYPE_CHECKING:\n    from p2ptrain.program import Daemon"),
+        ("p2ptrain/node/driver.py", "from p2ptrain.observe.schema import Status"),
+        ("p2ptrain/node/orders.py", "if TYPE_CHECKING:\n    from p2ptrain.daemon import Daemon"),
         (LEARN, "import asyncio"),
         (LEARN, "from socket import socket"),
         (LEARN, "import hivemind"),
-        (LEARN, "import p2ptrain.net.p2pd"),
-        (LEARN, "from p2ptrain.daemon import Daemon"),
+        (LEARN, "import p2ptrain.net.libp2p.p2pd"),
+        (LEARN, "from p2ptrain.node import Daemon"),
         (LEARN, "from ..core.node import Node"),
         (NET, "import torch"),
         (NET, "from p2ptrain.learn.codec import pack"),
@@ -406,9 +406,9 @@ HARMLESS: dict[Rule, list[tuple[str, str]]] = {
         ),
         (CORE, "from p2ptrain import config, errors, digest"),
         (LEARN, "import torch\nfrom p2ptrain.learn import codec\nfrom p2ptrain.digest import digest"),
-        ("p2ptrain/net/p2pd.py", "import hivemind, asyncio"),
+        ("p2ptrain/net/libp2p/p2pd.py", "import hivemind, asyncio"),
         (CLI, "from p2ptrain import __version__\nimport p2ptrain.daemon"),
-        ("tests/test_a.py", "import p2ptrain.learn.codec, p2ptrain.net.p2pd, torch"),
+        ("tests/test_a.py", "import p2ptrain.learn.codec, p2ptrain.net.libp2p.p2pd, torch"),
     ],
     nothing_is_unpickled: [
         (LEARN, "numpy.load(path, allow_pickle=False)\nsafetensors.torch.load(data)\njson.load(file)"),

@@ -37,7 +37,7 @@ def parts_of_the_core() -> set[str]:
 
 
 def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
-    """`node.line`, `driver.node.work`, `core.here`: what the core is made of is its own business."""
+    """`node.chain`, `driver.node.work`, `core.here`: what the core is made of is its own business."""
     if layer(path) == "core" or str(path) in INSIDE:
         return
     for node in ast.walk(tree):
@@ -48,7 +48,7 @@ def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -
 
 
 # Where objects are made and joined: what is set on one there was missing when it was made.
-JOINTS = {"p2ptrain/daemon/assembly.py", "p2ptrain/launch.py", "p2ptrain/program.py"}
+JOINTS = {"p2ptrain/node/assembly.py", "p2ptrain/launch.py", "p2ptrain/daemon.py"}
 BEGINS_WITH_AN_EVENT = PurePosixPath("p2ptrain/core/node.py")  # a node is made of what its first event tells
 
 
@@ -67,33 +67,33 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
     nobody_looks_into_the_words_of_a_complaint: (
         [
             ("p2ptrain/cli.py", 'small = [each for each in health if each.startswith("crash-only")]'),
-            ("p2ptrain/daemon/a.py", 'text.startswith(("paused on battery", "new"))'),
+            ("p2ptrain/node/a.py", 'text.startswith(("paused on battery", "new"))'),
         ],
         [("p2ptrain/cli.py", 'name.startswith("p2ptrain")\nmode = "crash-only"')],
     ),
     the_core_is_seen_through_its_window: (
         [
-            ("p2ptrain/daemon/a.py", "round = driver.node.line.state.round"),
-            ("p2ptrain/daemon/a.py", "def f(node):\n    return node.work.is_quarantined"),
+            ("p2ptrain/node/a.py", "round = driver.node.chain.state.round"),
+            ("p2ptrain/node/a.py", "def f(node):\n    return node.work.is_quarantined"),
             ("p2ptrain/sim/checkers.py", "view = core.here.agreement.view"),
             ("benchmarks/a.py", "node.context.now"),
         ],
         [
-            ("p2ptrain/daemon/a.py", "driver.node.view().state; node.handle(event, now); node.deadline; self.line = 1"),
-            ("p2ptrain/core/inbox.py", "self.node.line.state"),
+            ("p2ptrain/node/a.py", "driver.node.view().state; node.handle(event, now); node.deadline; self.line = 1"),
+            ("p2ptrain/core/inbox.py", "self.node.chain.state"),
             ("p2ptrain/sim/noise.py", "core.here"),
         ],
     ),
     an_object_is_whole_when_it_is_made: (
         [
-            ("p2ptrain/daemon/driver.py", "class A:\n    def __init__(self):\n        self.edges: Edges"),
-            ("p2ptrain/daemon/assembly.py", "driver.edges = edges"),
+            ("p2ptrain/node/driver.py", "class A:\n    def __init__(self):\n        self.edges: Edges"),
+            ("p2ptrain/node/assembly.py", "driver.edges = edges"),
             ("p2ptrain/launch.py", "owner.daemon = http.daemon = daemon"),
         ],
         [
             ("p2ptrain/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
             ("p2ptrain/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
-            ("p2ptrain/daemon/orders.py", "bucket.rate = rate"),
+            ("p2ptrain/node/orders.py", "bucket.rate = rate"),
         ],
     ),
 }

@@ -13,9 +13,10 @@ from net_known import at, key, skipping_time, some_bytes
 from p2ptrain.config import CONFIG_BYTES_MAX
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
-from p2ptrain.net.inquiry import (
+from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.questions import (
     ANSWER_BYTES_MAX,
     ANSWERS_BYTES_PER_SECOND,
     NAME_MAX,
@@ -33,8 +34,7 @@ from p2ptrain.net.inquiry import (
     Runs,
     States,
 )
-from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream, TransportError
 
 A, B = key(1), key(2)
@@ -51,16 +51,16 @@ async def two() -> tuple[MemoryTransport, MemoryTransport]:
 
 LARGEST: list[tuple[Callable[[MemoryTransport], Awaitable[object]], Answer]] = [
     (
-        lambda transport: inquiry.ask_runs(transport, B),
+        lambda transport: questions.ask_runs(transport, B),
         Runs(tuple(RunInfo(some_bytes(32, n), "n" * NAME_MAX, 2**48 - 1, 2**16) for n in range(RUNS_MAX))),
     ),
-    (lambda transport: inquiry.ask_config(transport, B, RUN), Config(some_bytes(CONFIG_BYTES_MAX))),
+    (lambda transport: questions.ask_config(transport, B, RUN), Config(some_bytes(CONFIG_BYTES_MAX))),
     (
-        lambda transport: inquiry.ask_states(transport, B, RUN),
+        lambda transport: questions.ask_states(transport, B, RUN),
         States(tuple((2**48 - 1, some_bytes(32, n)) for n in range(STATES_MAX))),
     ),
     (
-        lambda transport: inquiry.ask_peers(transport, B, RUN),
+        lambda transport: questions.ask_peers(transport, B, RUN),
         Peers(("/" + "ß" * (ADDRESS_CHARACTERS_MAX - 1),) * PEERS_MAX),
     ),
 ]
@@ -76,15 +76,15 @@ async def test_each_question_gets_its_answer_however_large() -> None:
         heard.append((peer, question))
         return answers[-1]
 
-    await inquiry.serve(asked, answer)
+    await questions.serve(asked, answer)
     for ask, largest in LARGEST:
         answers.append(largest)
         assert await ask(asking) == msgspec.structs.astuple(largest)[0]
     assert heard == [
-        (A, inquiry.AskRuns()),
-        (A, inquiry.AskConfig(RUN)),
-        (A, inquiry.AskStates(RUN)),
-        (A, inquiry.AskPeers(RUN)),
+        (A, questions.AskRuns()),
+        (A, questions.AskConfig(RUN)),
+        (A, questions.AskStates(RUN)),
+        (A, questions.AskPeers(RUN)),
     ]
     await asked.close()
 
@@ -93,11 +93,11 @@ async def test_each_question_gets_its_answer_however_large() -> None:
 async def test_answers_count_towards_the_upload_limit_and_do_not_wait() -> None:
     asking, asked = await two()
     upload = TokenBucket(100_000)
-    await inquiry.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
+    await questions.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
     assert upload.take_now(PIECE_BYTES)  # empties the bucket
     before = asyncio.get_running_loop().time()
     for _ in range(5):
-        assert len(await inquiry.ask_config(asking, B, RUN)) == CONFIG_BYTES_MAX
+        assert len(await questions.ask_config(asking, B, RUN)) == CONFIG_BYTES_MAX
     assert asyncio.get_running_loop().time() < before + 1.0
     await upload.take(100_000)  # at half the rate until the answers are paid for
     assert asyncio.get_running_loop().time() == pytest.approx(before + 2.0, rel=0.05)
@@ -134,7 +134,7 @@ async def test_an_answer_that_is_none_is_the_peers_fault(answer: bytes) -> None:
 
     await asked.serve(PROTOCOL, lie)
     with pytest.raises(RemoteProtocolError):
-        await inquiry.ask_runs(asking, B)
+        await questions.ask_runs(asking, B)
     await asked.close()
 
 
@@ -142,14 +142,14 @@ async def test_an_answer_that_is_none_is_the_peers_fault(answer: bytes) -> None:
 async def test_many_keys_together_get_no_more_than_their_share_of_the_upload() -> None:
     network, upload, given = Network(), TokenBucket(100_000), 0
     asked = network.transport(B)
-    await inquiry.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
+    await questions.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
     began = asyncio.get_running_loop().time()
     for number in range(60):
         stranger = network.transport(key(10 + number))
         await stranger.connect(asked.addresses()[0])
         with contextlib.suppress(TransportError):
             while True:
-                given += len(await inquiry.ask_config(stranger, B, RUN))
+                given += len(await questions.ask_config(stranger, B, RUN))
         await stranger.close()
         await at(asyncio.get_running_loop().time() + 5.0)
     seconds = asyncio.get_running_loop().time() - began
@@ -164,17 +164,17 @@ async def test_whoever_asks_too_much_is_hung_up_on_and_others_are_not() -> None:
     for each in (asking, other):
         await each.connect(asked.addresses()[0])
     upload = TokenBucket(100_000)
-    await inquiry.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
+    await questions.serve(asked, lambda peer, question: Config(some_bytes(CONFIG_BYTES_MAX)), upload)
     began, given = asyncio.get_running_loop().time(), 0
     for _ in range(200):
         try:
-            given += len(await inquiry.ask_config(asking, B, RUN))
+            given += len(await questions.ask_config(asking, B, RUN))
         except TransportError:
             await at(asyncio.get_running_loop().time() + 1.0)
     seconds = asyncio.get_running_loop().time() - began
     share = PIECE_BYTES + seconds * ANSWERS_BYTES_PER_SECOND
     assert share - 2 * CONFIG_BYTES_MAX < given <= share
-    assert len(await inquiry.ask_config(other, B, RUN)) == CONFIG_BYTES_MAX
+    assert len(await questions.ask_config(other, B, RUN)) == CONFIG_BYTES_MAX
     await asked.close()
 
 
@@ -191,7 +191,7 @@ async def test_more_addresses_or_longer_ones_than_may_be_told_are_refused(answer
 
     await asked.serve(PROTOCOL, lie)
     with pytest.raises(RemoteProtocolError):
-        await inquiry.ask_peers(asking, B, RUN)
+        await questions.ask_peers(asking, B, RUN)
     await asked.close()
 
 
@@ -205,10 +205,10 @@ async def test_a_peer_that_does_not_answer_costs_some_seconds() -> None:
 
     await asked.serve(PROTOCOL, silent)
     with pytest.raises(TransportError, match="no answer within 15 s"):
-        await inquiry.ask_runs(asking, B)
+        await questions.ask_runs(asking, B)
     assert asyncio.get_running_loop().time() == pytest.approx(SECONDS, abs=0.1)
     with pytest.raises(TransportError):
-        await inquiry.ask_runs(asking, key(3))  # not connected
+        await questions.ask_runs(asking, key(3))  # not connected
     released.set()
     await asked.close()
 
@@ -223,34 +223,34 @@ async def test_a_peer_that_does_not_answer_costs_some_seconds() -> None:
 @skipping_time
 async def test_a_question_that_is_none_gets_no_answer_and_the_next_does(question: bytes) -> None:
     asking, asked = await two()
-    await inquiry.serve(asked, lambda peer, question: Runs())
+    await questions.serve(asked, lambda peer, question: Runs())
     stream = await asking.open(B, PROTOCOL)
     await stream.send(question)
     with pytest.raises(TransportError):
         await stream.receive(ANSWER_BYTES_MAX)
-    assert await inquiry.ask_runs(asking, B) == ()
+    assert await questions.ask_runs(asking, B) == ()
     await asked.close()
 
 
 @skipping_time
 async def test_whoever_asks_nothing_is_let_go() -> None:
     asking, asked = await two()
-    await inquiry.serve(asked, lambda peer, question: Runs())
+    await questions.serve(asked, lambda peer, question: Runs())
     streams = [await asking.open(B, PROTOCOL) for _ in range(100)]
     await at(SECONDS + 1.0)
     for stream in streams:
         with pytest.raises(TransportError):
             await stream.receive(ANSWER_BYTES_MAX)
-    assert await inquiry.ask_runs(asking, B) == ()
+    assert await questions.ask_runs(asking, B) == ()
     await asked.close()
 
 
 @skipping_time
 async def test_what_a_peer_is_instead_is_told_in_words() -> None:
     asking, asked = await two()
-    assert await inquiry.why_not(asking, B) == "is not a p2ptrain node, or runs an incompatible version"
+    assert await questions.why_not(asking, B) == "is not a p2ptrain node, or runs an incompatible version"
     answers = [Runs(), Runs((RunInfo(RUN, "other", 5, 2),))]
-    await inquiry.serve(asked, lambda peer, question: answers.pop(0))
-    assert await inquiry.why_not(asking, B) == "takes part in no run"
-    assert await inquiry.why_not(asking, B) == f"takes part in another run: other ({RUN.hex()[:16]})"
+    await questions.serve(asked, lambda peer, question: answers.pop(0))
+    assert await questions.why_not(asking, B) == "takes part in no run"
+    assert await questions.why_not(asking, B) == f"takes part in another run: other ({RUN.hex()[:16]})"
     await asked.close()

@@ -13,9 +13,9 @@ from net_known import at, skipping_time, some_bytes, until
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import decode, payload_digest
-from p2ptrain.daemon.intake import EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.line import AskHistory, Deliver
+from p2ptrain.net.mailbox import Deliver, HistoryQuery
+from p2ptrain.node.intake import EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
 
 
 @skipping_time
@@ -24,7 +24,7 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
         for number in range(EVENTS_MAX + 10):
             each.driver.intake.hear(bytes([number % 32]) * 32, a_message(number=number))
         each.driver.intake.hear_line(OTHER, Deliver((b"nonsense", a_message())))
-        each.driver.intake.hear_line(OTHER, AskHistory(bytes(32), 1))
+        each.driver.intake.hear_line(OTHER, HistoryQuery(bytes(32), 1))
         own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
         for event in own:
             each.driver.give(event)
@@ -95,7 +95,7 @@ async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Pa
         assert each.node.events == [ev.MessageReceived(PEER, good, True), ev.MessageReceived(THIRD, bad, False)]
         assert each.store.payloads.get(payload_digest(body)) == body
         assert payload_digest(bad.attachment) not in each.store.payloads
-        assert list(each.keeping.fresh) == [payload_digest(body)]
+        assert list(each.persistence.fresh) == [payload_digest(body)]
 
 
 @skipping_time
@@ -108,7 +108,7 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
         offer = signed(announced(author, payload=payload_digest(body), payload_bytes=size), body)
         each.driver.intake.hear(PEER, offer.envelope)
         await each.heard(ev.MessageReceived(PEER, offer))
-        assert (each.device.checked, each.keeping.fresh, list(each.store.payloads.names())) == ([], {}, [])
+        assert (each.device.checked, each.persistence.fresh, list(each.store.payloads.names())) == ([], {}, [])
 
 
 @skipping_time

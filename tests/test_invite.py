@@ -17,10 +17,10 @@ from p2ptrain import cli
 from p2ptrain.config import RunConfig
 from p2ptrain.core.admission import read_ticket
 from p2ptrain.core.manifest import NO_SERIAL
-from p2ptrain.daemon import control
-from p2ptrain.daemon.assembly import Launch
 from p2ptrain.errors import NoDaemonError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity, RunSigner
+from p2ptrain.node import control
+from p2ptrain.node.assembly import Launch
 
 
 def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -202,17 +202,17 @@ async def test_a_swarm_admits_whoever_shows_it_first_and_nobody_else(
         key.chmod(0o600)
         status, out, err = p2ptrain(capsys, "invite", "--data-dir", host.directory, "--last-round", "100000")
         assert (status, err) == (0, "")
-        guest, second, stranger = (Member(made, FOUNDERS + n) for n in range(3))
-        tickets[guest.key] = bytes.fromhex(out)
-        made.nodes.append(guest)
-        await guest.start()
-        await until(lambda: guest.key in host.members)
+        machine_limits, second, stranger = (Member(made, FOUNDERS + n) for n in range(3))
+        tickets[machine_limits.key] = bytes.fromhex(out)
+        made.nodes.append(machine_limits)
+        await machine_limits.start()
+        await until(lambda: machine_limits.key in host.members)
         tickets[second.key] = bytes.fromhex(out)  # as a friend who hands it on
         for late in (second, stranger):
             made.nodes.append(late)
             await late.start()
         await made.reach(made.newest + 10)
-        assert guest.status["is_member"]
+        assert machine_limits.status["is_member"]
         assert host.status["admitted"] == FOUNDERS + 1
         for late in (second, stranger):
             assert not late.status["is_admitted"]

@@ -14,7 +14,7 @@ import pytest
 from driver_known import STATE, Bench, a_manifest, bench, root_of
 from net_known import some_bytes
 
-from p2ptrain.daemon import keeping
+from p2ptrain.node import persistence
 
 NEWER = some_bytes(len(STATE), 5)
 GATE_SECONDS = 20.0  # a test that fails should not hang
@@ -41,7 +41,7 @@ async def saved(each: Bench, number: int, **options: Any) -> None:
     """After a round."""
     each.trainer.round = number
     manifest = a_manifest(each.genesis, number, [])
-    await each.keeping.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
+    await each.persistence.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
 
 
 async def begun(each: Bench, gate: threading.Event, number: int, **options: Any) -> asyncio.Task[None]:
@@ -112,25 +112,25 @@ async def test_a_checkpoint_that_is_due_while_one_is_written_is_left_out_unless_
 
 async def test_what_is_trained_on_a_state_that_was_taken_over_waits_until_it_is_saved(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        each.keeping._writer.shutdown()
-        each.keeping._writer = LazyDisk()  # type: ignore[assignment]
+        each.persistence._writer.shutdown()
+        each.persistence._writer = LazyDisk()  # type: ignore[assignment]
         each.trainer.round = 7
-        await each.keeping.checkpoint_adopted(each.device, 7, root_of(STATE))
+        await each.persistence.checkpoint_adopted(each.device, 7, root_of(STATE))
         assert rounds_saved(each) == [7]
 
 
 async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        made = await each.device.run(each.keeping.checkpoint_first, each.device, root_of(STATE))
+        made = await each.device.run(each.persistence.checkpoint_first, each.device, root_of(STATE))
         assert each.store.checkpoints.present() == [made]
-        assert each.edges.library.states.places() == ((0, root_of(STATE)),)
+        assert each.edges.served_blobs.states.places() == ((0, root_of(STATE)),)
 
 
 async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goes_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         failing(each, "can't allocate memory")
         await saved(each, 4)
-        assert each.keeping.checkpoint_trouble == "there is no memory for a copy of the state"
+        assert each.persistence.checkpoint_trouble == "there is no memory for a copy of the state"
 
 
 async def test_a_mistake_in_the_trainer_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, g
 
 async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the kept history nothing would lead on from it."""
-    monkeypatch.setattr("p2ptrain.daemon.keeping.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("p2ptrain.node.persistence.RETRY_SECONDS", 0.01)
     async with bench(tmp_path) as each:
-        each.keeping._history_rounds = 8
+        each.persistence._history_rounds = 8
         tries = failing(each, "can't allocate memory", 3)
         await saved(each, 5)
         assert tries == [], "it is not time"
@@ -170,9 +170,9 @@ async def test_a_payload_that_came_after_its_round_was_decided_lasts_once_that_i
         payload = some_bytes(1_000)
         manifest = a_manifest(each.genesis, 1, [payload])
         name = manifest.taken[0].payload
-        each.keeping.put(name, payload)
+        each.persistence.put(name, payload)
         assert each.store.payloads.fleeting([name]) == [name]
-        await each.keeping.let_go(manifest)
+        await each.persistence.let_go(manifest)
         assert (each.store.payloads.directory / name.hex()).read_bytes() == payload
 
 
@@ -180,13 +180,13 @@ async def test_the_room_on_the_disk_is_what_the_disk_says_and_unknown_where_it_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with bench(tmp_path) as each:
-        assert each.keeping.free_bytes is None, "nobody has looked"
-        await each.keeping.look_for_room()
+        assert each.persistence.free_bytes is None, "nobody has looked"
+        await each.persistence.look_for_room()
         disk = os.statvfs(each.store.directory)
-        assert each.keeping.free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, abs=2**30)
+        assert each.persistence.free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, abs=2**30)
         monkeypatch.setattr(each.store, "directory", each.store.directory / "gone")
-        await each.keeping.look_for_room()
-        assert each.keeping.free_bytes is None
+        await each.persistence.look_for_room()
+        assert each.persistence.free_bytes is None
 
 
 async def test_a_disk_that_does_not_tell_its_room_holds_up_nothing_that_is_said(
@@ -198,11 +198,11 @@ async def test_a_disk_that_does_not_tell_its_room_holds_up_nothing_that_is_said(
         assert gate.wait(GATE_SECONDS)
         return SimpleNamespace(free=7)
 
-    monkeypatch.setattr(keeping, "disk_usage", slow)
+    monkeypatch.setattr(persistence, "disk_usage", slow)
     async with bench(tmp_path) as each:
-        looking = asyncio.create_task(each.keeping.look_for_room())
-        await each.keeping.on_disk(int)
+        looking = asyncio.create_task(each.persistence.look_for_room())
+        await each.persistence.on_disk(int)
         assert not looking.done()
         gate.set()
         await looking
-        assert each.keeping.free_bytes == 7
+        assert each.persistence.free_bytes == 7

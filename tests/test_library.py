@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from net_known import some_bytes
 
-from p2ptrain.daemon.library import STATES_SERVED, Library, SavedStates, StateBlob
 from p2ptrain.digest import PIECE_BYTES, leaf_digests
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs import BlobName, verified
+from p2ptrain.net.blobs.blob import BlobName, verified
+from p2ptrain.node.served_blobs import STATES_SERVED, SavedStates, ServedBlobs, StateBlob
 
 NOBODY = b"n" * 32
 
 
 @pytest.fixture
-def library() -> Library:
+def library() -> ServedBlobs:
     nothing: Any = None  # what is not a state is served from elsewhere
-    return Library(nothing, nothing, SavedStates(), nothing, nothing)
+    return ServedBlobs(nothing, nothing, SavedStates(), nothing, nothing)
 
 
 def checkpoint(directory: Path, number: int) -> Any:
@@ -31,7 +31,7 @@ def checkpoint(directory: Path, number: int) -> Any:
     return SimpleNamespace(round=number, root=number.to_bytes(32, "big"), path=path, state_bytes=10)
 
 
-def test_the_last_states_that_were_saved_and_are_there_are_served(library: Library, tmp_path: Path) -> None:
+def test_the_last_states_that_were_saved_and_are_there_are_served(library: ServedBlobs, tmp_path: Path) -> None:
     made = [checkpoint(tmp_path, number) for number in range(STATES_SERVED + 3)]
     for each in made[:-1]:
         library.states.offer(each, b"")
@@ -49,7 +49,7 @@ def test_the_last_states_that_were_saved_and_are_there_are_served(library: Libra
     assert library.find(BlobName("state", last.root), NOBODY) is not None
 
 
-def test_peers_may_ask_for_states_while_others_are_saved(library: Library, tmp_path: Path) -> None:
+def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, tmp_path: Path) -> None:
     """Between any two steps of who answers, the trainer's thread may save a state."""
     numbers = itertools.count(STATES_SERVED)
     before = [checkpoint(tmp_path, number) for number in range(STATES_SERVED)]

@@ -8,7 +8,7 @@ import pytest
 from net_known import skipping_time, until
 
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.net.limits import TokenBucket
+from p2ptrain.net.rate_limit import TokenBucket
 
 
 def now() -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from core_known import KEYS, ROOT0, RUN, FakeSigner, begun, certified, line_of, plain_manifest, run_of
 
+from p2ptrain.core.chain import FORKS_MAX, Chain, are_level, common_branch, wins
 from p2ptrain.core.events import Saved, Trunk
-from p2ptrain.core.history import Beginning, Entry, History, Stage, jump
-from p2ptrain.core.line import FORKS_MAX, Line, are_level, common_branch, wins
+from p2ptrain.core.history import Beginning, BranchStart, Entry, History, jump
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.state import AgreedState, genesis
 
@@ -15,19 +15,19 @@ RUN_CONFIG = run_of()
 START = genesis(RUN, KEYS[:4], ROOT0)
 
 
-def line(rounds: int = 0, kept: int = 8) -> Line:
+def line(rounds: int = 0, kept: int = 8) -> Chain:
     """A chain of this many rounds from the run's beginning."""
-    made = Line(START, RUN, kept)
+    made = Chain(START, RUN, kept)
     go_on(made, rounds)
     return made
 
 
-def go_on(made: Line, rounds: int) -> None:
+def go_on(made: Chain, rounds: int) -> None:
     for entry, state in line_of(made.state, RUN_CONFIG, rounds):
         made.append(entry, state)
 
 
-def regroup(made: Line, *seats: int) -> Beginning:
+def regroup(made: Chain, *seats: int) -> Beginning:
     """Begins a branch of these members."""
     members = tuple(KEYS[seat] for seat in seats)
     beginning = begun(members, members, made.state)
@@ -35,7 +35,7 @@ def regroup(made: Line, *seats: int) -> Beginning:
     return beginning
 
 
-def steps(made: Line) -> list[Entry | Beginning]:
+def steps(made: Chain) -> list[Entry | Beginning]:
     return [each.step for each in made.steps]
 
 
@@ -45,7 +45,7 @@ def steps(made: Line) -> list[Entry | Beginning]:
 
 def test_a_line_begins_with_nothing() -> None:
     made = line()
-    assert (made.state, list(made.steps), made.lineage) == (START, [], [Stage(RUN, 0)])
+    assert (made.state, list(made.steps), made.lineage) == (START, [], [BranchStart(RUN, 0)])
     assert (made.entry(1), made.end_of(RUN), made.successor_of(RUN)) == (None, 0, None)
 
 
@@ -74,9 +74,9 @@ def test_a_regroup_adds_a_branch() -> None:
     made = line(3)
     beginning = regroup(made, 0, 1, 2)
     go_on(made, 2)
-    assert made.lineage == [Stage(RUN, 0), Stage(beginning.branch, 3)]
+    assert made.lineage == [BranchStart(RUN, 0), BranchStart(beginning.branch, 3)]
     assert (made.end_of(RUN), made.end_of(beginning.branch), made.end_of(KEYS[9])) == (3, 5, None)
-    assert made.successor_of(RUN) == Stage(beginning.branch, 3)
+    assert made.successor_of(RUN) == BranchStart(beginning.branch, 3)
     assert made.successor_of(beginning.branch) is None
     assert [made.entry(number) for number in (3, 4)] == [steps(made)[2], steps(made)[4]]
 
@@ -141,7 +141,7 @@ def test_a_line_can_go_back_to_a_fork_before_all_that_is_kept() -> None:
     regroup(made, 0, 1, 2)
     go_on(made, 20)
     made.rewind(fork)
-    assert (made.state, made.base, list(made.steps), made.lineage) == (fork, fork, [], [Stage(RUN, 0)])
+    assert (made.state, made.base, list(made.steps), made.lineage) == (fork, fork, [], [BranchStart(RUN, 0)])
     go_on(made, 2)
     assert made.state.round == 5
 
@@ -150,7 +150,7 @@ def test_a_line_goes_back_within_a_branch() -> None:
     made = line(5)
     third = made.steps[2].state
     made.rewind(third)
-    assert (made.state, made.lineage, len(made.steps)) == (third, [Stage(RUN, 0)], 3)
+    assert (made.state, made.lineage, len(made.steps)) == (third, [BranchStart(RUN, 0)], 3)
 
 
 def test_a_line_that_jumps_keeps_the_changes_that_led_there() -> None:
@@ -159,7 +159,7 @@ def test_a_line_that_jumps_keeps_the_changes_that_led_there() -> None:
     go_on(ahead, 20)
     made.rebase(tuple(ahead.changes), ahead.base)
     assert (made.state, list(made.steps), made.changes) == (ahead.base, [], ahead.changes)
-    assert made.lineage == [Stage(RUN, 0), Stage(beginning.branch, 2)]
+    assert made.lineage == [BranchStart(RUN, 0), BranchStart(beginning.branch, 2)]
 
 
 def test_a_line_that_jumps_over_a_branch_from_its_head_remembers_where_it_began() -> None:
@@ -178,14 +178,14 @@ def test_a_line_that_jumps_over_a_branch_from_its_head_remembers_where_it_began(
 
 def test_who_has_it_all_gets_nothing() -> None:
     made = line(3)
-    nothing = History((Stage(RUN, 0),), 3, (), None, ())
+    nothing = History((BranchStart(RUN, 0),), 3, (), None, ())
     assert [made.answer(RUN, number) for number in (3, 4)] == [nothing, nothing]
     assert made.answer(KEYS[9], 1) == nothing
 
 
 def test_who_lags_gets_what_came_after() -> None:
     made = line(5)
-    assert made.answer(RUN, 2) == History((Stage(RUN, 0),), 5, (), None, tuple(steps(made)[2:]))
+    assert made.answer(RUN, 2) == History((BranchStart(RUN, 0),), 5, (), None, tuple(steps(made)[2:]))
     assert made.answer(RUN, 0).steps == tuple(steps(made))
 
 
@@ -194,7 +194,7 @@ def test_who_is_on_the_branch_before_gets_the_beginning_too() -> None:
     beginning = regroup(made, 0, 1, 2)
     go_on(made, 2)
     answer = made.answer(RUN, 2)
-    assert answer.lineage == (Stage(RUN, 0), Stage(beginning.branch, 2))
+    assert answer.lineage == (BranchStart(RUN, 0), BranchStart(beginning.branch, 2))
     assert answer.steps == (beginning, *steps(made)[3:])
 
 
@@ -205,7 +205,7 @@ def test_who_lags_by_more_than_is_kept_gets_a_jump_that_proves_itself() -> None:
     answer = made.answer(RUN, 1)
     second = line(2).steps[1].step
     assert answer == History(
-        (Stage(RUN, 0), Stage(beginning.branch, 2)), 22, (second, beginning), made.base, tuple(steps(made))
+        (BranchStart(RUN, 0), BranchStart(beginning.branch, 2)), 22, (second, beginning), made.base, tuple(steps(made))
     )
     first = line(1).state
     jump(first, answer.changes, made.base, FakeSigner())
@@ -224,7 +224,7 @@ def test_a_jump_holds_only_the_changes_that_come_after_the_place_asked_for() -> 
     assert after.round == 5
 
 
-def line_after(beginning: Beginning) -> Line:
+def line_after(beginning: Beginning) -> Chain:
     made = line(2)
     made.append(beginning, made.state.regrouped(beginning.branch, beginning.members))
     go_on(made, 2)
@@ -256,11 +256,13 @@ def test_a_round_that_changed_the_roster_is_part_of_a_jump() -> None:
 
 
 def test_the_last_branch_that_two_lines_share() -> None:
-    mine = [Stage(RUN, 0), Stage(KEYS[0], 3), Stage(KEYS[1], 5)]
-    assert common_branch(mine, (Stage(RUN, 0), Stage(KEYS[0], 3), Stage(KEYS[2], 5))) == Stage(KEYS[0], 3)
-    assert common_branch(mine, (Stage(RUN, 0), Stage(KEYS[0], 4))) == Stage(RUN, 0)
-    assert common_branch(mine, (Stage(KEYS[1], 5), Stage(KEYS[2], 8))) == Stage(KEYS[1], 5)
-    assert common_branch(mine, (Stage(KEYS[5], 0),)) is None
+    mine = [BranchStart(RUN, 0), BranchStart(KEYS[0], 3), BranchStart(KEYS[1], 5)]
+    assert common_branch(mine, (BranchStart(RUN, 0), BranchStart(KEYS[0], 3), BranchStart(KEYS[2], 5))) == BranchStart(
+        KEYS[0], 3
+    )
+    assert common_branch(mine, (BranchStart(RUN, 0), BranchStart(KEYS[0], 4))) == BranchStart(RUN, 0)
+    assert common_branch(mine, (BranchStart(KEYS[1], 5), BranchStart(KEYS[2], 8))) == BranchStart(KEYS[1], 5)
+    assert common_branch(mine, (BranchStart(KEYS[5], 0),)) is None
     assert common_branch(mine, tuple(mine)) == mine[-1]
 
 
@@ -301,7 +303,7 @@ def test_a_line_that_is_taken_up_again_knows_where_its_branch_began() -> None:
     regroup(made, 0, 1, 2)
     go_on(made, 20)
     saved = Saved(made.base, tuple(made.steps), (), 0, ROOT0, made.trunk())
-    again = Line.restored(saved, RUN, 8)
+    again = Chain.restored(saved, RUN, 8)
     assert again.state == made.state
     assert (again.lineage, again.changes, again.forks, again.beginnings) == (
         made.lineage, made.changes, made.forks, made.beginnings
@@ -315,6 +317,6 @@ def test_what_is_kept_for_ever_is_told_when_it_has_changed() -> None:
     beginning = regroup(made, 0, 1, 2)
     assert made.has_new_trunk
     second = line(2).steps[1]
-    lineage = (Stage(RUN, 0), Stage(beginning.branch, 2))
+    lineage = (BranchStart(RUN, 0), BranchStart(beginning.branch, 2))
     assert made.trunk() == Trunk(lineage, (second.step, beginning), (second.state,))
     assert not made.has_new_trunk

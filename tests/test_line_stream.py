@@ -12,10 +12,19 @@ import pytest
 from net_known import key, skipping_time, some_bytes, until
 
 from p2ptrain.core.history import HISTORY_BYTES_MAX
-from p2ptrain.net import line
-from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.line import Ask, AskHistory, Deliver, HistoryBegins, HistoryPart, LineMessage, Lines, TellHistory
+from p2ptrain.net import mailbox
+from p2ptrain.net.mailbox import (
+    Deliver,
+    HistoryBegins,
+    HistoryPart,
+    HistoryQuery,
+    Mail,
+    Mailboxes,
+    MessageQuery,
+    TellHistory,
+)
 from p2ptrain.net.memory import MemoryTransport, Network
+from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 
 A, B, C = (key(number) for number in range(3))
@@ -28,15 +37,15 @@ class Ear:
     """Records the messages and histories that a node receives."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[bytes, LineMessage]] = []
+        self.heard: list[tuple[bytes, Mail]] = []
         self.wrong: list[tuple[bytes, str]] = []
         self.histories: list[tuple[bytes, bytes]] = []
         self.none: list[tuple[bytes, str]] = []
 
     def lines(
         self, transport: MemoryTransport, upload: TokenBucket | None = None, download: TokenBucket | None = None
-    ) -> Lines:
-        return Lines(
+    ) -> Mailboxes:
+        return Mailboxes(
             transport,
             RUN,
             lambda *each: self.heard.append(each),
@@ -49,7 +58,7 @@ class Ear:
 
 
 @asynccontextmanager
-async def pair(network: Network) -> AsyncIterator[tuple[Lines, Lines, Ear, Ear]]:
+async def pair(network: Network) -> AsyncIterator[tuple[Mailboxes, Mailboxes, Ear, Ear]]:
     a, b = network.transport(A), network.transport(B)
     await a.connect(b.addresses()[0])
     ear_a, ear_b = Ear(), Ear()
@@ -71,7 +80,11 @@ def encode(frame: msgspec.Struct) -> bytes:
 async def test_messages_arrive_in_order_over_one_stream() -> None:
     network = Network(latency_seconds=0.002)
     async with pair(network) as (lines, _, _, ear):
-        said: list[LineMessage] = [Deliver((b"one", b"two")), Ask((NAME, bytes(range(16)))), AskHistory(bytes(32), 7)]
+        said: list[Mail] = [
+            Deliver((b"one", b"two")),
+            MessageQuery((NAME, bytes(range(16)))),
+            HistoryQuery(bytes(32), 7),
+        ]
         for message in said * 20:
             assert lines.post(B, message)
         await until(lambda: len(ear.heard) == 60)
@@ -88,37 +101,40 @@ async def test_envelopes_that_fill_more_than_a_frame_go_in_several() -> None:
         await until(lambda: sum(len(each.envelopes) for _, each in ear.heard if isinstance(each, Deliver)) == 7)
         assert tuple(e for _, each in ear.heard if isinstance(each, Deliver) for e in each.envelopes) == envelopes
         assert 2 <= len(ear.heard) <= 3
-        many = Deliver(tuple(bytes([n % 256]) for n in range(line.ENVELOPES_MAX + 1)))
-        assert [len(line.decode_frame(frame).envelopes) for frame in line.frames_of(many)] == [line.ENVELOPES_MAX, 1]  # type: ignore[union-attr]
+        many = Deliver(tuple(bytes([n % 256]) for n in range(mailbox.ENVELOPES_MAX + 1)))
+        assert [len(mailbox.decode_frame(frame).envelopes) for frame in mailbox.frames_of(many)] == [
+            mailbox.ENVELOPES_MAX,
+            1,
+        ]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("sizes", [[1_000_000, 1_000_000, 97_000], [2_047] * 1_024, [1] * 1_024, [1_000_000] * 5])
 def test_no_frame_is_longer_than_a_frame_may_be(sizes: list[int]) -> None:
-    frames = list(line.frames_of(Deliver(tuple(map(bytes, sizes)))))
+    frames = list(mailbox.frames_of(Deliver(tuple(map(bytes, sizes)))))
     assert max(map(len, frames)) <= FRAME_BYTES_MAX
-    assert len(encode(HistoryPart(bytes(line.PART_BYTES)))) <= FRAME_BYTES_MAX
+    assert len(encode(HistoryPart(bytes(mailbox.PART_BYTES)))) <= FRAME_BYTES_MAX
 
 
 @skipping_time
 async def test_what_does_not_fit_the_queue_is_dropped_and_counted() -> None:
     network = Network()
     async with pair(network) as (lines, _, _, ear):
-        assert all(lines.post(B, Ask((NAME,))) for _ in range(line.QUEUED_MAX))
-        assert not any(lines.post(B, Ask((NAME,))) for _ in range(2))
-        assert (lines.counters(), lines.queued_frames) == ({"dropped": 2}, line.QUEUED_MAX)
-        await until(lambda: len(ear.heard) == line.QUEUED_MAX)
+        assert all(lines.post(B, MessageQuery((NAME,))) for _ in range(mailbox.QUEUED_MAX))
+        assert not any(lines.post(B, MessageQuery((NAME,))) for _ in range(2))
+        assert (lines.counters(), lines.queued_frames) == ({"dropped": 2}, mailbox.QUEUED_MAX)
+        await until(lambda: len(ear.heard) == mailbox.QUEUED_MAX)
         big = Deliver((bytes(1_000_000),))
         taken = [lines.post(B, big) for _ in range(20)]
         assert taken == [True] * 16 + [False] * 4
         assert lines.counters()["dropped"] == 6
-        await until(lambda: len(ear.heard) == line.QUEUED_MAX + 16)
+        await until(lambda: len(ear.heard) == mailbox.QUEUED_MAX + 16)
 
 
 @skipping_time
 async def test_a_stream_that_breaks_is_opened_again_and_nothing_that_waits_is_lost() -> None:
     network = Network()
     async with pair(network) as (lines, _, _, ear):
-        lines.post(B, Ask((NAME,)))
+        lines.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 1)
         network.cut(A, B)
         lines.post(B, Deliver((b"later",)))
@@ -136,7 +152,7 @@ async def test_what_waits_for_a_peer_that_does_not_come_back_is_dropped_after_a_
         network.kill(B)
         lines.post(B, Deliver((b"lost",)))
         await until(lambda: lines.queued_frames == 0)
-        assert lines.counters() == {"broken": line.TRIES_MAX, "dropped": 1}
+        assert lines.counters() == {"broken": mailbox.TRIES_MAX, "dropped": 1}
         assert lines._outgoing == {}
 
 
@@ -144,13 +160,13 @@ async def test_what_waits_for_a_peer_that_does_not_come_back_is_dropped_after_a_
 async def test_a_stream_with_nothing_to_say_is_closed() -> None:
     network = Network()
     async with pair(network) as (lines, other, _, ear):
-        lines.post(B, Ask((NAME,)))
+        lines.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 1)
         assert (len(lines._outgoing), len(other._incoming)) == (1, 1)
         start = asyncio.get_running_loop().time()
         await until(lambda: not lines._outgoing and not other._incoming)
-        assert asyncio.get_running_loop().time() - start == pytest.approx(line.IDLE_SECONDS, abs=1)
-        lines.post(B, Ask((NAME,)))
+        assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.IDLE_SECONDS, abs=1)
+        lines.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 2)
         assert ear.wrong == []
 
@@ -165,17 +181,17 @@ async def test_of_more_than_two_streams_of_a_peer_the_newest_stay() -> None:
                 await stream.receive(1)
         assert len(other._incoming[A]) == 2
         for stream in streams[4:]:
-            await stream.send(encode(Ask((NAME,))))
+            await stream.send(encode(MessageQuery((NAME,))))
         await until(lambda: len(ear.heard) == 2)
 
 
 @skipping_time
 async def test_a_peer_that_nobody_has_room_for_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "PEERS_MAX", 1)
+    monkeypatch.setattr(mailbox, "PEERS_MAX", 1)
     network = Network()
     async with pair(network) as (lines, other, _, ear):
-        lines.post(B, Ask((NAME,)))
-        assert not lines.post(C, Ask((NAME,)))
+        lines.post(B, MessageQuery((NAME,)))
+        assert not lines.post(C, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 1)
         c = network.transport(C)
         await c.connect(network.address(B))
@@ -226,7 +242,7 @@ def test_a_malformed_message_is_reported_and_its_stream_ends(frame: bytes) -> No
 
 
 async def asked(ear: Ear) -> None:
-    await until(lambda: any(isinstance(message, AskHistory) for _, message in ear.heard))
+    await until(lambda: any(isinstance(message, HistoryQuery) for _, message in ear.heard))
 
 
 @skipping_time
@@ -234,7 +250,7 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
     async with pair(Network(latency_seconds=0.002)) as (lines, other, ear_a, ear_b):
         lines.ask_history(B, bytes(32), 3)
         await asked(ear_b)
-        assert ear_b.heard == [(A, AskHistory(bytes(32), 3))]
+        assert ear_b.heard == [(A, HistoryQuery(bytes(32), 3))]
         history = some_bytes(20 * 2**20 + 17)
         assert other.post(A, TellHistory(history))
         assert not other.post(A, TellHistory(history))  # one history at a time
@@ -260,7 +276,7 @@ async def test_a_question_without_an_answer_ends_after_eight_seconds() -> None:
         lines.ask_history(B, bytes(32), 3)
         start = asyncio.get_running_loop().time()
         await until(lambda: bool(ear.none))
-        assert asyncio.get_running_loop().time() - start == pytest.approx(line.QUESTION_SECONDS, abs=0.1)
+        assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.QUESTION_SECONDS, abs=0.1)
         assert ear.none == [(B, "no answer at all")]
         assert len(other_ear.heard) == 1
 
@@ -320,12 +336,12 @@ async def test_a_history_that_stops_coming_is_given_up_and_its_rest_thrown_away(
     async with pair(network) as (lines, _, ear, _):
         lines.ask_history(B, bytes(32), 3)
         stream = await network.nodes[B].open(A, PROTOCOL)
-        await stream.send(encode(HistoryBegins(2 * line.PART_BYTES)))
-        await stream.send(encode(HistoryPart(bytes(line.PART_BYTES))))
+        await stream.send(encode(HistoryBegins(2 * mailbox.PART_BYTES)))
+        await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
         await until(lambda: bool(ear.none))
         assert ear.none == [(B, "no answer after 524288 of 1048576 bytes")]
-        await stream.send(encode(HistoryPart(bytes(line.PART_BYTES))))
-        await stream.send(encode(Ask((NAME,))))
+        await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
+        await stream.send(encode(MessageQuery((NAME,))))
         await until(lambda: bool(ear.heard))
         assert (ear.histories, ear.wrong, lines._unasked) == ([], [], {})
 
@@ -337,12 +353,12 @@ async def test_a_history_that_dribbles_is_given_up_after_a_minute() -> None:
         lines.ask_history(B, bytes(32), 3)
         stream = await network.nodes[B].open(A, PROTOCOL)
         start = asyncio.get_running_loop().time()
-        await stream.send(encode(HistoryBegins(100 * line.PART_BYTES)))
+        await stream.send(encode(HistoryBegins(100 * mailbox.PART_BYTES)))
         for number in range(9):
             await until(partial(is_past, start + 7 * number))
-            await stream.send(encode(HistoryPart(bytes(line.PART_BYTES))))
+            await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
         await until(lambda: bool(ear.none))
-        assert asyncio.get_running_loop().time() - start == pytest.approx(line.ANSWER_SECONDS, abs=0.1)
+        assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.ANSWER_SECONDS, abs=0.1)
 
 
 @skipping_time
@@ -383,8 +399,8 @@ def frames_that_lie(parts: list[int], size: int) -> list[bytes]:
     [
         frames_that_lie([5], 10),
         frames_that_lie([11], 10),
-        frames_that_lie([line.PART_BYTES, line.PART_BYTES - 1], 3 * line.PART_BYTES),
-        frames_that_lie([line.PART_BYTES], 2 * line.PART_BYTES) + frames_that_lie([], 1),
+        frames_that_lie([mailbox.PART_BYTES, mailbox.PART_BYTES - 1], 3 * mailbox.PART_BYTES),
+        frames_that_lie([mailbox.PART_BYTES], 2 * mailbox.PART_BYTES) + frames_that_lie([], 1),
     ],
 )
 def test_a_history_of_wrong_parts_is_malformed(frames: list[bytes]) -> None:
@@ -407,10 +423,10 @@ def test_a_history_of_wrong_parts_is_malformed(frames: list[bytes]) -> None:
 async def test_only_so_many_histories_are_asked_for_at_once() -> None:
     network = Network()
     async with pair(network) as (lines, _, ear, _):
-        for number in range(line.QUESTIONS_MAX + 1):
+        for number in range(mailbox.QUESTIONS_MAX + 1):
             lines.ask_history(key(100 + number), bytes(32), 3)
         await until(lambda: len(ear.none) == 1)
-        assert ear.none == [(key(100 + line.QUESTIONS_MAX), "too many requests are open already")]
+        assert ear.none == [(key(100 + mailbox.QUESTIONS_MAX), "too many requests are open already")]
 
 
 @skipping_time

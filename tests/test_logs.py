@@ -14,14 +14,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from p2ptrain.daemon import logs
-from p2ptrain.daemon.logs import LINE_MAX, LINES_MAX, JsonText, PlainText, QueuedLines, TimedText, Unbuffered, plain
+from p2ptrain.observe import logs
+from p2ptrain.observe.logs import LINE_MAX, LINES_MAX, JsonText, PlainText, QueuedLines, TimedText, Unbuffered, plain
 
 LINES = 3_000  # more than a pipe takes, or a queue
 CHILD = """
 import logging, os, sys
 from p2ptrain.config import LoggingConfig
-from p2ptrain.daemon import logs
+from p2ptrain.observe import logs
 from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.schema import Status
 

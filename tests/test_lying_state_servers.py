@@ -20,12 +20,22 @@ from net_known import at, key, skipping_time, some_bytes
 
 from p2ptrain.core.reputation import GREYLISTED_FROM, Reason, Reputation
 from p2ptrain.core.wire import encode
-from p2ptrain.daemon.driver import CATCH_UP_SECONDS
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.net import inquiry
-from p2ptrain.net.blobs import BlobName, MemoryBlob, verified
-from p2ptrain.net.bulk import Given, Have, Later, Nothing, Reply, Request, Want, bulk_protocol, decode_request
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import BlobName, MemoryBlob, verified
+from p2ptrain.net.blobs.server import (
+    BlobRequest,
+    Given,
+    Have,
+    Later,
+    Nothing,
+    Reply,
+    Request,
+    bulk_protocol,
+    decode_request,
+)
 from p2ptrain.net.transport import Stream, TransportError
+from p2ptrain.node.driver import CATCH_UP_SECONDS
 
 LIARS = 15
 SEEDS = 12
@@ -64,18 +74,18 @@ def lie(liar: Liar, reply: Reply | bytes) -> Reply | bytes:
 
 
 async def wrong_pieces(liar: Liar, request: Request) -> Reply | bytes | None:
-    return account(BLOB) if isinstance(request, Want) else lie(liar, given(OTHER, request.index))
+    return account(BLOB) if isinstance(request, BlobRequest) else lie(liar, given(OTHER, request.index))
 
 
 async def one_wrong_piece_after_right_ones(liar: Liar, request: Request) -> Reply | bytes | None:
-    if isinstance(request, Want):
+    if isinstance(request, BlobRequest):
         return account(BLOB)
     liar.given += 1
     return given(BLOB, request.index) if liar.given < 3 else lie(liar, given(OTHER, request.index))
 
 
 async def one_bit_of_a_piece(liar: Liar, request: Request) -> Reply | bytes | None:
-    if isinstance(request, Want):
+    if isinstance(request, BlobRequest):
         return account(BLOB)
     piece = bytearray(BLOB.read(request.index))
     piece[liar.rng.randrange(len(piece))] ^= 1
@@ -83,34 +93,34 @@ async def one_bit_of_a_piece(liar: Liar, request: Request) -> Reply | bytes | No
 
 
 async def a_shorter_piece(liar: Liar, request: Request) -> Reply | bytes | None:
-    return account(BLOB) if isinstance(request, Want) else lie(liar, Given(request.index, b""))
+    return account(BLOB) if isinstance(request, BlobRequest) else lie(liar, Given(request.index, b""))
 
 
 async def another_piece_than_asked(liar: Liar, request: Request) -> Reply | bytes | None:
-    return account(BLOB) if isinstance(request, Want) else lie(liar, given(BLOB, (request.index + 1) % PIECES))
+    return account(BLOB) if isinstance(request, BlobRequest) else lie(liar, given(BLOB, (request.index + 1) % PIECES))
 
 
 async def another_state(liar: Liar, request: Request) -> Reply | bytes | None:
     """Sends a state that is consistent in itself but does not have the root."""
-    return lie(liar, account(OTHER)) if isinstance(request, Want) else given(OTHER, request.index)
+    return lie(liar, account(OTHER)) if isinstance(request, BlobRequest) else given(OTHER, request.index)
 
 
 async def a_larger_state(liar: Liar, request: Request) -> Reply | bytes | None:
-    return lie(liar, account(LARGER)) if isinstance(request, Want) else given(LARGER, request.index)
+    return lie(liar, account(LARGER)) if isinstance(request, BlobRequest) else given(LARGER, request.index)
 
 
 async def a_smaller_state(liar: Liar, request: Request) -> Reply | bytes | None:
-    return lie(liar, account(SMALLER)) if isinstance(request, Want) else given(SMALLER, request.index)
+    return lie(liar, account(SMALLER)) if isinstance(request, BlobRequest) else given(SMALLER, request.index)
 
 
 async def right_digests_of_another_size(liar: Liar, request: Request) -> Reply | bytes | None:
-    if isinstance(request, Want):
+    if isinstance(request, BlobRequest):
         return lie(liar, account(BLOB, size=BLOB.size - 1))
     return given(BLOB, request.index)
 
 
 async def pieces_that_there_are_not(liar: Liar, request: Request) -> Reply | bytes | None:
-    return lie(liar, account(BLOB, held=b"\xff\xff")) if isinstance(request, Want) else None
+    return lie(liar, account(BLOB, held=b"\xff\xff")) if isinstance(request, BlobRequest) else None
 
 
 async def junk(liar: Liar, request: Request) -> Reply | bytes | None:
@@ -122,16 +132,16 @@ async def silence(liar: Liar, request: Request) -> Reply | bytes | None:
 
 
 async def silence_after_its_account(liar: Liar, request: Request) -> Reply | bytes | None:
-    return account(BLOB) if isinstance(request, Want) else None
+    return account(BLOB) if isinstance(request, BlobRequest) else None
 
 
 async def a_trickle(liar: Liar, request: Request) -> Reply | bytes | None:
     await at(asyncio.get_running_loop().time() + 15.0)
-    return account(BLOB) if isinstance(request, Want) else given(BLOB, request.index)
+    return account(BLOB) if isinstance(request, BlobRequest) else given(BLOB, request.index)
 
 
 async def a_break_in_the_middle(liar: Liar, request: Request) -> Reply | bytes | None:
-    if isinstance(request, Want):
+    if isinstance(request, BlobRequest):
         return account(BLOB)
     liar.given += 1
     if liar.given > 1:
@@ -144,13 +154,13 @@ async def nothing(liar: Liar, request: Request) -> Reply | bytes | None:
 
 
 async def later_for_ever(liar: Liar, request: Request) -> Reply | bytes | None:
-    return account(BLOB) if isinstance(request, Want) else Later(request.index)
+    return account(BLOB) if isinstance(request, BlobRequest) else Later(request.index)
 
 
 async def an_empty_hand(liar: Liar, request: Request) -> Reply | bytes | None:
     """Has no pieces, and names many unknown peers as holders."""
     strangers = tuple(liar.rng.randbytes(32) for _ in range(16))
-    return account(BLOB, held=bytes(1), holders=strangers) if isinstance(request, Want) else Later(request.index)
+    return account(BLOB, held=bytes(1), holders=strangers) if isinstance(request, BlobRequest) else Later(request.index)
 
 
 WAYS: tuple[Way, ...] = (
@@ -169,7 +179,7 @@ async def tell(each: Bench, liar: Liar, way: Way) -> None:
         try:
             while True:
                 request = decode_request(await stream.receive(128))
-                if isinstance(request, Want) and is_new:
+                if isinstance(request, BlobRequest) and is_new:
                     is_new = False
                     liar.name, liar.given = request.name, 0
                     liar.asked_again += liar.lies[request.name]
@@ -182,14 +192,14 @@ async def tell(each: Bench, liar: Liar, way: Way) -> None:
             stream.abort()
 
     await transport.serve(bulk_protocol(each.edges.run_id), serve)
-    await inquiry.serve(transport, lambda peer, question: inquiry.States(((NEWER, NEWER_ROOT), (ROUND, ROOT))))
+    await questions.serve(transport, lambda peer, question: questions.States(((NEWER, NEWER_ROOT), (ROUND, ROOT))))
     await each.transport.connect(transport.addresses()[0])
 
 
 async def be_honest(each: Bench, peer: bytes) -> None:
     node = await each.serve(peer)
     node.blobs[BlobName("state", ROOT)] = BLOB
-    await inquiry.serve(node.transport, lambda asker, question: inquiry.States(((ROUND, ROOT),)))
+    await questions.serve(node.transport, lambda asker, question: questions.States(((ROUND, ROOT),)))
 
 
 async def state(each: Bench, sources: list[bytes], mine: bytes | None) -> tuple[int, bytes, bytes]:

@@ -17,15 +17,15 @@ from driver_known import STATE, ChainTrainer, LoopDevice, a_dataset, root_of
 from net_known import at, skipping_time, until
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.daemon.assembly import Launch
+from p2ptrain.config.node import LimitsConfig, NetworkConfig, StorageConfig
+from p2ptrain.daemon import Daemon, Faces, save_last
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.memory import MemoryTransport, Network
-from p2ptrain.node_config import LimitsConfig, NetworkConfig, StorageConfig
+from p2ptrain.node.assembly import Launch
 from p2ptrain.observe.build import peers_of, status_of
-from p2ptrain.program import Daemon, Faces, save_last
 from p2ptrain.replay import replay
 from p2ptrain.store.store import Store
 
@@ -86,7 +86,7 @@ class Member:
             stack.callback(self.device.close)
             launch = Launch(swarm.run, config, self.identity, transport, dataset, state=state)
             self.daemon = await Daemon.open(stack, launch, self.faces, self.device)
-            stack.callback(self.daemon.edges.keeping.close)
+            stack.callback(self.daemon.edges.persistence.close)
             driver = self.daemon.driver
             await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.intake.hear)
             async with asyncio.TaskGroup() as group:
@@ -193,14 +193,14 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
             assert status["fault_tolerance"] == {"liars": 1, "crashes": 1, "mode": "byzantine"}
             assert len(status["peers"]) == 3
             assert len(peers_of(node.daemon).peers) == 3
-            assert 8 in dict(node.daemon.edges.library.states.places())
+            assert 8 in dict(node.daemon.edges.served_blobs.states.places())
         taken = [node.status["counters"]["contributions taken"] for node in made.nodes]
         assert sum(taken) >= 32  # of 40: a lost message costs its node two rounds, and threads say which are lost
         edges = made.nodes[0].daemon.edges
-        assert (edges.lines._upload.rate, edges.fetching.fetcher._sources.download.rate) == (10**9, 2 * 10**9)
+        assert (edges.mailboxes._upload.rate, edges.fetching.fetcher._sources.download.rate) == (10**9, 2 * 10**9)
         for node in made.nodes[1:]:  # also if it is killed now: whom it joined by
-            assert node.daemon.edges.keeping.store.records.addresses() == [made.network.address(made.nodes[0].key)]
-        directories = [node.daemon.edges.keeping.store.directory for node in made.nodes]
+            assert node.daemon.edges.persistence.store.records.addresses() == [made.network.address(made.nodes[0].key)]
+        directories = [node.daemon.edges.persistence.store.directory for node in made.nodes]
     for directory in directories:
         logs = sorted((directory / "events").glob("*.jsonl"))
         assert logs
@@ -300,7 +300,7 @@ async def test_a_disk_in_trouble_is_told_in_the_status_and_stops_one_node_alone(
     async with swarm(tmp_path) as made:
         *others, victim = made.nodes
         await made.reach(4)
-        store, write = victim.daemon.edges.keeping.store, Store.write
+        store, write = victim.daemon.edges.persistence.store, Store.write
         full: Callable[..., None]
 
         def full(self: Store, records: Any) -> None:

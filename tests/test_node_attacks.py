@@ -19,7 +19,7 @@ from core_known import (
 )
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.history import History, Stage
+from p2ptrain.core.history import BranchStart, History
 from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Call, Vote, payload_digest
 from p2ptrain.core.reputation import BURST, Reason
 from p2ptrain.digest import digest
@@ -147,7 +147,7 @@ def test_what_is_being_applied_when_the_branch_is_left_is_not_built_upon() -> No
     steps = tuple(entry for entry, _ in line_of(bench.genesis, bench.run, 1, signers=tuple(bench.others)))
     bench.hear(bench.hello(peer, branch=RUN, round=2))
     bench.wait(1.0)
-    history = History((Stage(RUN, 0),), 1, (), None, steps)
+    history = History((BranchStart(RUN, 0),), 1, (), None, steps)
     effects = []
     while bench.state.branch != RUN and (asked := bench.node.catching_up.asked) is not None:
         effects = bench.do(ev.HistoryArrived(asked.peer, history))

@@ -433,7 +433,7 @@ def astray() -> tuple[Bench, list[ev.Effect]]:
     bench.hear(voted(KEYS[0], PREVOTE, ROOT0, number=3))
     asked = [bench.tick() for _ in range(2)]
     assert ev.AskHistory(KEYS[0], RUN, 1) in asked[0] + asked[1]
-    lineage = tuple(bench.node.line.lineage)
+    lineage = tuple(bench.node.chain.lineage)
     return bench, bench.do(ev.HistoryArrived(KEYS[0], History(lineage, 2, (), None, (entry,))))
 
 

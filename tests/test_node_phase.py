@@ -6,8 +6,8 @@ from core_known import Bench, announced, root_of
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.arrivals import SLACK
+from p2ptrain.core.local_work import PASSED_TIMES
 from p2ptrain.core.messages import Announcement
-from p2ptrain.core.work import PASSED_TIMES
 
 TRAINED = 10.0  # seconds, of everybody
 LATE = 8.0

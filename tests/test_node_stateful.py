@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_node_rest import Restless
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.history import Beginning, Entry, History, Stage, Step
+from p2ptrain.core.history import Beginning, BranchStart, Entry, History, Step
 from p2ptrain.core.messages import (
     NOTHING,
     NUMBER_MAX,
@@ -171,7 +171,7 @@ class Anyone(RuleBasedStateMachine):
         return [key for key in PEERS if key != self.bench.me][peer - 1]
 
     def branch(self, pick: int) -> bytes:
-        lineage = [stage.branch for stage in self.node.line.lineage]
+        lineage = [stage.branch for stage in self.node.chain.lineage]
         return {5: RUN, 6: NOWHERE, 7: lineage[-2] if len(lineage) > 1 else RUN}.get(pick, self.state.branch)
 
     def manifest(self, pick: int) -> bytes:
@@ -366,7 +366,7 @@ class Anyone(RuleBasedStateMachine):
         if wrong == 0:
             self.do(ev.HistoryFailed(peer_asked, "no"))
             return
-        line = self.node.line
+        line = self.node.chain
         states = [*line.forks.values(), line.base, *(certified.state for certified in line.steps)]
         start = states[max(0, len(states) - 1 - back)]
         lineage = list(line.lineage)
@@ -377,7 +377,7 @@ class Anyone(RuleBasedStateMachine):
             beginning = begun(others, others, start)
             steps.append(beginning)
             start = start.regrouped(beginning.branch, beginning.members)
-            lineage.append(Stage(beginning.branch, beginning.round))
+            lineage.append(BranchStart(beginning.branch, beginning.round))
         signers = tuple(key for key in start.members if key != self.bench.me)
         which = b"other" if wrong == 1 else b""
         followed = line_of(start, self.bench.run, rounds, signers, which) if signers else []
@@ -458,7 +458,7 @@ def spoiled(history: History, wrong: int, followed: list[tuple[Entry, AgreedStat
         forged = replace(entry.certificate, signatures=tuple(bytes(64) for _ in entry.certificate.signatures))
         return replace(history, steps=(*steps[:-1], replace(entry, certificate=forged)))
     if wrong == 3:
-        return replace(history, lineage=(Stage(NOWHERE, 0),))
+        return replace(history, lineage=(BranchStart(NOWHERE, 0),))
     if wrong == 4 and len(followed) > 1 and not isinstance(steps[0], Beginning):
         return replace(history, base=followed[0][1], steps=steps[1:])
     if wrong == 5:

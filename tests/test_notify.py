@@ -14,8 +14,8 @@ from time import monotonic
 
 import pytest
 
-from p2ptrain.daemon import notify as module
-from p2ptrain.daemon.notify import TELL_SECONDS, TEXT_MAX, Beat, notify
+from p2ptrain.node import notify as module
+from p2ptrain.node.notify import TELL_SECONDS, TEXT_MAX, Beat, notify
 from p2ptrain.observe.http import STARTING
 from tests.daemon_known import SECONDS, TEST_SECONDS, Swarm, swarm_in
 

@@ -11,8 +11,8 @@ from net_known import skipping_time, until
 from test_memory_swarm import Member, Swarm, swarm
 
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.daemon.orders import RATE_MAX
 from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.node.orders import RATE_MAX
 from p2ptrain.observe.build import unreadiness_of
 from p2ptrain.observe.schema import PeerList, Status
 
@@ -87,7 +87,7 @@ async def test_limits_change_at_once_and_what_is_not_named_stays(tmp_path: Path)
         assert await daemon.answer({"do": "limit"}) == first == made.nodes[0].status["limits"]
         changed = await daemon.answer({"do": "limit", "upload": 7, "download": None})
         assert changed == first | {"upload_bytes_per_second": 7}
-        assert (edges.lines._upload.rate, edges.fetching.fetcher._sources.download.rate) == (7, 2 * 10**9)
+        assert (edges.mailboxes._upload.rate, edges.fetching.fetcher._sources.download.rate) == (7, 2 * 10**9)
         assert edges.server is not None
         assert edges.server._upload.rate == 7
         assert await daemon.answer({"do": "limit", "upload": 0, "download": 0}) == dict.fromkeys(rates, 0) | rest
@@ -115,7 +115,7 @@ async def test_a_checkpoint_is_made_when_it_is_asked_for(tmp_path: Path) -> None
         await made.reach(3)
         saved = (await node.daemon.answer({"do": "checkpoint"}))["round"]
         assert saved >= 3
-        present = {each.round for each in node.daemon.edges.keeping.store.checkpoints.present()}
+        present = {each.round for each in node.daemon.edges.persistence.store.checkpoints.present()}
         assert saved in present
         await go_on(made)
 
@@ -131,7 +131,7 @@ async def test_a_checkpoint_that_the_disk_does_not_take_is_said_so(
         def fail(*arguments: Any) -> None:
             raise DataError("the disk is full")
 
-        monkeypatch.setattr(node.daemon.edges.keeping.store.checkpoints, "write", fail)
+        monkeypatch.setattr(node.daemon.edges.persistence.store.checkpoints, "write", fail)
         await node.daemon.answer({"do": "pause"})
         with pytest.raises(DataError, match="the state was not saved"):
             while True:

@@ -14,9 +14,9 @@ import pytest
 
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.identity import Identity, peer_id_of
-from p2ptrain.net import dht, p2pd, process, pubsub, streams
 from p2ptrain.net.frames import FrameStream
-from p2ptrain.net.records import sign_record
+from p2ptrain.net.libp2p import dht, p2pd, process, pubsub, streams
+from p2ptrain.net.libp2p.dht_records import sign_record
 from p2ptrain.net.transport import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, Stream, TransportError
 from tests.p2pd_known import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
 

@@ -20,8 +20,9 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
-from p2ptrain.net import frames, p2pd, supervisor
-from p2ptrain.net.p2pd import P2pd
+from p2ptrain.net import frames
+from p2ptrain.net.libp2p import p2pd, supervisor
+from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.transport import Stream, TransportError
 from tests.p2pd_known import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
 
@@ -186,8 +187,8 @@ async def test_what_is_asked_of_the_dht_just_as_p2pd_ends_fails(make: Make) -> N
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-from p2ptrain.net.p2pd import P2pd
-from p2ptrain.node_config import NetworkConfig
+from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.config.node import NetworkConfig
 
 async def main():
     network = NetworkConfig(listen=("/ip4/127.0.0.1/tcp/0",), nat=False)
@@ -304,8 +305,10 @@ def test_of_hivemind_only_the_parts_are_imported_that_are_used() -> None:
     def printed(code: str) -> str:
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
-    assert "scipy" not in printed("import sys, p2ptrain.net.p2pd; print(*sys.modules)").split()
-    from_whole = "import p2ptrain.net.p2pd, hivemind, sys; print(hivemind.DHT is sys.modules['hivemind.dht'].DHT)"
+    assert "scipy" not in printed("import sys, p2ptrain.net.libp2p.p2pd; print(*sys.modules)").split()
+    from_whole = (
+        "import p2ptrain.net.libp2p.p2pd, hivemind, sys; print(hivemind.DHT is sys.modules['hivemind.dht'].DHT)"
+    )
     assert printed(from_whole) == "True\n"
 
 

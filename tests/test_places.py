@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.daemon import places
-from p2ptrain.daemon.places import BASE_MAX, SOCKETS_LOCK, SOCKETS_PREFIX, private_directory
 from p2ptrain.errors import ConfigError
+from p2ptrain.node import directories
+from p2ptrain.node.directories import BASE_MAX, SOCKETS_LOCK, SOCKETS_PREFIX, private_directory
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_one_that_another_start_removes_before_it_is_locked_is_made_again(
             removed.append(path)
         real(lock, how)
 
-    monkeypatch.setattr(places.fcntl, "flock", flock)
+    monkeypatch.setattr(directories.fcntl, "flock", flock)
     with private_directory() as path:
         assert removed
         assert path not in removed
@@ -86,7 +86,7 @@ def test_a_place_that_is_too_long_for_sockets_is_passed_over(base: Path, monkeyp
 
 
 def test_without_any_place_it_is_said_what_to_do(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places.os, "access", lambda place, how: False)
+    monkeypatch.setattr(directories.os, "access", lambda place, how: False)
     with (
         pytest.raises(
             ConfigError, match=r"no place for sockets.*XDG_RUNTIME_DIR|XDG_RUNTIME_DIR.*no place for sockets"

@@ -14,7 +14,7 @@ from rich.console import Console
 from web_known import told_of
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
-from p2ptrain.daemon.logs import JsonText
+from p2ptrain.observe.logs import JsonText
 from p2ptrain.observe.progress import ProgressLine, line_of, lines_of
 from p2ptrain.observe.schema import Status
 from p2ptrain.visible import count_of

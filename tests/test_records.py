@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.identity import Identity
-from p2ptrain.net import records
-from p2ptrain.net.records import Validator, sign_record, strip_record, why_invalid
+from p2ptrain.net.libp2p import dht_records
+from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record, why_invalid
 
 NOW = 1_800_000_000.0
 KEY = bytes(range(20))
@@ -82,7 +82,7 @@ def test_no_bytes_make_the_check_raise(key: bytes, subkey: bytes, record: bytes,
 
 
 def test_no_more_records_are_checked_in_a_second_than_we_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "CHECKS_PER_SECOND_MAX", 2)
+    monkeypatch.setattr(dht_records, "CHECKS_PER_SECOND_MAX", 2)
     validator, parts = Validator(), (KEY, SUBKEY, stored(), NOW + 60)
     found = [validator.why_invalid(*parts, NOW + seconds) for seconds in (0.0, 0.1, 0.9, 1.0, 1.1, 1.2)]
     assert found == ["", "", "too many in a second"] * 2

@@ -23,7 +23,7 @@ from core_known import (
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.context import Context
-from p2ptrain.core.history import Beginning, Stage
+from p2ptrain.core.history import Beginning, BranchStart
 from p2ptrain.core.messages import Ballot, Call, Message
 from p2ptrain.core.node import GAP_SECONDS
 from p2ptrain.core.regroup import ATTEMPTS_AHEAD, ATTEMPTS_KEPT, HEARD_SECONDS, PATIENCE_MAX, REPEAT_SECONDS, Regrouping
@@ -69,7 +69,7 @@ def called() -> Bench:
 
 def trunk_of(bench: Bench, beginning: Beginning) -> ev.Trunk:
     """The trunk of a chain with a branch that began before the first round."""
-    return ev.Trunk((Stage(RUN, 0), Stage(beginning.branch, 0)), (beginning,), (bench.genesis,))
+    return ev.Trunk((BranchStart(RUN, 0), BranchStart(beginning.branch, 0)), (beginning,), (bench.genesis,))
 
 
 def essential(effects: list[ev.Effect]) -> list[ev.Effect]:

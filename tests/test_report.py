@@ -18,10 +18,10 @@ from test_cli_checkpoint import run_of, void
 from web_known import STATUS, a_status
 
 from p2ptrain.config import RunConfig
-from p2ptrain.config_text import to_toml
-from p2ptrain.daemon.places import run_directory
+from p2ptrain.config.node import NodeConfig, StorageConfig
+from p2ptrain.config.text import to_toml
 from p2ptrain.identity import peer_id_of
-from p2ptrain.node_config import NodeConfig, StorageConfig
+from p2ptrain.node.directories import run_directory
 from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, POINTS_MAX, Lived, exported, history_of, read_lived
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.checkpoints import Checkpoints

@@ -26,7 +26,7 @@ from p2ptrain.config import (
     RunConfig,
     TokenizerConfig,
 )
-from p2ptrain.config_text import sections, to_toml
+from p2ptrain.config.text import sections, to_toml
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ import pytest
 from core_known import KEYS
 
 from p2ptrain.core.state import AgreedState, genesis
-from p2ptrain.daemon import saved
 from p2ptrain.errors import DataError
+from p2ptrain.node import saved
 from p2ptrain.store import checkpoints
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.log import Log

@@ -47,7 +47,7 @@ class Ran:
         self.cluster.run()
         self.node = self.cluster.nodes[0]
         assert self.node.core is not None
-        self.history = list(self.node.core.line.steps)  # its disk may be behind
+        self.history = list(self.node.core.chain.steps)  # its disk may be behind
         self.last = self.history[-1]
         assert isinstance(self.last.step, Entry)
         self.entry = self.last.step

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2ptrain.core.catchup import CatchingUp, Question
+from p2ptrain.core.catchup import CatchingUp, HistoryRequest
 from p2ptrain.core.events import Certified, MessageReceived, Persist, Tick, Trunk
 from p2ptrain.core.inbox import Inbox
 from p2ptrain.core.repair import Repair
@@ -35,7 +35,7 @@ def whoever_is_quoted_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def taking(self: Inbox, event: MessageReceived) -> Any:
         author = getattr(event.received.message, "author", b"")
-        if author in self.node.line.state.place:
+        if author in self.node.chain.state.place:
             self.context.heard_at[author] = self.context.now
         return take(self, event)
 
@@ -48,7 +48,7 @@ def whoever_asks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_question_leads_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask_again(self: CatchingUp, asked: Question, branch: bytes, point: int) -> None:
+    def ask_again(self: CatchingUp, asked: HistoryRequest, branch: bytes, point: int) -> None:
         self._ask(asked.peer, branch, point)
 
     monkeypatch.setattr(CatchingUp, "_ask_again", ask_again)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from sim_known import Script, announcement, begin_faults, do, of_kind, scripted, vote
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.history import Entry, History, Stage
+from p2ptrain.core.history import BranchStart, Entry, History
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Certificate
 from p2ptrain.core.state import AgreedState, Taken
@@ -197,7 +197,7 @@ def test_a_history_that_does_not_come_fails() -> None:
 def test_a_history_arrives_as_it_was_sent_and_only_where_it_was_asked_for() -> None:
     cluster, scripts = scripted()
     keys = [node.key for node in cluster.nodes]
-    history = History((Stage(cluster.setup.run_id, 0),), 0, (), None, ())
+    history = History((BranchStart(cluster.setup.run_id, 0),), 0, (), None, ())
     scripts[1].replies[ev.HistoryAsked] = lambda asked: [
         ev.SendHistory(asked.peer, history),
         ev.SendHistory(keys[2], history),

@@ -18,12 +18,12 @@ from sim_known import Log
 from p2ptrain.core import catchup, manifest, regroup, roster
 from p2ptrain.core import round as core_round
 from p2ptrain.core.agreement import Act, Agreement, View
+from p2ptrain.core.chain import common_branch
 from p2ptrain.core.events import Apply
-from p2ptrain.core.line import common_branch
+from p2ptrain.core.local_work import LocalWork
 from p2ptrain.core.messages import Proposal
 from p2ptrain.core.offers import Offers
 from p2ptrain.core.repair import Repair
-from p2ptrain.core.work import Work
 from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.outcome import simulate
@@ -40,7 +40,7 @@ def trap(name: str) -> Scenario:
 def heavier_branch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longer history is followed, whoever signed it."""
 
-    def weigh(self: catchup.CatchingUp, asked: catchup.Question, history: Any) -> catchup.Verified | None:
+    def weigh(self: catchup.CatchingUp, asked: catchup.HistoryRequest, history: Any) -> catchup.Verified | None:
         line = self.line
         common = common_branch(line.lineage, history.lineage)
         if common is None or history.round <= line.state.round:
@@ -155,7 +155,7 @@ def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
         held[self.context.me, self.number] = {name for name, good in self.context.payloads.held.items() if good}
         close(self)
 
-    def apply_next(self: Work) -> None:
+    def apply_next(self: LocalWork) -> None:
         entry = self.line.entry(self.applied_round + 1)
         assert entry is not None, "nobody lags in this scenario"
         mine = held[self.context.me, entry.manifest.round]
@@ -164,7 +164,7 @@ def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
         self.context.emit(Apply(self.applying))
 
     monkeypatch.setattr(core_round.Round, "_close", closing)
-    monkeypatch.setattr(Work, "_apply_next", apply_next)
+    monkeypatch.setattr(LocalWork, "_apply_next", apply_next)
 
 
 MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

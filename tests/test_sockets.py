@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.net.sockets import Sockets
+from p2ptrain.net.libp2p.sockets import Sockets
 from p2ptrain.net.transport import TransportError
 
 

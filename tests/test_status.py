@@ -14,9 +14,9 @@ from connections_known import ME, A, B, Seen, now
 from net_known import at, skipping_time, until
 from records_known import lived
 
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
+from p2ptrain.net.address_book import Origin
 from p2ptrain.net.addresses import kind_of_address
-from p2ptrain.net.known import Origin
 from p2ptrain.net.memory import Network
 from p2ptrain.net.transport import Stream
 from p2ptrain.observe import build as status
@@ -56,12 +56,12 @@ async def test_the_latency_of_a_peer_is_the_median_of_its_last_answers_while_it_
     takes = [0.2, 0.2, 0.4, 0.3, 0.1, 9.0]  # seconds; the first is forgotten when the sixth has come
 
     async def slow(stream: Stream) -> None:
-        await stream.receive(inquiry.QUESTION_BYTES_MAX)
+        await stream.receive(questions.QUESTION_BYTES_MAX)
         if takes:
             await at(now() + takes.pop(0))
-            await stream.send(msgspec.msgpack.encode(inquiry.Peers()))
+            await stream.send(msgspec.msgpack.encode(questions.Peers()))
 
-    await asked.serve(inquiry.PROTOCOL, slow)
+    await asked.serve(questions.PROTOCOL, slow)
     node.connections.add(network.address(A), Origin.USER)
     assert latency_of(node.connections, A) is None, "it is not known yet"
     assert latency_of(node.connections, B) is None, "nothing is known of it"
@@ -119,7 +119,7 @@ def test_what_the_node_says_is_kept_for_pages_within_bounds_and_rounds_are_not_s
 def test_bytes_are_told_by_what_they_were_for() -> None:
     counted = {
         "bytes sent": 1_000, "bytes received": 2_000, "sent gossip": 100, "received gossip": 200,
-        "sent /line": 60, "received /line": 70, f"sent {inquiry.PROTOCOL}": 5, "sent /bulk": 500,
+        "sent /line": 60, "received /line": 70, f"sent {questions.PROTOCOL}": 5, "sent /bulk": 500,
     }  # fmt: skip
     bulk = {"sent payload": 300, "sent state": 100, "sent data": 10, "sent manifest": 20, "received tokenizer": 30}
     edges: Any = SimpleNamespace(

@@ -16,7 +16,7 @@ from store_known import KEPT, Power, folded, some_records
 
 from p2ptrain import files
 from p2ptrain.core import events as ev
-from p2ptrain.core.saving import Journal
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import PIECE_BYTES, leaf_digests, leaves_of, merkle_root
 from p2ptrain.files import DiskError

@@ -14,7 +14,7 @@ import structlog
 from store_known import KEPT, Power, folded, lives, some_records
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.saving import Journal
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError
 from p2ptrain.files import DiskError

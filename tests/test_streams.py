@@ -12,9 +12,9 @@ import pytest
 from net_known import key
 
 from p2ptrain.identity import ID_PREFIX
-from p2ptrain.net import streams
 from p2ptrain.net.frames import FrameStream
-from p2ptrain.net.streams import Streams
+from p2ptrain.net.libp2p import streams
+from p2ptrain.net.libp2p.streams import Streams
 from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.net.transport import Stream
 

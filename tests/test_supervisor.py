@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 
-from p2ptrain.net import supervisor
-from p2ptrain.net.supervisor import Supervisor
+from p2ptrain.net.libp2p import supervisor
+from p2ptrain.net.libp2p.supervisor import Supervisor
 from p2ptrain.net.transport import TransportError
 
 

@@ -26,8 +26,8 @@ from test_cli import p2ptrain
 from test_memory_swarm import swarm
 from top_known import LINE, Answering, shown
 
-from p2ptrain.daemon.control import Control
 from p2ptrain.errors import NoDaemonError, P2ptrainError
+from p2ptrain.node.control import Control
 from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import LogLine
 from p2ptrain.observe.top import Keys, Screen, look

@@ -18,11 +18,11 @@ from test_memory_swarm import swarm as memory_swarm
 from test_report import RUN, a_round
 
 from p2ptrain.config import RunConfig
+from p2ptrain.daemon import Faces
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.observe.tensorboard import TensorBoard
 from p2ptrain.observe.tracking import WAITING_MAX, Tracking, line_of, tracked_of
-from p2ptrain.program import Faces
 
 pytestmark_extra = [
     pytest.mark.tensorboard,

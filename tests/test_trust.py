@@ -18,17 +18,17 @@ from p2ptrain.cli import app
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core import trust
+from p2ptrain.core.chain import Chain
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.core.history import ENTRIES_MAX, Entry, History, Stage
-from p2ptrain.core.line import Line
+from p2ptrain.core.history import ENTRIES_MAX, BranchStart, Entry, History
 from p2ptrain.core.messages import Announcement
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.core.trust import RETRY_SECONDS
-from p2ptrain.daemon.assembly import TRUST_NAME, trusted_head
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.data import manifest_digest
+from p2ptrain.node.assembly import TRUST_NAME, trusted_head
 from p2ptrain.store.store import Store
 
 FOUNDERS = 5
@@ -39,27 +39,27 @@ STRANGER = digest("trust test", b"root")
 BEGUN = Bench(FOUNDERS, me=9, start=False)  # of which all histories are
 
 
-def extend(line: Line, rounds: int, which: bytes = b"") -> None:
+def extend(line: Chain, rounds: int, which: bytes = b"") -> None:
     for entry, state in line_of(line.state, BEGUN.run, rounds, which=which):
         line.append(entry, state)
 
 
-def turn_over(line: Line) -> None:
+def turn_over(line: Chain) -> None:
     """A founder loses its seat, and from here on its key counts for nothing."""
     state = line.state
     entry = certified(msgspec.structs.replace(plain_manifest(state, BEGUN.run), unseated=state.members[:1]), state)
     line.append(entry, state.after(entry.manifest, BEGUN.run))
 
 
-def honest_line(before: int = 6, after: int = 12, kept: int = 256) -> Line:
-    line = Line(BEGUN.genesis, RUN, kept)
+def honest_line(before: int = 6, after: int = 12, kept: int = 256) -> Chain:
+    line = Chain(BEGUN.genesis, RUN, kept)
     extend(line, before)
     turn_over(line)
     extend(line, after)
     return line
 
 
-def regrouped_line() -> tuple[Line, AgreedState]:
+def regrouped_line() -> tuple[Chain, AgreedState]:
     """An honest chain that has just regrouped, and the state before that."""
     line = honest_line()
     parted = line.state
@@ -68,9 +68,9 @@ def regrouped_line() -> tuple[Line, AgreedState]:
     return line, parted
 
 
-def forged_line(rounds: int = 40, kept: int = 256) -> Line:
+def forged_line(rounds: int = 40, kept: int = 256) -> Chain:
     """A longer chain, signed with all founders' keys and formally valid."""
-    line = Line(BEGUN.genesis, RUN, kept)
+    line = Chain(BEGUN.genesis, RUN, kept)
     extend(line, rounds, which=b"forged")
     return line
 
@@ -85,7 +85,7 @@ def asked(effects: list[ev.Effect]) -> list[tuple[bytes, int]]:
     return [(effect.peer, effect.round) for effect in effects if isinstance(effect, ev.AskHistory)]
 
 
-def lead(bench: Bench, lines: dict[bytes, Line], effects: list[ev.Effect], questions: int = 64) -> list[ev.Effect]:
+def lead(bench: Bench, lines: dict[bytes, Chain], effects: list[ev.Effect], questions: int = 64) -> list[ev.Effect]:
     """Answers all requests from these peers' chains; returns all effects."""
     done: list[ev.Effect] = list(effects)
     for _ in range(questions):
@@ -100,7 +100,7 @@ def lead(bench: Bench, lines: dict[bytes, Line], effects: list[ev.Effect], quest
     return done
 
 
-def meet(bench: Bench, **lines: Line) -> list[ev.Effect]:
+def meet(bench: Bench, **lines: Chain) -> list[ev.Effect]:
     """Connects the honest peer, the forger or both, and lets them say where they are."""
     by_peer = {HONEST if name == "honest" else FORGER: line for name, line in lines.items()}
     done: list[ev.Effect] = []
@@ -143,8 +143,8 @@ def test_a_history_that_is_longer_than_an_answer_is_followed_to_its_head() -> No
     done = meet(bench, honest=honest)
     assert [number for _, number in asked(done)][:4] == [0, 64, 128, 192]
     assert bench.state == honest.state
-    assert list(bench.node.line.lineage) == list(honest.lineage)
-    assert bench.node.line.changes == honest.changes
+    assert list(bench.node.chain.lineage) == list(honest.lineage)
+    assert bench.node.chain.changes == honest.changes
     assert len([effect for effect in done if isinstance(effect, ev.Persist)]) == rounds + 7
 
 
@@ -154,7 +154,7 @@ def test_a_history_of_which_peers_keep_the_end_alone_is_adopted_with_what_proves
     bench = newcomer(honest.steps[-2].state.head, kept)
     done = meet(bench, honest=honest)
     assert bench.state == honest.state
-    assert bench.node.line.changes == honest.changes
+    assert bench.node.chain.changes == honest.changes
     persisted = [effect.record for effect in done if isinstance(effect, ev.Persist)]
     first = next(record for record in persisted if isinstance(record, ev.Certified))
     assert first.trunk is not None
@@ -207,7 +207,7 @@ def test_a_forger_who_names_the_head_in_a_state_that_he_jumps_to_is_refused() ->
     head = honest_line().state.head
     base = msgspec.structs.replace(forged_line(9).state, head=head)
     steps = tuple(entry for entry, _ in line_of(base, plain.run, 3, which=b"forged"))
-    history = History((Stage(RUN, 0),), base.round + 3, (), base, steps)
+    history = History((BranchStart(RUN, 0),), base.round + 3, (), base, steps)
     bench = newcomer(head)
     assert asked(bench.do(ev.PeerSeen(FORGER))) == [(FORGER, 0)]
     bench.do(ev.HistoryArrived(FORGER, history))
@@ -232,7 +232,7 @@ def test_a_forger_who_signs_the_right_manifest_in_a_wrong_place_is_refused() -> 
     steps = tuple(entry for entry, _ in line_of(base, BEGUN.run, 3, which=b"forged"))
     bench = newcomer(right.manifest.digest)
     bench.do(ev.PeerSeen(FORGER))
-    bench.do(ev.HistoryArrived(FORGER, History((Stage(RUN, 0),), 10, (change,), base, steps)))
+    bench.do(ev.HistoryArrived(FORGER, History((BranchStart(RUN, 0),), 10, (change,), base, steps)))
     assert bench.state == bench.genesis
     assert bench.node.trust is not None
 
@@ -241,7 +241,7 @@ def test_a_state_root_that_others_have_is_no_head() -> None:
     """Anyone can copy it into a manifest of their own."""
     state = BEGUN.genesis
     manifest = plain_manifest(state, BEGUN.run, root_round=0, root=STRANGER)
-    line = Line(state, RUN, 256)
+    line = Chain(state, RUN, 256)
     line.append(entry := certified(msgspec.structs.replace(manifest, root=STRANGER), state), state.after(
         msgspec.structs.replace(manifest, root=STRANGER), BEGUN.run))  # fmt: skip
     assert entry.manifest.root == STRANGER
@@ -288,7 +288,7 @@ def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
     assert [type(effect) for effect in bench.do(ev.StopRequested())] == [ev.Stop]
 
 
-def slowly(bench: Bench, line: Line, answer_seconds: int, seconds: int) -> list[tuple[bytes, int]]:
+def slowly(bench: Bench, line: Chain, answer_seconds: int, seconds: int) -> list[tuple[bytes, int]]:
     """The requests of the node while the forger takes this long for each answer and all other peers are silent."""
     questions, age = asked(bench.do(ev.PeerSeen(FORGER))), 0
     for _ in range(seconds):
@@ -324,7 +324,7 @@ def test_who_answers_slowly_makes_way_for_others_and_has_longer_the_next_time() 
     assert FORGER not in bench.node.context.reputation.records, "it may be a slow line"
 
 
-def until_trusted(bench: Bench, lines: dict[bytes, Line], seconds_of: dict[bytes, list[float]]) -> float:
+def until_trusted(bench: Bench, lines: dict[bytes, Chain], seconds_of: dict[bytes, list[float]]) -> float:
     """Returns the seconds until a history is trusted, with the given answer times (the last one repeats)."""
     open_since: dict[bytes, tuple[ev.AskHistory, float]] = {}
 

@@ -6,8 +6,7 @@ import asyncio
 
 from net_known import at, key, skipping_time
 
-from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.turns import (
+from p2ptrain.net.blobs.turns import (
     BACKGROUND_AT_ONCE,
     BACKGROUND_BYTES_PER_SECOND,
     OVERDUE_SECONDS,
@@ -15,6 +14,7 @@ from p2ptrain.net.turns import (
     BusyError,
     Turns,
 )
+from p2ptrain.net.rate_limit import TokenBucket
 
 PIECE = 2**20
 A, B, C = key(1), key(2), key(3)

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from web_known import SECONDS, STATUS, a_status, until_closed
 
-from p2ptrain.node_config import HttpConfig
+from p2ptrain.config.node import HttpConfig
 from p2ptrain.observe import http as module
 from p2ptrain.observe.http import HttpFace
 from p2ptrain.observe.schema import Status

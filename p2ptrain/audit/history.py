@@ -19,15 +19,15 @@ from p2ptrain.core.history import (
     CHANGES_MAX,
     STAGES_MAX,
     Beginning,
+    BranchStart,
     Entry,
-    Stage,
     Step,
     follow,
     jump,
 )
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.manifest import contradiction
 from p2ptrain.core.messages import Message, decode
-from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.identity import verify
@@ -279,8 +279,8 @@ def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState,
             )
     if trunk is None:
         return
-    begun = [Stage(change.branch, change.round) for change in changes if isinstance(change, Beginning)]
-    lineage = [Stage(beginning.branch, 0), *begun][-STAGES_MAX:]
+    begun = [BranchStart(change.branch, change.round) for change in changes if isinstance(change, Beginning)]
+    lineage = [BranchStart(beginning.branch, 0), *begun][-STAGES_MAX:]
     if list(trunk.lineage) != lineage and len(changes) < CHANGES_MAX:
         report.wrong("branches", "the log lists other branches than were begun", RESTORE_FIX)
     elif len(lineage) > 1:

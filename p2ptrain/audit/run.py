@@ -25,11 +25,11 @@ from p2ptrain.audit.weights import (
 )
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
+from p2ptrain.config.run import CONFIG_BYTES_MAX
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import listed, read_regular, trouble
-from p2ptrain.run_config import CONFIG_BYTES_MAX
 from p2ptrain.store.diary import read_entries
 from p2ptrain.visible import visible
 

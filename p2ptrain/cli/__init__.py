@@ -171,7 +171,7 @@ def show(
 ) -> None:
     """Print all values of FILE, with the defaults filled in and what each key means."""
     from p2ptrain.config import RunConfig, load_config, load_run_config
-    from p2ptrain.config_text import to_toml
+    from p2ptrain.config.text import to_toml
 
     config = load_run_config(file) if canonical else load_config(file)
     if canonical and isinstance(config, RunConfig):
@@ -185,7 +185,7 @@ def show(
 
 
 def _percent(text: str) -> Fraction:
-    from p2ptrain.config_fields import parse_rational
+    from p2ptrain.config.fields import parse_rational
 
     try:
         share = parse_rational(text) / 100

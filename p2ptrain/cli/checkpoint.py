@@ -19,14 +19,14 @@ app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
 
 def _open(config: Path | None, data_dir: Path | None, run: str | None) -> Checkpoints:
-    from p2ptrain.daemon.find import choose_run
+    from p2ptrain.node.find import choose_run
 
     node = node_config(config, data_dir)
     return _checkpoints(node, choose_run(node, run))
 
 
 def _checkpoints(node: NodeConfig, run: RunConfig) -> Checkpoints:
-    from p2ptrain.daemon.places import run_directory
+    from p2ptrain.node.directories import run_directory
     from p2ptrain.store.checkpoints import Checkpoints
     from p2ptrain.store.store import CHECKPOINTS_NAME
 
@@ -69,8 +69,8 @@ def export(
     run: Run = None,
 ) -> None:
     """Copy a checkpoint that is whole, with what it is read with, and check the copy."""
-    from p2ptrain.daemon.find import choose_run
-    from p2ptrain.daemon.saved import Chosen, beside, newest_whole, reading, though_pruned
+    from p2ptrain.node.find import choose_run
+    from p2ptrain.node.saved import Chosen, beside, newest_whole, reading, though_pruned
 
     node = node_config(config, data_dir)
     meant = choose_run(node, run)
@@ -97,7 +97,7 @@ def prune(
 
     The newest that the node's log certifies stays in any case.
     """
-    from p2ptrain.daemon.saved import to_keep
+    from p2ptrain.node.saved import to_keep
     from p2ptrain.store.lock import Lock
 
     checkpoints = _open(config, data_dir, run)

@@ -16,7 +16,7 @@ NO_LIMITS = {"upload": 0, "download": 0, "hours": "", "percent": 100, "memory": 
 
 def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Have the local daemon train no further until `resume`; it goes on voting and applying. A restart forgets it."""
-    from p2ptrain.daemon.control import ask
+    from p2ptrain.node.control import ask
 
     ask(data_dir_of(data_dir, config), {"do": "pause"})
     typer.echo("paused: the training that runs is the last; `p2ptrain resume`, or a restart, goes on")
@@ -24,7 +24,7 @@ def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 def resume(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Let the local daemon train again after `pause`; its hours and its battery may still keep it from it."""
-    from p2ptrain.daemon.control import ask
+    from p2ptrain.node.control import ask
 
     left = ask(data_dir_of(data_dir, config), {"do": "resume"})["pauses"]
     typer.echo("\n".join(left) if left else "it trains again, from the next round on at the latest")
@@ -53,7 +53,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     data_dir: DataDir = None,
 ) -> None:
     """Change what the local daemon may take of this machine, or tell it; a restart goes back to the config's limits."""
-    from p2ptrain.daemon.control import ask
+    from p2ptrain.node.control import ask
 
     order: dict[str, object] = {"upload": upload, "download": download, "hours": hours}
     order |= {"percent": percent, "threads": threads, "memory": memory, "battery": battery}
@@ -61,7 +61,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
         raise ConfigError("no limits, and a limit", key="--off", fix="Give one or the other")
     order = {**NO_LIMITS} if off else order
     from p2ptrain.config import LimitsConfig
-    from p2ptrain.daemon.guest import changed
+    from p2ptrain.node.limits import changed
 
     changed(LimitsConfig(), order)  # a mistake is the user's, whether or not a daemon runs
     limits = ask(data_dir_of(data_dir, config), {"do": "limit", **order})
@@ -84,7 +84,7 @@ def _rate(rate: int) -> str:
 
 def checkpoint_now(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Have the local daemon save its state, after the training that runs."""
-    from p2ptrain.daemon.control import ask
+    from p2ptrain.node.control import ask
 
     saved = ask(data_dir_of(data_dir, config), {"do": "checkpoint"})
     typer.echo(f"saved the state after round {saved['round']}")

@@ -38,9 +38,9 @@ def invite(
     The run's config names this node's key in admission.keys. The node may run meanwhile; nobody is told.
     """
     from p2ptrain.core.admission import make_ticket
-    from p2ptrain.daemon.find import choose_run
-    from p2ptrain.daemon.places import identity_file
     from p2ptrain.identity import Identity
+    from p2ptrain.node.directories import identity_file
+    from p2ptrain.node.find import choose_run
 
     node = node_config(config, data_dir)
     meant = choose_run(node, run)
@@ -67,8 +67,8 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
     """As far as the daemon knows, if there is one: members would refuse an old one, and tell nobody."""
-    from p2ptrain.daemon.control import ask
-    from p2ptrain.daemon.places import data_directory
+    from p2ptrain.node.control import ask
+    from p2ptrain.node.directories import data_directory
 
     try:
         status = ask(data_directory(node), {"do": "status"})

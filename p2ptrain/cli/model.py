@@ -15,9 +15,9 @@ from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig
-    from p2ptrain.daemon.saved import SavedModel
     from p2ptrain.learn.model import Transformer
     from p2ptrain.learn.sample import Wish
+    from p2ptrain.node.saved import SavedModel
 
 STDIN = "-"
 
@@ -40,9 +40,9 @@ def export(
     data_dir: DataDir = None,
 ) -> None:
     """Write the model for Hugging Face's transformers: config, weights, tokenizer and model card."""
-    from p2ptrain.daemon.saved import find_model, reading, though_pruned  # torch takes two seconds
     from p2ptrain.learn.export import check_target
     from p2ptrain.learn.export import export as write
+    from p2ptrain.node.saved import find_model, reading, though_pruned  # torch takes two seconds
 
     check_target(out)
 
@@ -93,8 +93,8 @@ def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | N
     """The text; None if there is no daemon, or it takes part in another run, or hangs, which is told beside it."""
     import msgspec
 
-    from p2ptrain.daemon.control import ask
-    from p2ptrain.daemon.places import data_directory
+    from p2ptrain.node.control import ask
+    from p2ptrain.node.directories import data_directory
 
     place = data_directory(node)
     try:
@@ -111,10 +111,10 @@ def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | N
 def _from_checkpoint(
     node: NodeConfig, run: str | None, number: int | None, directory: Path | None, wish: Wish, why_no_daemon: str
 ) -> str:
-    from p2ptrain.daemon.saved import find_model, reading, though_pruned
     from p2ptrain.learn.export import load_model
     from p2ptrain.learn.sample import sample
     from p2ptrain.learn.trainer import open_device
+    from p2ptrain.node.saved import find_model, reading, though_pruned
     from p2ptrain.observe.top_frame import duration
 
     device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out

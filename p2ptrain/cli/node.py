@@ -65,7 +65,7 @@ def node_config(
 
 
 def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:
-    from p2ptrain.daemon.places import data_directory
+    from p2ptrain.node.directories import data_directory
 
     return data_directory(node_config(file, data_dir))
 
@@ -126,7 +126,7 @@ def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
     In a run by invitation this gives up the admission, which Ctrl-C keeps.
     """
-    from p2ptrain.daemon.control import ask
+    from p2ptrain.node.control import ask
 
     ask(data_dir_of(data_dir, config), {"do": "leave"})
     typer.echo("leaving: the daemon says so to the others, saves its state and ends")
@@ -138,7 +138,7 @@ def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Say where the local daemon stands; exit status 3 when none answers."""
-    from p2ptrain.daemon.control import ask
+    from p2ptrain.node.control import ask
 
     found = ask(data_dir_of(data_dir, config), {"do": "status"})
     if as_json:
@@ -151,7 +151,7 @@ def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir =
 
 def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
     """List the peers that the local daemon is connected with."""
-    from p2ptrain.daemon.control import ask
+    from p2ptrain.node.control import ask
 
     found = ask(data_dir_of(data_dir, config), {"do": "peers"})
     if as_json:
@@ -187,7 +187,7 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
 
 
 def _identity_file(config: Path | None, data_dir: Path | None) -> Path:
-    from p2ptrain.daemon.places import identity_file
+    from p2ptrain.node.directories import identity_file
 
     return identity_file(node_config(config, data_dir))
 
@@ -226,7 +226,7 @@ def demo(
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep everything there, logs too.")] = None,
 ) -> None:
     """Train a small model with real daemons on this machine, kill one, see it come back, compare the replicas."""
-    from p2ptrain.daemon.demo import run_demo
+    from p2ptrain.demo import run_demo
 
     if not run_demo(nodes, rounds, keep):
         raise typer.Exit(ExitStatus.FAILED)

@@ -25,11 +25,11 @@ def report(
 ) -> None:
     """Write a page about a run of this node: loss, times, contributors, configuration; it needs no other file."""
     node = node_config(config, data_dir)
-    from p2ptrain.daemon.control import ask
-    from p2ptrain.daemon.find import choose_run
-    from p2ptrain.daemon.places import data_directory, run_directory
     from p2ptrain.errors import P2ptrainError
     from p2ptrain.files import replace_file
+    from p2ptrain.node.control import ask
+    from p2ptrain.node.directories import data_directory, run_directory
+    from p2ptrain.node.find import choose_run
     from p2ptrain.observe.export import exported, read_lived
     from p2ptrain.observe.tracking import line_of
 

@@ -20,20 +20,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from p2ptrain.core.chain import Chain, are_level, common_branch, wins
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import AskHistory
 from p2ptrain.core.history import (
     Beginning,
+    BranchStart,
     Entry,
     History,
-    Stage,
     Step,
     check_beginning,
     check_certificate,
     follow,
     jump,
 )
-from p2ptrain.core.line import Line, are_level, common_branch, wins
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.core.state import AgreedState
@@ -54,7 +54,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
-class Question:
+class HistoryRequest:
     peer: bytes
     branch: bytes
     round: int
@@ -78,13 +78,13 @@ class CatchingUp:
     """Tracks which peers are ahead, requests their history and checks it."""
 
     def __init__(
-        self, context: Context, line: Line, may_follow: Callable[[Beginning], bool], has_waited: Callable[[], bool]
+        self, context: Context, chain: Chain, may_follow: Callable[[Beginning], bool], has_waited: Callable[[], bool]
     ) -> None:
-        self.context, self.line = context, line
+        self.context, self.chain = context, chain
         self.may_follow = may_follow  # whether to follow a branch that begins at our head
         self.has_waited = has_waited  # whether we have no vote and saw no progress of the old roster for long
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # by peer: the branch and round it was seen in
-        self.asked: Question | None = None
+        self.asked: HistoryRequest | None = None
         self.ask_at: float | None = None
         self.retries: dict[bytes, tuple[int, float]] = {}  # by peer: failures, and when to ask again
         self.was_in_vain = False  # the last request failed, and no peer has proved since that it is ahead
@@ -102,7 +102,7 @@ class CatchingUp:
         """
         if not self.was_in_vain:
             return bool(self.ahead)
-        roster = self.line.state.roster
+        roster = self.chain.state.roster
         return sum(peer in roster.seat for peer in self.ahead) > roster.tolerated
 
     @property
@@ -122,7 +122,7 @@ class CatchingUp:
         self._keep(self.ahead, peer, (branch, number), AHEAD_MAX)
         if self.ask_at is None:
             self.ask_at = self.context.now + PATIENCE_SECONDS
-        asked, place = self.asked, self.line.state.place
+        asked, place = self.asked, self.chain.state.place
         if asked is not None and asked.cut_at is None and peer in place and asked.peer not in (*place, self.cut_short):
             asked.cut_at = self.context.now + PATIENCE_SECONDS
 
@@ -131,12 +131,12 @@ class CatchingUp:
         kept.pop(peer, None)
         kept[peer] = value
         if len(kept) > most:
-            place = self.line.state.place
+            place = self.chain.state.place
             del kept[next((key for key in kept if key not in place), next(iter(kept)))]
 
     def advanced(self) -> None:
         """Forgets the peers that we have caught up with, after our chain has advanced."""
-        state = self.line.state
+        state = self.chain.state
         self.ahead = {
             peer: (branch, number)
             for peer, (branch, number) in self.ahead.items()
@@ -145,7 +145,7 @@ class CatchingUp:
         if not self.ahead:
             self.ask_at = None
         for branch, (mine, _) in list(self.splits.items()):
-            after = self.line.successor_of(branch)
+            after = self.chain.successor_of(branch)
             if after is None or after.branch != mine:  # our chain continues differently there now
                 del self.splits[branch]
 
@@ -162,24 +162,24 @@ class CatchingUp:
         if self.asked is not None and self.asked.cut_at is not None and now >= self.asked.cut_at:
             self._cut_short(self.asked)
         if self.asked is None and self.ahead and self.ask_at is not None and now >= self.ask_at:
-            place = self.line.state.place
+            place = self.chain.state.place
             ordered = sorted(peer for peer in self.ahead if peer in place) or sorted(self.ahead)
             self.context.rng.shuffle(ordered)
             peer = self.context.reputation.preferred(ordered[:8], now)[0]
-            self._ask(peer, self.line.state.branch, self.line.state.round)
+            self._ask(peer, self.chain.state.branch, self.chain.state.round)
 
-    def _cut_short(self, asked: Question) -> None:
+    def _cut_short(self, asked: HistoryRequest) -> None:
         """Drops the request to a stranger, which may be stalling us, in favour of a member that is ahead.
 
         This happens once per stranger, or members could take turns in keeping strangers from ever answering.
         """
         asked.cut_at = None
-        if any(peer in self.line.state.place for peer in self.ahead):
+        if any(peer in self.chain.state.place for peer in self.ahead):
             self.asked, self.cut_short = None, asked.peer
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
         until = self.context.now + ANSWER_SECONDS
-        self.asked = Question(peer, branch, number, until, is_second, self.line.state)
+        self.asked = HistoryRequest(peer, branch, number, until, is_second, self.chain.state)
         self.context.emit(AskHistory(peer, branch, number))
 
     def failed(self, peer: bytes) -> None:
@@ -235,7 +235,7 @@ class CatchingUp:
         self.was_in_vain = True
         self.ask_at = self.context.now if self.ahead else None
 
-    def _stay(self, asked: Question, history: History, beginning: Beginning) -> None:
+    def _stay(self, asked: HistoryRequest, history: History, beginning: Beginning) -> None:
         """Remembers as lost a branch whose beginning was verified, and the peer's current branch if that descends from
         it. Other branches are not recorded, because the peer may have made them up."""
         begun = {beginning.branch}
@@ -252,7 +252,7 @@ class CatchingUp:
 
     def _part(self, common: bytes) -> None:
         """Records a split: others parted from our chain after this branch, and no rule can settle it any more."""
-        mine = self.line.successor_of(common)
+        mine = self.chain.successor_of(common)
         assert mine is not None, "a split follows a branch that our chain has left"
         self.splits.pop(common, None)
         self.splits[common] = (mine.branch, self.context.now)
@@ -262,17 +262,17 @@ class CatchingUp:
     # -----------------------------------------------------------------------------------------------
     # Choosing between chains
 
-    def _weigh(self, asked: Question, history: History) -> Verified | None:
-        line = self.line
-        common = common_branch(line.lineage, history.lineage)
+    def _weigh(self, asked: HistoryRequest, history: History) -> Verified | None:
+        chain = self.chain
+        common = common_branch(chain.lineage, history.lineage)
         if common is None:
             raise RemoteProtocolError("the history is of another run")
         branch = common.branch
         place = history.lineage.index(common)
         their_next = history.lineage[place + 1] if place + 1 < len(history.lineage) else None
-        my_next = line.successor_of(branch)
+        my_next = chain.successor_of(branch)
         their_end = their_next.start if their_next else history.round
-        my_end = my_next.start if my_next else line.state.round
+        my_end = my_next.start if my_next else chain.state.round
         if their_next is None and their_end <= my_end:
             return None  # we are level or ahead
         if their_next is not None and their_end < my_end:
@@ -290,10 +290,10 @@ class CatchingUp:
         self._stay(asked, history, first)
         return None
 
-    def _weigh_shorter(self, asked: Question, history: History, branch: bytes, their_next: Stage) -> None:
+    def _weigh_shorter(self, asked: HistoryRequest, history: History, branch: bytes, their_next: BranchStart) -> None:
         """Handles a branch that forked before ours: the old roster's quorum stayed with us, so it has lost if it began
         where the peer says."""
-        state = self.line.state_at(branch, their_next.start)
+        state = self.chain.state_at(branch, their_next.start)
         if state is None:
             return
         if (asked.branch, asked.round) != (branch, their_next.start):
@@ -304,23 +304,23 @@ class CatchingUp:
             check_beginning(first[0], state, self.context.signer)
             self._stay(asked, history, first[0])
 
-    def _ask_again(self, asked: Question, branch: bytes, point: int) -> None:
+    def _ask_again(self, asked: HistoryRequest, branch: bytes, point: int) -> None:
         """Sends one follow-up from another point. With a third request, a liar could occupy the only slot for ever."""
         if not asked.is_second:
             self._ask(asked.peer, branch, point, is_second=True)
             return
-        if asked.mine is self.line.state:  # our own chain has not advanced meanwhile
+        if asked.mine is self.chain.state:  # our own chain has not advanced meanwhile
             self._in_vain(asked.peer, Reason.UNFETCHABLE)
         self.ahead.pop(asked.peer, None)
 
-    def _verify(self, asked: Question, branch: bytes, point: int, history: History) -> Verified | None:
-        state = self.line.state_at(branch, point)
+    def _verify(self, asked: HistoryRequest, branch: bytes, point: int, history: History) -> Verified | None:
+        state = self.chain.state_at(branch, point)
         if state is None:
-            if asked.peer in self.line.state.place:  # we cannot check it, and a stranger's claim is cheap
+            if asked.peer in self.chain.state.place:  # we cannot check it, and a stranger's claim is cheap
                 self._part(branch)
             return None
         start = state
-        settled = state if state is not self.line.state else None  # a branch that begins there is settled by rule
+        settled = state if state is not self.chain.state else None  # a branch that begins there is settled by rule
         self._look_for_lies(state, history)
         if history.base is not None:
             jump(state, history.changes, history.base, self.context.signer)
@@ -360,15 +360,15 @@ class CatchingUp:
 
     def _may_follow(self, beginning: Beginning, roster: Roster, state: AgreedState | None) -> bool:
         """Answers the same question as `Regrouping.may_follow`, for a branch that begins anywhere."""
-        if state is self.line.state:
+        if state is self.chain.state:
             return self.may_follow(beginning)
-        if len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.line.beginnings:
+        if len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.chain.beginnings:
             return True
         return self.context.me not in roster.seat and self.has_waited()
 
     def _look_for_lies(self, state: AgreedState, history: History) -> None:
         """Looks for a round that our roster certified on top of a different parent: then more than f members lied."""
-        theirs, mine = (history.steps[0] if history.steps else None), self.line.entry(state.round)
+        theirs, mine = (history.steps[0] if history.steps else None), self.chain.entry(state.round)
         if (
             isinstance(theirs, Entry)
             and mine is not None
@@ -379,8 +379,8 @@ class CatchingUp:
             self.proof_of_lies = mine, theirs
 
     def _beats_mine(self, common: bytes, mine: bytes, other: Beginning, point: AgreedState) -> bool:
-        my_beginning = self.line.beginnings.get(mine)
-        is_long_ago = self.line.state.round - point.round > self.line.kept
+        my_beginning = self.chain.beginnings.get(mine)
+        is_long_ago = self.chain.state.round - point.round > self.chain.kept
         if my_beginning is None or (is_long_ago and are_level(other, my_beginning)):
             self._part(common)
             return False

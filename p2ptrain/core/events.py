@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from p2ptrain.core.history import Entry, History, Stage, Step
+from p2ptrain.core.history import BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState
@@ -36,7 +36,7 @@ class Said(Struct, frozen=True, tag=True):
 class Trunk(Struct, frozen=True):
     """The part of a chain that is kept for ever: the proof of its roster, and its branch points."""
 
-    lineage: tuple[Stage, ...]
+    lineage: tuple[BranchStart, ...]
     changes: tuple[Step, ...]  # rounds that changed the roster, and beginnings, each with the round before
     forks: tuple[AgreedState, ...]  # the last states from which branches began
     base: AgreedState | None = None  # after a jump: the state before the step; older history can go

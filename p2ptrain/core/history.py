@@ -73,7 +73,7 @@ class Beginning(Struct, frozen=True, array_like=True, tag="branch"):
 Step: TypeAlias = Entry | Beginning
 
 
-class Stage(Struct, frozen=True, array_like=True):
+class BranchStart(Struct, frozen=True, array_like=True):
     """A branch of a history, and the round after which it began."""
 
     branch: Digest
@@ -83,7 +83,7 @@ class Stage(Struct, frozen=True, array_like=True):
 class History(Struct, frozen=True, array_like=True):
     """An answer to a request for the history after one round of one branch."""
 
-    lineage: Annotated[tuple[Stage, ...], Meta(min_length=1, max_length=STAGES_MAX)]  # all branches of the sender
+    lineage: Annotated[tuple[BranchStart, ...], Meta(min_length=1, max_length=STAGES_MAX)]  # all branches of the sender
     round: Number  # of the sender's head
     changes: Annotated[tuple[Step, ...], Meta(max_length=CHANGES_MAX)]  # the steps that lead to the base
     base: AgreedState | None  # the state before `steps`, if there is a gap

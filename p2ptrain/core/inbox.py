@@ -70,7 +70,7 @@ class Inbox:
     def begin_round(self) -> None:
         """Takes in the messages that were held for the round that begins."""
         early, self.early = self.early, {}
-        self.accused &= self.node.line.state.place.keys()
+        self.accused &= self.node.chain.state.place.keys()
         for events in early.values():
             for event in events:
                 self.take(event)
@@ -121,7 +121,7 @@ class Inbox:
         """Handles a message of another round or another branch."""
         node = self.node
         branch, number, author = message.branch, message.round, message.author
-        if author not in node.line.state.place:
+        if author not in node.chain.state.place:
             self._useless(event.sender)
         elif branch != node.here.branch:
             self._on_another_branch(author, branch, number)
@@ -144,7 +144,7 @@ class Inbox:
     def _on_another_branch(self, author: bytes, branch: bytes, number: int) -> None:
         """Handles a peer on another branch: one that lost to ours, one that we went on from, or one to check."""
         node = self.node
-        end = node.line.end_of(branch)
+        end = node.chain.end_of(branch)
         if node.catching_up.has_lost(branch) or (end is not None and number <= end + 1):
             self._behind(author)
         else:
@@ -244,7 +244,7 @@ class Inbox:
             context.reputation.note(message.author, Reason.MALFORMED, context.now)
             return
         node.context.arrivals.note(message.author, message.round, context.now)
-        if is_ripe or node.line.state.may_take(message, node.context.offers.staleness):
+        if is_ripe or node.chain.state.may_take(message, node.context.offers.staleness):
             node.here.offer_held(message.author)
 
     # -----------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Inbox:
                 self.context.heard_at[author] = self.context.now
             if node.recalled is not None:
                 node.recall(author, hello.round)
-        elif author not in self.context.peers and author not in node.line.state.place:
+        elif author not in self.context.peers and author not in node.chain.state.place:
             self._useless(event.sender)
             return
         if (hello.branch, hello.round) != (here.branch, here.number):
@@ -293,7 +293,7 @@ class Inbox:
             self._useless(event.sender)
             return
         try:
-            is_new = node.context.requests.add(event.received, node.line.state, asked_for)
+            is_new = node.context.requests.add(event.received, node.chain.state, asked_for)
         except RemoteProtocolError:
             is_new = False
         if not is_new:
@@ -304,7 +304,7 @@ class Inbox:
     def _of_regroup(self, event: MessageReceived) -> None:
         node, message = self.node, event.received.message
         assert isinstance(message, Call | Regroup)
-        state = node.line.state
+        state = node.chain.state
         if message.author not in state.place:
             self._useless(event.sender)
         elif (message.branch, message.parent) == (state.branch, state.head):
@@ -313,7 +313,7 @@ class Inbox:
                 self.context.heard_at[message.author] = self.context.now
             else:
                 self._useless(event.sender)
-        elif message.branch != state.branch and node.line.end_of(message.branch) is None:
+        elif message.branch != state.branch and node.chain.end_of(message.branch) is None:
             self._on_another_branch(message.author, message.branch, 0)
         elif message.branch == state.branch and not self._is_passed(message.parent):
             self._ahead(message.author, state.branch, state.round + 2)  # it names a certificate that we have not seen
@@ -321,7 +321,7 @@ class Inbox:
             self._behind(message.author)
 
     def _is_passed(self, head: bytes) -> bool:
-        return any(certified.state.head == head for certified in self.node.line.steps)
+        return any(certified.state.head == head for certified in self.node.chain.steps)
 
     def _certificate(self, event: MessageReceived) -> None:
         """Certificates are never gossiped: they come with history."""
@@ -332,13 +332,13 @@ class Inbox:
         node, context = self.node, self.context
         assert isinstance(second.message, Announcement | Proposal | Vote)
         guilty = second.message.author
-        if guilty in self.accused or guilty not in node.line.state.place or guilty == context.me:
+        if guilty in self.accused or guilty not in node.chain.state.place or guilty == context.me:
             return False
         self.accused.add(guilty)
         context.counters["lies proved"] += 1
         evidence = prove(first.envelope, second.envelope)
         received = Received(evidence, message_digest(evidence), encode(evidence), b"")
-        node.context.requests.add(received, node.line.state)
+        node.context.requests.add(received, node.chain.state)
         context.publish(received)
         return True
 
@@ -359,7 +359,7 @@ class Inbox:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of each buffer."""
-        admitted = len(self.node.line.state.admitted)
+        admitted = len(self.node.chain.state.admitted)
         return {
             "early messages of an author": (max(map(len, self.early.values()), default=0), EARLY_OF_AUTHOR_MAX),
             "authors of early messages": (len(self.early), admitted),

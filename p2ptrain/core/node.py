@@ -24,10 +24,11 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.agreement import Stage
 from p2ptrain.core.catchup import CatchingUp, Verified
+from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context, Signer
 from p2ptrain.core.history import Beginning, Step, follow
 from p2ptrain.core.inbox import Inbox
-from p2ptrain.core.line import Line
+from p2ptrain.core.local_work import LocalWork
 from p2ptrain.core.membership import Membership
 from p2ptrain.core.messages import (
     NUMBER_MAX,
@@ -45,10 +46,9 @@ from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.round import Round
-from p2ptrain.core.snapshot import NodeView
 from p2ptrain.core.state import AgreedState
 from p2ptrain.core.trust import Trust
-from p2ptrain.core.work import Work
+from p2ptrain.core.view import NodeView
 from p2ptrain.errors import DataError
 
 GAP_SECONDS = 5.0  # after the deadline: a driver that comes later than this means that the machine slept
@@ -64,9 +64,9 @@ class Node:
         self.context = Context(run, run_id, me, signer, rng)
         self.deadline: float | None = None
         self.has_started = False
-        self.line: Line
+        self.chain: Chain
         self.here: Round
-        self.work: Work
+        self.work: LocalWork
         self.repair: Repair
         self.catching_up: CatchingUp
         self.regrouping: Regrouping
@@ -179,8 +179,8 @@ class Node:
                 context.reputation.restore(saved.scores, context.now)
             except DataError:  # scores are only a help, and no reason not to start
                 context.counters["saved scores damaged"] += 1
-        self.line = Line.restored(saved, context.run_id, context.run.agreement.history_rounds)
-        is_forgetful = event.forgetful and self.line.state.members != (context.me,)
+        self.chain = Chain.restored(saved, context.run_id, context.run.agreement.history_rounds)
+        is_forgetful = event.forgetful and self.chain.state.members != (context.me,)
         if is_forgetful:
             context.emit(ev.Persist(ev.Silence(b"", NUMBER_MAX)))
         for silence in saved.silences:
@@ -190,15 +190,15 @@ class Node:
                 context.silent_everywhere = silence.round
         if is_forgetful or context.silent_everywhere >= NUMBER_MAX:
             self.recalled, context.silent_everywhere = {}, NUMBER_MAX
-        self.work = Work(context, self.line, saved.applied_round, saved.applied_root)
+        self.work = LocalWork(context, self.chain, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
-        self.catching_up = CatchingUp(context, self.line, self._may_follow, lambda: self.regrouping.has_waited)
+        self.catching_up = CatchingUp(context, self.chain, self._may_follow, lambda: self.regrouping.has_waited)
         if saved.halted is not None:
             context.is_halted, self.catching_up.proof_of_lies = True, (saved.halted.first, saved.halted.second)
         self.membership = Membership(context, context.requests, event.ticket)
         self.inbox = Inbox(self)
         if event.trust:
-            self.trust = Trust(context, self.line, event.trust)
+            self.trust = Trust(context, self.chain, event.trust)
         self._handlers[ev.MessageReceived] = self._not_heard if self.trust else self.inbox.take
         said = [decode(record.envelope, context.signer) for record in saved.said]
         for received, record in zip(said, saved.said, strict=True):
@@ -222,7 +222,7 @@ class Node:
             elif isinstance(received.message, Announcement):
                 self.inbox.announcement(context.me, received, asked_for=True)
             elif isinstance(received.message, JoinRequest | Leave | Evidence):
-                self.context.requests.add(received, self.line.state, asked_for=True)
+                self.context.requests.add(received, self.chain.state, asked_for=True)
         here.agreement.restore(
             votes, [each for each in backing if isinstance(each.message, Proposal | Vote)], context.now
         )
@@ -279,7 +279,7 @@ class Node:
 
     def _history_asked(self, event: ev.HistoryAsked) -> None:
         if self.repair.may_tell_history(event.peer):
-            self.context.emit(ev.SendHistory(event.peer, self.line.answer(event.branch, event.round)))
+            self.context.emit(ev.SendHistory(event.peer, self.chain.answer(event.branch, event.round)))
 
     def _not_heard(self, event: ev.MessageReceived) -> None:
         self.context.counters["messages before the trusted head"] += 1
@@ -325,8 +325,8 @@ class Node:
         """Does everything that can be done now."""
         if self.trust is not None:  # until then, only look for a history, or leave
             self.trust.tick()
-            self.membership.tick(self.line.state, is_current=False)
-            self._rest(self.trust.deadline, self.membership.deadline(self.line.state))
+            self.membership.tick(self.chain.state, is_current=False)
+            self._rest(self.trust.deadline, self.membership.deadline(self.chain.state))
             return
         self.context.payloads.tick()
         self.here.tick()
@@ -340,14 +340,14 @@ class Node:
         self.catching_up.tick()
         self.work.go_on()
         self.repair.tick(self.here, self._is_waiting)
-        self.membership.tick(self.line.state, self.work.is_current and not self.catching_up.is_behind)
+        self.membership.tick(self.chain.state, self.work.is_current and not self.catching_up.is_behind)
         self._rest(
             self.here.deadline,
             self.context.payloads.deadline,
             self.regrouping.deadline,
             self.catching_up.deadline,
             self.work.deadline,
-            self.membership.deadline(self.line.state),
+            self.membership.deadline(self.chain.state),
             self.repair.deadline,
         )
 
@@ -361,7 +361,7 @@ class Node:
     @property
     def _is_waiting(self) -> bool:
         """Whether we are waiting for others, and not only for our own device."""
-        is_outside = self.context.me not in self.line.state.place
+        is_outside = self.context.me not in self.chain.state.place
         return self.here.closed_at is not None or self.catching_up.is_behind or is_outside
 
     def _decide(self) -> bool:
@@ -369,7 +369,7 @@ class Node:
         entry = self.here.decision() if self.here.agreement.decided else None
         if entry is None or self.context.is_halted:
             return False
-        self._follow(entry, self.line.state.after(entry.manifest, self.context.run))
+        self._follow(entry, self.chain.state.after(entry.manifest, self.context.run))
         self._begin_round(self.here)
         return True
 
@@ -381,7 +381,7 @@ class Node:
         if beginning is None:
             return False
         self.context.counters["regroups"] += 1
-        self._follow(beginning, follow(self.line.state, beginning, self.context.run, self.context.signer))
+        self._follow(beginning, follow(self.chain.state, beginning, self.context.run, self.context.signer))
         self._begin_round(self.here)
         return True
 
@@ -391,8 +391,8 @@ class Node:
     def _follow(self, step: Step, state: AgreedState, base: AgreedState | None = None) -> None:
         if isinstance(step, Beginning):
             self._leave_branch()
-        self.line.append(step, state)
-        trunk = self.line.trunk(base) if self.line.has_new_trunk else None
+        self.chain.append(step, state)
+        trunk = self.chain.trunk(base) if self.chain.has_new_trunk else None
         self.context.emit(ev.Persist(ev.Certified(step, state, trunk)))
         if not isinstance(step, Beginning):
             self.context.tallies.take(step.manifest)
@@ -401,12 +401,12 @@ class Node:
     def _leave_branch(self) -> None:
         """Records that we stay silent on the branch that we leave, so that we do not contradict ourselves there if a
         restart intervenes and the branch wins in the end."""
-        left = self.line.state
+        left = self.chain.state
         spoken = left.round + 1 + self.context.run.agreement.overlap_rounds
         self.context.emit(ev.Persist(ev.Silence(left.branch, spoken)))
 
     def _begin_round(self, before: Round | None = None) -> None:
-        context, state = self.context, self.line.state
+        context, state = self.context, self.chain.state
         self.catching_up.advanced()
         self.context.offers.prune(state)
         self.context.requests.prune(state)
@@ -440,18 +440,18 @@ class Node:
 
     def _adopt(self, verified: Verified) -> None:
         """Follows the history that a peer has proved."""
-        context, line = self.context, self.line
+        context, chain = self.context, self.chain
         point = verified.point
-        if point is not line.state:
+        if point is not chain.state:
             self._leave_branch()
             context.counters["branches left"] += 1
-            line.rewind(point)
+            chain.rewind(point)
             self.work.rewound(point.round)
         base = verified.base
         if base is not None:
-            line.rebase(verified.changes, base)
-        elif not line.steps:  # the point may be older than the kept history: the store has to begin there, too
-            base = line.base
+            chain.rebase(verified.changes, base)
+        elif not chain.steps:  # the point may be older than the kept history: the store has to begin there, too
+            base = chain.base
         for step, state in verified.steps:
             self._follow(step, state, base)
             base = None
@@ -467,11 +467,11 @@ class Node:
         """
         assert self.recalled is not None
         self.recalled[member] = number
-        roster = self.line.state.roster
+        roster = self.chain.state.roster
         if len(self.recalled) >= min(roster.quorum, roster.size - 1):
             overlap = self.context.run.agreement.overlap_rounds
             claimed = sorted(self.recalled.values(), reverse=True)
-            highest = min(claimed[0], claimed[roster.tolerated] + self.line.kept)
+            highest = min(claimed[0], claimed[roster.tolerated] + self.chain.kept)
             self.context.silent_everywhere = highest + overlap + RECALL_MARGIN
             self.recalled = None
             self.context.emit(ev.Persist(ev.Silence(b"", self.context.silent_everywhere)))
@@ -486,9 +486,9 @@ class Node:
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of every buffer."""
         context = self.context
-        members = self.line.state.place
+        members = self.chain.state.place
         owners: tuple[Any, ...] = (
-            context.offers, context.payloads, context.requests, context.arrivals, self.line, self.here, self.work,
+            context.offers, context.payloads, context.requests, context.arrivals, self.chain, self.here, self.work,
             self.repair, self.catching_up, self.regrouping, self.inbox, context.reputation,
             context.tallies, *([self.trust] if self.trust else []),
         )  # fmt: skip

@@ -24,7 +24,7 @@ SOURCES_MAX = 8  # peers that a question goes to in turn, until they are replace
 
 
 @dataclass(slots=True)
-class Question:
+class MissingMessage:
     """A missing message, and the peers that may have it."""
 
     sources: list[bytes]  # first the one asked last, then the next ones, then those asked in vain
@@ -59,7 +59,7 @@ class Questions:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.open: dict[bytes, Question] = {}
+        self.open: dict[bytes, MissingMessage] = {}
         self.unneeded = 0
 
     def ask(self, names: Iterable[bytes], sources: list[bytes], is_needed: bool = False) -> None:
@@ -84,7 +84,7 @@ class Questions:
                 if len(self.open) >= QUESTIONS_MAX:
                     self._close(next(iter(self.open)))  # the oldest: if it still matters, it is asked again
                 first = others[:SOURCES_MAX] + [source for source in before if source not in others]
-                self.open[name] = Question(first[:SOURCES_MAX], self.context.now + ASK_SECONDS, is_needed)
+                self.open[name] = MissingMessage(first[:SOURCES_MAX], self.context.now + ASK_SECONDS, is_needed)
                 self.unneeded += not is_needed
                 if others[:1] != before[:1]:
                     fresh.append(name)

@@ -115,7 +115,7 @@ def convict(evidence: Evidence, verifier: Verifier) -> bytes:
 # Observation
 
 
-class Record(Struct):
+class Observations(Struct):
     """Our observations of one peer."""
 
     score: float = 0.0
@@ -144,7 +144,7 @@ class Reputation:
     """One node's observations of its peers."""
 
     def __init__(self) -> None:
-        self.records: dict[bytes, Record] = {}
+        self.records: dict[bytes, Observations] = {}
         self._noted: Counter[str] = Counter()  # since the start, including peers that were forgotten
 
     def note(self, peer: bytes, reason: Reason, now: float) -> None:
@@ -188,18 +188,18 @@ class Reputation:
         """Returns how often each reason was noted since the start."""
         return Counter(self._noted)
 
-    def _is_greylisted(self, record: Record, now: float) -> bool:
+    def _is_greylisted(self, record: Observations, now: float) -> bool:
         return record.is_greylisted and self._decayed(record, now) >= PARDONED_BELOW
 
-    def _decayed(self, record: Record, now: float) -> float:
+    def _decayed(self, record: Observations, now: float) -> float:
         return float(record.score * 0.5 ** (max(0.0, now - record.at) / HALF_LIFE_SECONDS))
 
-    def _record(self, peer: bytes, now: float) -> Record:
+    def _record(self, peer: bytes, now: float) -> Observations:
         record = self.records.get(peer)
         if record is None:
             if len(self.records) >= PEERS_MAX:
                 self._forget_the_most_harmless(now)
-            record = self.records[peer] = Record(at=now, tokens_at=now)
+            record = self.records[peer] = Observations(at=now, tokens_at=now)
         return record
 
     def _forget_the_most_harmless(self, now: float) -> None:
@@ -235,7 +235,7 @@ class Reputation:
             raise DataError(f"saved reputation is damaged: {error}") from error
         for record in records:
             counters = {reason: count for reason, count in zip(REASONS, record.counters, strict=False) if count}
-            self.records[record.key] = Record(
+            self.records[record.key] = Observations(
                 score=record.score,
                 at=now - record.age,
                 is_greylisted=record.is_greylisted,

@@ -25,11 +25,11 @@ drawn at random: with any ranking, liars that just keep to the limits could stay
 from __future__ import annotations
 
 from p2ptrain.core.catchup import ANSWER_SECONDS, Verified
+from p2ptrain.core.chain import Chain
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import AskHistory
 from p2ptrain.core.history import ENTRIES_MAX, Beginning, Entry, History, Step, follow, jump
-from p2ptrain.core.line import Line
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
@@ -43,15 +43,15 @@ ROUNDS_SPARE = 4 * ENTRIES_MAX  # that a peer may advance while we follow it; on
 class Trust:
     """The search for the trusted history, for a node that has not adopted any yet."""
 
-    def __init__(self, context: Context, line: Line, head: bytes) -> None:
+    def __init__(self, context: Context, chain: Chain, head: bytes) -> None:
         self.context, self.head = context, head
-        self.mine = line.state  # genesis
+        self.mine = chain.state  # genesis
         self.asked: bytes | None = None
         self.until = 0.0  # the deadline of the answer
         self.turn_until = 0.0  # the end of the peer's turn, if others wait
         self.turns_lost: dict[bytes, int] = {}  # by peer: turns that ended before its history did
         self.late: dict[bytes, None] = {}  # peers that may still answer an abandoned request
-        self.trial = line  # the trial chain of the peer being asked
+        self.trial = chain  # the trial chain of the peer being asked
         self.rounds = 0  # rounds followed on the trial chain
         self.rests: dict[bytes, float] = {}  # by failed peer: when to ask it again
         self.others: dict[bytes, None] = {}  # connected peers that showed a complete history without the head
@@ -89,7 +89,10 @@ class Trust:
             peer = self.context.rng.choice(good or ready)
             longer = 2.0 ** min(self.turns_lost.get(peer, 0), 16)
             self.turn_until = now + min(PEER_SECONDS * longer, PEER_SECONDS_MAX)
-            self.trial, self.rounds = Line(self.mine, self.context.run_id, self.context.run.agreement.history_rounds), 0
+            self.trial, self.rounds = (
+                Chain(self.mine, self.context.run_id, self.context.run.agreement.history_rounds),
+                0,
+            )
             self._ask(peer)
 
     def _ask(self, peer: bytes) -> None:

@@ -15,9 +15,6 @@ from typing import Any
 import psutil
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.daemon import control
-from p2ptrain.daemon.find import ask_around, check_addresses, stored_runs
-from p2ptrain.daemon.places import data_directory, identity_file, private_directory, run_directory
 from p2ptrain.doctor import disk, machine, network
 from p2ptrain.doctor.findings import Check, Diagnosis, Level, within
 from p2ptrain.errors import (
@@ -30,8 +27,11 @@ from p2ptrain.errors import (
 )
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, need_of, rooms_of
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
 from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.node import control
+from p2ptrain.node.directories import data_directory, identity_file, private_directory, run_directory
+from p2ptrain.node.find import ask_around, check_addresses, stored_runs
 from p2ptrain.observe.top_frame import troubles
 from p2ptrain.store.records import remembered_peers
 
@@ -238,7 +238,7 @@ def _remembered(patient: Patient) -> list[str]:
 
 
 async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
-    from p2ptrain.net.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
+    from p2ptrain.net.libp2p.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
 
     sockets = stack.enter_context(private_directory())
     identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
@@ -259,7 +259,7 @@ async def _look_at_offers(patient: Patient, transport: Transport, addresses: Seq
     patient.members = max(patient.members, info.members)
     for peer in peers:
         try:
-            run = RunConfig.from_canonical(await inquiry.ask_config(transport, peer, run_id))
+            run = RunConfig.from_canonical(await questions.ask_config(transport, peer, run_id))
         except (TransportError, RemoteProtocolError):
             continue
         if run.is_sealed and run.run_id == run_id.hex():

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from p2ptrain.daemon.logs import plain
 from p2ptrain.errors import ConfigError
+from p2ptrain.observe.logs import plain
 
 # good; warning: it works, and could be better, or it is not known; failed: a node cannot work so
 Level = Literal["good", "warning", "failed"]

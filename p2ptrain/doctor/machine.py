@@ -14,13 +14,13 @@ from importlib import metadata
 from pathlib import Path
 
 from p2ptrain.config import DeviceConfig, TrackingConfig
-from p2ptrain.daemon.guest import LESS_MEMORY
 from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn.memory import Room
 from p2ptrain.learn.shortage import mega
-from p2ptrain.net.process import CONNECTIONS_HIGH, find_binary
+from p2ptrain.net.libp2p.process import CONNECTIONS_HIGH, find_binary
 from p2ptrain.net.transport import TransportError
+from p2ptrain.node.limits import LESS_MEMORY
 from p2ptrain.observe.wandb_run import require_wandb
 
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # as in pyproject.toml: hivemind's pydantic.v1 blocks 3.14

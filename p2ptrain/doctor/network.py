@@ -19,13 +19,13 @@ from p2ptrain.config import HttpConfig, NetworkConfig
 from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.learn.shortage import mega
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
-from p2ptrain.net.blobs import BlobName, all_pieces
-from p2ptrain.net.bulk import FetchError
-from p2ptrain.net.fetch import Fetcher
-from p2ptrain.net.limits import TokenBucket
-from p2ptrain.net.process import with_ports
+from p2ptrain.net.blobs.blob import BlobName, all_pieces
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import FetchError
+from p2ptrain.net.libp2p.process import with_ports
+from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.observe import http
 
@@ -110,7 +110,7 @@ async def look_from(transport: Transport, peer: bytes, address: str, clock: Call
     best: Sight | None = None
     for _ in range(TRIES):
         before = clock()
-        seen = await inquiry.ask_seen(transport, peer)
+        seen = await questions.ask_seen(transport, peer)
         after = clock()
         offset, uncertain = seen.milliseconds / 1_000 - (before + after) / 2, (after - before) / 2
         if best is None or uncertain < best.uncertain_seconds:
@@ -305,7 +305,7 @@ class NullSink:
 async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: int, download: int) -> Diagnosis:
     """Measures the download of a part of a peer's state, as a newcomer would fetch it, and drops the bytes."""
     try:
-        states = await inquiry.ask_states(transport, peer, run_id)
+        states = await questions.ask_states(transport, peer, run_id)
     except P2ptrainError as error:
         return Diagnosis("bandwidth", "warning", f"not measured: {error}")
     if not states:

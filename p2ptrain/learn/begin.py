@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.config_text import problem
+from p2ptrain.config.text import problem
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.model import Transformer, initialise

@@ -18,7 +18,7 @@ Failed dials are repeated with growing waits and jitter, for ever: an outage may
 Keys cost nothing, and neither do addresses at which nobody answers. So peers that we need, peers reached before, and
 peers known only by hearsay are dialled and met in separate slots (`Standing`), each within a time limit.
 
-The record of one peer is in known.py.
+The record of one peer is in address_book.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from random import Random
 import msgspec
 
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
+from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Stranger
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
-from p2ptrain.net.known import ADDRESSES_MAX, Known, Origin, Standing, Stranger
 from p2ptrain.net.tasks import pauses
 from p2ptrain.net.transport import Transport, TransportError
 
@@ -82,7 +82,7 @@ class Connections:
     lost: Seen
     rng: Random
     roster: Callable[[], Collection[bytes]] = tuple  # the run's members
-    known: dict[bytes, Known] = field(default_factory=dict)
+    known: dict[bytes, KnownPeer] = field(default_factory=dict)
     linked: dict[bytes, None] = field(default_factory=dict)  # connected, and of our run
     strangers: dict[bytes, Stranger] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()  # the roster when we last looked
@@ -107,13 +107,13 @@ class Connections:
         known.was_reached = known.was_reached or origin is Origin.REMEMBERED
         known.add(address, origin)
 
-    def _of(self, peer: bytes) -> Known:
+    def _of(self, peer: bytes) -> KnownPeer:
         """Returns the record of a peer, making it if needed. When there are too many, the least useful peer is dropped:
         if possible one that was never reached."""
         if peer not in self.known:
             if len(self.known) >= KNOWN_MAX:
                 del self.known[min(self.known, key=self._use)]
-            self.known[peer] = Known()
+            self.known[peer] = KnownPeer()
         return self.known[peer]
 
     def _use(self, peer: bytes) -> tuple[bool, bool, bool, bool, float]:
@@ -257,7 +257,7 @@ class Connections:
         stranger.tries += 1
         known = self.known.get(peer)
         if known is not None and known.is_bootstrap and stranger.tries == STRANGER_TRIES:
-            log.warning("%s answers, but %s", known.addresses[0], await inquiry.why_not(self.transport, peer))
+            log.warning("%s answers, but %s", known.addresses[0], await questions.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
@@ -307,13 +307,13 @@ class Connections:
         return chosen
 
     def _is_needed(self, peer: bytes) -> bool:
-        return self._standing(peer) is Standing.NEEDED
+        return self._standing(peer) is Priority.NEEDED
 
-    def _standing(self, peer: bytes) -> Standing:
+    def _standing(self, peer: bytes) -> Priority:
         known = self.known.get(peer)
         if peer in self.members or (known is not None and known.is_bootstrap):
-            return Standing.NEEDED
-        return Standing.REACHED if known is not None and known.was_reached else Standing.HEARD_OF
+            return Priority.NEEDED
+        return Priority.REACHED if known is not None and known.was_reached else Priority.HEARD_OF
 
     def _placed(self, wanted: list[bytes], busy: Collection[bytes], places: int) -> list[bytes]:
         """Returns the first of the wanted peers, as many as still fit into the slots of their priority."""
@@ -340,7 +340,7 @@ class Connections:
         finally:
             self.dialling.discard(peer)
 
-    async def _reach(self, known: Known) -> str:
+    async def _reach(self, known: KnownPeer) -> str:
         """Connects to a peer at one of its addresses; otherwise returns what was wrong with the best of them."""
         problems: list[str] = []
         with contextlib.suppress(TimeoutError):
@@ -356,7 +356,7 @@ class Connections:
                             known.worked = ""
         return problems[0] if problems else f"cannot connect to {known.addresses[0]}: no answer"
 
-    def _put_off(self, known: Known) -> None:
+    def _put_off(self, known: KnownPeer) -> None:
         """Sets when the next dial may come, should one be needed."""
         wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
         known.tries += 1
@@ -387,7 +387,7 @@ class Connections:
         Returns whether it answered."""
         took = self._of(peer).answered_in.append
         try:
-            addresses = await inquiry.ask_peers(self.transport, peer, self.run_id, took)
+            addresses = await questions.ask_peers(self.transport, peer, self.run_id, took)
         except TransportError:
             return False
         except RemoteProtocolError:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from p2ptrain import __version__
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
-from p2ptrain.core.snapshot import PeerView
-from p2ptrain.daemon.edges import Edges
+from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
-from p2ptrain.net import inquiry
+from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.connections import Connections
+from p2ptrain.node.edges import Edges
 from p2ptrain.observe.schema import (
     FaultTolerance,
     Limits,
@@ -27,11 +27,11 @@ from p2ptrain.observe.schema import (
 )
 
 if TYPE_CHECKING:
-    from p2ptrain.program import Daemon
+    from p2ptrain.daemon import Daemon
 
 ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
 CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
-# Kinds of blobs (net/blobs.py), by what a person calls them.
+# Kinds of blobs (net/blobs/blob.py), by what a person calls them.
 BULK_PURPOSES: dict[Purpose, tuple[str, ...]] = {
     "payloads": ("payload",),
     "states": ("state",),
@@ -96,26 +96,26 @@ def status_of(daemon: Daemon) -> Status:
         bytes=edges.transport.counters(),
         traffic=traffic_of(edges),
         limits=limits_of(daemon),
-        queued_frames=edges.lines.queued_frames,
-        disk_free_bytes=edges.keeping.free_bytes,
+        queued_frames=edges.mailboxes.queued_frames,
+        disk_free_bytes=edges.persistence.free_bytes,
         counters=view.counters
         | dict(driver.counters)
-        | edges.lines.counters()
-        | {"trainings not finite": device.not_finite, "damaged files": edges.keeping.store.damaged_files},
+        | edges.mailboxes.counters()
+        | {"trainings not finite": device.not_finite, "damaged files": edges.persistence.store.damaged_files},
         observed=view.observed,
     )
 
 
 def complaints_of(daemon: Daemon) -> list[Complaint]:
     """All that is not as it should be, the worst first."""
-    driver, keeping, guest = daemon.driver, daemon.edges.keeping, daemon.guest
+    driver, persistence, machine_limits = daemon.driver, daemon.edges.persistence, daemon.machine_limits
     disk = {
         Code.DEGRADED: driver.disk_trouble,
-        Code.CHECKPOINTS_NOT_SAVED: keeping.checkpoint_trouble,
-        Code.RECORDS_NOT_WRITTEN: keeping.records_trouble,
+        Code.CHECKPOINTS_NOT_SAVED: persistence.checkpoint_trouble,
+        Code.RECORDS_NOT_WRITTEN: persistence.records_trouble,
     }
     found = [complaint(code, why=why) for code, why in disk.items() if why]
-    found += [guest.over_memory] if guest.over_memory else []
+    found += [machine_limits.over_memory] if machine_limits.over_memory else []
     return by_gravity([*found, *driver.node.view().complaints, *driver.pauses])
 
 
@@ -129,7 +129,7 @@ def unreadiness_of(daemon: Daemon) -> list[str]:
 
 
 def limits_of(daemon: Daemon) -> Limits:
-    limits = daemon.guest.limits
+    limits = daemon.machine_limits.limits
     return Limits(
         upload_bytes_per_second=daemon.edges.upload.rate,
         download_bytes_per_second=daemon.edges.download.rate,
@@ -154,14 +154,14 @@ def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
         return [counted.get(f"{way} {protocol}", 0) for way in WAYS]
 
     add("gossip", of_protocol("gossip"))
-    histories = [edges.lines.history_bytes[way] for way in WAYS]
-    messages = of_protocol(edges.lines.protocol)
+    histories = [edges.mailboxes.history_bytes[way] for way in WAYS]
+    messages = of_protocol(edges.mailboxes.protocol)
     add("messages", [all_of_it - of_it for all_of_it, of_it in zip(messages, histories, strict=True)])
     add("histories", histories)
     bulk = edges.bulk_bytes()
     for purpose, kinds in BULK_PURPOSES.items():
         add(purpose, [sum(bulk[f"{way} {kind}"] for kind in kinds) for way in WAYS])
-    add("questions", of_protocol(inquiry.PROTOCOL))
+    add("questions", of_protocol(questions.PROTOCOL))
     known = [sum(getattr(each, way) for each in purposes.values()) for way in WAYS]
     totals = [counted.get(f"bytes {way}", 0) for way in WAYS]
     add("other", [total - of_it for total, of_it in zip(totals, known, strict=True)])

@@ -23,7 +23,7 @@ from typing import Any
 
 from p2ptrain import __version__
 from p2ptrain.config import RunConfig
-from p2ptrain.config_text import to_toml
+from p2ptrain.config.text import to_toml
 from p2ptrain.errors import DataError
 from p2ptrain.files import read
 from p2ptrain.identity import peer_id_of

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from p2ptrain import __version__
-from p2ptrain.daemon.logs import LINE_MAX, plain
+from p2ptrain.config.node import HttpConfig, is_loopback
 from p2ptrain.errors import ConfigError
-from p2ptrain.node_config import HttpConfig, is_loopback
 from p2ptrain.observe.app import App
 from p2ptrain.observe.build import peers_of, rounds_of, status_of, unreadiness_of
 from p2ptrain.observe.guard import Guard, bracketed, read_token
+from p2ptrain.observe.logs import LINE_MAX, plain
 from p2ptrain.observe.schema import Level, LogLine, PeerList, RoundRecord, Status
 from p2ptrain.observe.sockets import HttpListener
 
 if TYPE_CHECKING:
-    from p2ptrain.program import Daemon
+    from p2ptrain.daemon import Daemon
 
 LOOK_SECONDS = 1.0  # between events of the same kind
 LOOK_AGAIN_SECONDS = 60.0  # after a mistake of ours, which may come again: so often it is in the log, and no more

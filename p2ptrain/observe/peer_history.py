@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.core.snapshot import PeerView
+from p2ptrain.core.view import PeerView
 from p2ptrain.observe.schema import PeerRecord, Points
 from p2ptrain.store.records import PEERS_MAX, Row
 

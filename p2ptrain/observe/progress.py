@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from p2ptrain.core.complaints import Code
-from p2ptrain.daemon.logs import PlainText, QueuedLines, Unbuffered, plain
+from p2ptrain.observe.logs import PlainText, QueuedLines, Unbuffered, plain
 from p2ptrain.observe.schema import Status
 from p2ptrain.observe.top_frame import few
 from p2ptrain.visible import count_of

@@ -23,11 +23,11 @@ from pydantic import ValidationError
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
-from p2ptrain.daemon.device import Device
-from p2ptrain.daemon.keeping import Keeping
 from p2ptrain.errors import DataError
+from p2ptrain.node.device import Device
+from p2ptrain.node.persistence import Persistence
 from p2ptrain.observe.peer_history import PeerHistory
-from p2ptrain.observe.schema import PHASES, Mine, Record, RoundRecord
+from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, StoredModel
 from p2ptrain.store.records import Batch, Past, Row, read_rounds
 
 ROUNDS_KEPT = 1_000  # in memory: what a page shows; of 1,024 contributors each they take 10 MB
@@ -45,7 +45,7 @@ class Recorder:
         self,
         node: Node,
         device: Device,
-        keeping: Keeping,
+        persistence: Persistence,
         counters: Callable[[], dict[str, int]],
         bulk: str,
         past: Past,
@@ -59,7 +59,7 @@ class Recorder:
         self.mine = Mine.of(past.mine)
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
-        self._keeping, self._counters, self._bulk = keeping, counters, bulk
+        self._keeping, self._counters, self._bulk = persistence, counters, bulk
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._known, past.rounds), ROUNDS_KEPT)
         self._applied = {each.key for each in self._kept}
@@ -219,7 +219,7 @@ def tokens_of(run: RunConfig) -> int:
     return recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length
 
 
-def _rows(records: Iterable[Record]) -> Iterator[Row]:
+def _rows(records: Iterable[StoredModel]) -> Iterator[Row]:
     return (each.row for each in records)
 
 

@@ -41,7 +41,7 @@ class Answer(Part):
     version: Literal[1] = Field(1, description="of this description; a field is renamed or removed only in another")
 
 
-class Record(Part):
+class StoredModel(Part):
     """A row of records.sqlite."""
 
     @classmethod
@@ -116,7 +116,7 @@ class Limits(Part):
     on_battery: Literal["pause", "train"] = Field(description="what it does on the machine's battery")
 
 
-class Mine(Record):
+class Mine(StoredModel):
     """What this node has done in the run, over all its starts."""
 
     applied: Annotated[Count, Figure("my contributions applied")] = Field(
@@ -290,7 +290,7 @@ class Status(Answer):
     ] = Field(description="faults of peers that were noted, by reason, in this life")
 
 
-class PeerRecord(Record):
+class PeerRecord(StoredModel):
     """What became of a peer's contributions, over all starts of this node, and what it did wrong."""
 
     peer: PeerId = Field(exclude=True)
@@ -305,7 +305,7 @@ class PeerRecord(Record):
     points: float = Field(0.0, ge=0, description="against it, for what was observed; they halve each hour")
 
 
-class Points(Record):
+class Points(StoredModel):
     """The points against a peer, when they had grown: a row of their own."""
 
     peer: PeerId
@@ -344,7 +344,7 @@ class PeerList(Answer):
     me: Peer = Field(description="this node itself, as far as that makes sense")
 
 
-class RoundRecord(Answer, Record):
+class RoundRecord(Answer, StoredModel):
     """A round that was applied here, as this node lived it.
 
     Its four phases add up to the time since the round before was applied. Bytes, tokens and lateness are those of that

@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from p2ptrain.daemon.control import ask
 from p2ptrain.errors import NoDaemonError, P2ptrainError
+from p2ptrain.node.control import ask
 from p2ptrain.observe.top_frame import Look, frame
 
 ROUNDS_LOOKED_AT = 120  # as wide as most terminals

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from p2ptrain.core.complaints import Code
-from p2ptrain.daemon.logs import plain
 from p2ptrain.observe.figures import Shown, figures_of, reasons
+from p2ptrain.observe.logs import plain
 from p2ptrain.observe.schema import PHASES, RoundRecord, Status
 from p2ptrain.visible import count_of
 

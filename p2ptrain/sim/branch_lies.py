@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.events import Publish, SendHistory
-from p2ptrain.core.history import Beginning, Entry, History, Stage, Step
+from p2ptrain.core.history import Beginning, BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import (
     NUMBER_MAX,
@@ -32,7 +32,7 @@ from p2ptrain.sim.rewriting import Liar, Said
 
 if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
-    from p2ptrain.core.line import Line
+    from p2ptrain.core.chain import Chain
     from p2ptrain.core.node import Node
     from p2ptrain.sim.cluster import Cluster
 
@@ -132,14 +132,14 @@ class FalseJumps(ClaimsToBeAhead):
         victim = cluster.nodes[cluster.key_index[effect.peer]].core
         if victim is None:
             return effect.history
-        line = victim.line
-        state, changes = self._start(core, line)
+        chain = victim.chain
+        state, changes = self._start(core, chain)
         if self.me not in state.members:
             return effect.history
         beginning = self._beginning(state)
         after = state.regrouped(beginning.branch, beginning.members)
-        place = next(place for place, stage in enumerate(line.lineage) if stage.branch == state.branch)
-        lineage = (*line.lineage[: place + 1], Stage(beginning.branch, beginning.round))
+        place = next(place for place, stage in enumerate(chain.lineage) if stage.branch == state.branch)
+        lineage = (*chain.lineage[: place + 1], BranchStart(beginning.branch, beginning.round))
         run = core.context.run
         if self.rng.random() < 0.25 and not changes:
             entry, _ = self._alone(after, run)
@@ -149,11 +149,11 @@ class FalseJumps(ClaimsToBeAhead):
         base, (entry, _) = after, self._alone(after, run)
         return History(lineage, entry.manifest.round, (*changes, beginning), base, (entry,))
 
-    def _start(self, core: Node, line: Line) -> tuple[AgreedState, tuple[Step, ...]]:
+    def _start(self, core: Node, chain: Chain) -> tuple[AgreedState, tuple[Step, ...]]:
         """The state that our branch begins from, and the steps to it from the state of the asker."""
-        state = line.state
-        fork = line.forks.get(state.branch)
-        entry, later = core.line.entry(state.round + 1), core.line.state_at(state.branch, state.round + 1)
+        state = chain.state
+        fork = chain.forks.get(state.branch)
+        entry, later = core.chain.entry(state.round + 1), core.chain.state_at(state.branch, state.round + 1)
         starts: list[tuple[AgreedState, tuple[Step, ...]]] = [(state, ())]
         if fork is not None:
             starts.append((fork, ()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from p2ptrain.core.events import Saved
-from p2ptrain.core.saving import Journal
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.state import AgreedState
 
 CHECKPOINTS_KEPT = 4

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from pydantic import ValidationError
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.config_text import problem
+from p2ptrain.config.text import problem
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim.keys import node_key

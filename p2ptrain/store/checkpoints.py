@@ -27,7 +27,7 @@ import structlog
 from blake3 import blake3
 from msgspec import Meta, Struct
 
-from p2ptrain.core.saving import Journal, Judgement
+from p2ptrain.core.journal import Certainty, Journal
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, digest, leaf_digest, piece_count, proves
 from p2ptrain.errors import DataError
 from p2ptrain.files import (
@@ -65,7 +65,7 @@ class NewerError(DataError):
         super().__init__(f"{path}: a later release has made it. Go on with that one, or move it away")
 
 
-class _Any(Struct):
+class _AnyStamp(Struct):
     """Of whichever format."""
 
     format: str = ""
@@ -123,7 +123,7 @@ class Checkpoint(Struct, frozen=True):
     def root(self) -> bytes:
         return bytes.fromhex(self.stamp.root)
 
-    def judged_by(self, journal: Journal) -> Judgement:
+    def judged_by(self, journal: Journal) -> Certainty:
         return journal.judge(self.round, self.head, self.root)
 
     @property
@@ -349,7 +349,7 @@ def read_stamp(directory: Path) -> Stamp:
 
 def _is_newer(content: bytes) -> bool:
     """Whether another version made it; a stamp of ours in whose version a bit has flipped is damaged."""
-    made = msgspec.json.decode(content, type=_Any).format
+    made = msgspec.json.decode(content, type=_AnyStamp).format
     if made == FORMAT or not made.startswith(FORMAT[:-1]):
         return False
     mended = content.replace(made.encode(), FORMAT.encode(), 1)

@@ -12,7 +12,7 @@ from p2ptrain.errors import DataError
 VERSION = 1
 
 
-class _Any(Struct):
+class _AnyVersion(Struct):
     """Of whichever format."""
 
     format: int = VERSION
@@ -21,7 +21,7 @@ class _Any(Struct):
 def refuse_newer(path: Path, content: bytes) -> None:
     """DataError if a later release has written this; nothing for what cannot be read at all."""
     try:
-        found = msgspec.json.decode(content, type=_Any).format
+        found = msgspec.json.decode(content, type=_AnyVersion).format
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if found > VERSION:

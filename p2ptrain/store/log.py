@@ -18,8 +18,8 @@ from pathlib import Path
 import structlog
 
 from p2ptrain.core.events import Record, Said
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.messages import Message, decode
-from p2ptrain.core.saving import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.files import (

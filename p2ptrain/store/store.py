@@ -25,7 +25,7 @@ import structlog
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified, Record, Said, Saved
 from p2ptrain.core.history import Entry
-from p2ptrain.core.saving import Journal
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError
 from p2ptrain.files import make_directory, read, write_atomically

@@ -18,7 +18,6 @@ from known import contribution, weights
 from trainer_known import RECIPES, TINY, embedded, make, swarm_round
 
 from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
-from p2ptrain.daemon.energy import meter_of
 from p2ptrain.learn import aggregate
 from p2ptrain.learn import model as model_module
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
@@ -29,6 +28,7 @@ from p2ptrain.learn.root import state_root
 from p2ptrain.learn.selection import largest
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.learn.transform import Layout
+from p2ptrain.node.energy import meter_of
 
 DEVICE = torch.device(os.environ.get("GPU_TESTS_DEVICE") or "cuda")
 if DEVICE.type == "cuda" and DEVICE.index is None:

@@ -13,7 +13,7 @@ from hosted import SECONDS, Hosted, HostedDaemon
 from namespaces import INTERNET, Internet, made, why_impossible
 
 from p2ptrain.identity import Identity
-from p2ptrain.net.autorelay import ASK_SECONDS, LOST_SECONDS
+from p2ptrain.net.libp2p.autorelay import ASK_SECONDS, LOST_SECONDS
 from tests.daemon_known import Swarm, swarm_in
 
 HOMES = 2

@@ -1,0 +1,77 @@
+"""The two configurations: `RunConfig`, shared by all and hashed, and `NodeConfig`, mine alone.
+
+Both are TOML files, checked by pydantic. A key that nobody knows, a value of the wrong type and a
+combination that cannot work are errors that name the file, the key and the fix: a run that trains with a
+typo ignored is worse than one that does not start. All mistakes of a file are told at once.
+
+Numbers with a point are read as decimals and kept as fractions, so that 0.1 means one tenth everywhere.
+"""
+
+from __future__ import annotations
+
+from p2ptrain.config.fields import Digest, Rational, Section
+from p2ptrain.config.load import load_config, load_node_config, load_run_config, with_options
+from p2ptrain.config.node import (
+    DeviceConfig,
+    HttpConfig,
+    IdentityConfig,
+    LimitsConfig,
+    LoggingConfig,
+    NetworkConfig,
+    NodeConfig,
+    StorageConfig,
+    TrackingConfig,
+)
+from p2ptrain.config.run import (
+    BASIS_PEAK,
+    CONFIG_BYTES_MAX,
+    EXACT_MAX,
+    MODEL_PRESETS,
+    PROTOCOL_VERSION,
+    RECIPES,
+    SCALE_SPREAD_BITS,
+    AdmissionConfig,
+    AgreementConfig,
+    DataConfig,
+    ModelConfig,
+    RecipeConfig,
+    RecipeSpec,
+    RunConfig,
+    StateConfig,
+    TokenizerConfig,
+)
+
+__all__ = [
+    "BASIS_PEAK",
+    "CONFIG_BYTES_MAX",
+    "EXACT_MAX",
+    "MODEL_PRESETS",
+    "PROTOCOL_VERSION",
+    "RECIPES",
+    "SCALE_SPREAD_BITS",
+    "AdmissionConfig",
+    "AgreementConfig",
+    "DataConfig",
+    "DeviceConfig",
+    "Digest",
+    "HttpConfig",
+    "IdentityConfig",
+    "LimitsConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "NodeConfig",
+    "Rational",
+    "RecipeConfig",
+    "RecipeSpec",
+    "RunConfig",
+    "Section",
+    "StateConfig",
+    "StorageConfig",
+    "TokenizerConfig",
+    "TrackingConfig",
+    "load_config",
+    "load_node_config",
+    "load_run_config",
+    "with_options",
+]

@@ -1,0 +1,174 @@
+"""The two configurations: `RunConfig`, shared by all and hashed, and `NodeConfig`, mine alone.
+
+Both are TOML files, checked by pydantic. A key that nobody knows, a value of the wrong type and a
+combination that cannot work are errors that name the file, the key and the fix: a run that trains with a
+typo ignored is worse than one that does not start. All mistakes of a file are told at once.
+
+Numbers with a point are read as decimals and kept as fractions, so that 0.1 means one tenth everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from p2ptrain.config.node import (
+    ENVIRONMENT_DELIMITER,
+    ENVIRONMENT_PREFIX,
+    NodeConfig,
+)
+from p2ptrain.config.run import (
+    CONFIG_BYTES_MAX,
+    RunConfig,
+)
+from p2ptrain.config.text import Problem, fields, problem, unknown_key
+from p2ptrain.errors import ConfigError
+
+FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as much in comments
+
+Table = dict[str, Any]  # what TOML holds
+
+
+def load_run_config(path: Path) -> RunConfig:
+    """The run that a TOML file describes."""
+    return _run_config(_read(path), path)
+
+
+def load_node_config(path: Path | None) -> NodeConfig:
+    """This node's settings: the environment before the file at `path`, if there is one, before the defaults."""
+    return _node_config(_read(path) if path else {}, path)
+
+
+def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> NodeConfig:
+    """The settings with what the command line says instead, which goes before the file and the environment."""
+    mistakes = []
+    for (section, key), value in options.items():
+        model = getattr(config, section)
+        try:
+            changed = type(model).model_validate({**model.model_dump(exclude_unset=True), key: value})
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                place = (section, *details["loc"]) if details["loc"] else (section, key)
+                found = problem({**details, "loc": place}, NodeConfig, RunConfig)
+                mistakes.append(_config_error(found, "command line"))
+        else:
+            config = config.model_copy(update={section: changed})
+    if mistakes:
+        raise _together(mistakes)
+    return config
+
+
+def load_config(path: Path) -> RunConfig | NodeConfig:
+    """A config of either kind, told apart by the keys at the top of the file."""
+    table = _read(path)
+    if _resemblance(table, RunConfig) > _resemblance(table, NodeConfig):
+        return _run_config(table, path)
+    return _node_config(table, path)
+
+
+def _resemblance(table: Table, model: type[BaseModel]) -> int:
+    known = list(model.model_fields)
+    return sum(2 if key in known else bool(difflib.get_close_matches(key, known, n=1)) for key in table)
+
+
+def _read(path: Path) -> Table:
+    try:
+        with path.open("rb") as file:
+            encoded = file.read(FILE_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"cannot be read: {reason}", source=str(path), fix="Check the name and the permissions"
+        ) from error
+    if len(encoded) > FILE_BYTES_MAX:
+        raise ConfigError(
+            f"larger than {FILE_BYTES_MAX:,} bytes, which no config needs",
+            source=str(path),
+            fix="Check that it is the file you mean",
+        )
+    try:
+        return tomllib.loads(encoded.decode(), parse_float=Decimal)
+    except UnicodeDecodeError as error:
+        line = encoded[: error.start].count(b"\n") + 1
+        raise ConfigError(f"line {line} is not UTF-8 text", source=str(path), fix="Save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not TOML: {error}", source=str(path), fix="Mend the file there") from error
+    except (ValueError, InvalidOperation) as error:  # thousands of digits, in a number or in its exponent
+        raise ConfigError("a number is too large", source=str(path), fix="Write one of ordinary size") from error
+    except RecursionError as error:
+        raise ConfigError(
+            "lists or tables are nested too deeply", source=str(path), fix="Write sections and keys"
+        ) from error
+
+
+def _run_config(table: Table, path: Path) -> RunConfig:
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        mistakes = [problem(details, RunConfig, NodeConfig) for details in error.errors(include_url=False)]
+    raise _together([_config_error(mistake, str(path)) for mistake in mistakes])
+
+
+def _node_config(table: Table, path: Path | None) -> NodeConfig:
+    unknown_variables = dict(_unknown_variables())
+    mistakes = [
+        ConfigError("unknown", source=f"environment variable {name}", fix=fix)
+        for name, fix in unknown_variables.items()
+    ]
+    # BaseSettings takes keys of its own beside the fields, all with an underscore first: they are none of a file's.
+    unknown_keys = [key for key in table if key not in NodeConfig.model_fields]
+    mistakes += [_config_error(unknown_key([key], NodeConfig, RunConfig), str(path)) for key in unknown_keys]
+    try:
+        config = NodeConfig(**{key: value for key, value in table.items() if key not in unknown_keys})
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            variables = _variables_behind(details["loc"])
+            if not unknown_variables.keys() & set(variables):  # else it is told already
+                source = " and ".join([f"environment variable {name}" for name in variables] or [str(path)])
+                mistakes.append(_config_error(problem(details, NodeConfig, RunConfig), source))
+    if mistakes:
+        raise _together(mistakes)
+    return config
+
+
+def _variables() -> Iterator[tuple[str, str, str]]:
+    """Name, section and key of every variable that is meant for us.
+
+    A section makes it ours, or two underscores: an orchestrator that runs a service named p2ptrain sets
+    variables such as P2PTRAIN_SERVICE_HOST in every container.
+    """
+    for name, value in sorted(os.environ.items()):
+        section, delimiter, key = name.upper().removeprefix(ENVIRONMENT_PREFIX).lower().partition(ENVIRONMENT_DELIMITER)
+        is_ours = name.upper().startswith(ENVIRONMENT_PREFIX) and (delimiter or section in NodeConfig.model_fields)
+        if is_ours and value:
+            yield name, section, key
+
+
+def _unknown_variables() -> Iterator[tuple[str, str]]:
+    """Every variable that names no key, and what may have been meant."""
+    known = [f"{section}__{key}" for section, key, _ in fields(NodeConfig)]
+    for name, section, key in _variables():
+        if (written := f"{section}__{key}") not in known:
+            close = difflib.get_close_matches(written, known, n=1)
+            yield name, f"Did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else "Remove it"
+
+
+def _variables_behind(place: Sequence[int | str]) -> list[str]:
+    """The variables that may have caused a mistake in `place`; in a section, all of that section."""
+    return [name for name, section, key in _variables() if section == place[0] and (len(place) < 2 or key == place[1])]
+
+
+def _config_error(mistake: Problem, source: str) -> ConfigError:
+    return ConfigError(mistake.what, source=source, key=mistake.key, fix=mistake.fix)
+
+
+def _together(mistakes: Sequence[ConfigError]) -> ConfigError:
+    """One error, with a line for each mistake."""
+    return mistakes[0] if len(mistakes) == 1 else ConfigError("\n".join(map(str, mistakes)))

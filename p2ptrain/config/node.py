@@ -1,0 +1,285 @@
+"""`NodeConfig`: what differs from machine to machine, and nobody else's business.
+
+It comes from a TOML file. Environment variables named P2PTRAIN_SECTION__KEY go before the file, for
+containers: text as it stands, lists with commas between their entries, an empty variable counts as unset.
+
+A path may begin with `~`, as in a shell: it is written out here, once, and nobody else has to think of it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from p2ptrain.config.fields import Accepts, FromArray, Section
+
+ENVIRONMENT_PREFIX = "P2PTRAIN_"
+ENVIRONMENT_DELIMITER = "__"
+ADDRESSES_MAX = 64  # a node with more has put a list where a bootstrap node belongs
+
+ListenAddress = Annotated[
+    str,
+    Field(pattern=r"^/ip[46]/[0-9A-Fa-f.:]{1,45}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
+    Accepts('an address of this machine such as "/ip4/0.0.0.0/tcp/4001"'),
+]
+PublicAddress = Annotated[
+    str,
+    Field(pattern=r"^/(ip[46]|dns[46]?)/[0-9A-Za-z.:_-]{1,253}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
+    Accepts('an address that others reach such as "/ip4/203.0.113.7/tcp/4001"'),
+]
+PeerAddress = Annotated[
+    str,
+    Field(pattern=r"^(/[0-9A-Za-z.:_-]{1,253}){2,12}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$"),
+    Accepts('a node\'s address with its id at the end, such as "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."'),
+]
+HostName = Annotated[
+    str,
+    Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(:[0-9]{1,5})?$"),
+    Accepts('a host name such as "node.example.org" or "localhost:9000"'),
+]
+
+
+def _written_out(path: str) -> str:
+    """With the home directory that a `~` stands for."""
+    if not path.startswith("~"):
+        return path
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError as error:
+        raise ValueError("expected a path that begins with ~ for a home directory that is known") from error
+
+
+FilePath = Annotated[
+    str,
+    Field(max_length=4_096),  # the longest that Linux opens
+    AfterValidator(_written_out),
+    Accepts("a path"),
+]
+
+
+class IdentityConfig(Section):
+    """The identity that this node has to others."""
+
+    file: FilePath = Field("", description="the node's private key; empty: identity.key in storage.directory")
+
+
+class NetworkConfig(Section):
+    """The addresses of this node, and which nodes it contacts first."""
+
+    listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
+        ("/ip4/0.0.0.0/tcp/4001",),
+        max_length=ADDRESSES_MAX,
+        description="addresses to listen on; /ip4/0.0.0.0 and /ip6/:: are all of the machine's; empty: none; "
+        "the default port gives way to a free one if it is taken and no address is announced",
+    )
+    announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
+        (), max_length=ADDRESSES_MAX, description="addresses to publish; empty: those that others see"
+    )
+    bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
+        (), max_length=ADDRESSES_MAX, description="nodes to contact first; empty: those remembered from the last time"
+    )
+    nat: bool = Field(
+        True, description="check whether others can reach this node, open a port on the router, punch holes"
+    )
+    relay: bool = Field(True, description="connect through relays where there is no direct way")
+    trusted_relays: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
+        (),
+        max_length=ADDRESSES_MAX,
+        description="relays through which others reach this node, the first four that answer at a start; "
+        "empty: the bootstraps and remembered peers",
+    )
+    relay_for_others: bool = Field(
+        True,
+        description="relay connections of nodes that have no direct way, outside the byte limits; "
+        "false: at most 128 KiB and two minutes each; with relay = false: none",
+    )
+
+    @property
+    def has_chosen_port(self) -> bool:
+        """Whether the owner counts on the port: also who announces it, such as that of a router."""
+        return bool(self.model_fields_set & {"listen", "announce"})
+
+
+class DeviceConfig(Section):
+    """The device that trains."""
+
+    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Accepts("auto, cpu, cuda or cuda:N")] = (
+        Field("auto", description="auto: the first CUDA device, or else the CPU")
+    )
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1_024,
+        description="torch threads; 0: one less than the cores that the process may use, at least one",
+    )
+    autocast: Literal["auto", "off", "bf16"] = Field(
+        "auto", description="auto: bf16 where the device has it in hardware"
+    )
+    sequences_per_pass: int = Field(
+        0,
+        ge=0,
+        le=65_536,
+        description="maximum number of sequences in one forward and backward pass; 0: as many as the run says",
+    )
+    checkpointing: bool = Field(
+        False,
+        description="activation checkpointing: keep only each layer's input for the backward pass; "
+        "less memory, a third more work",
+    )
+    compile: bool = Field(False, description="compile the layers with torch.compile; the first round takes longer")
+
+
+class LimitsConfig(Section):
+    """How much of this machine the node may use."""
+
+    upload_bytes_per_second: int = Field(
+        0, ge=0, le=10**12, description="limit on all uploads but gossip and small messages; 0: none"
+    )
+    download_bytes_per_second: int = Field(
+        0, ge=0, le=10**12, description="limit on all downloads but gossip and small messages; 0: none"
+    )
+    memory_bytes: int = Field(
+        0, ge=0, le=2**50, description="limit on main memory: a run that needs more is refused; 0: none"
+    )
+    hours: Annotated[
+        str,
+        Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),
+        Accepts('hours such as "22:00-07:00", or nothing'),
+    ] = Field("", description="hours in which the node may train, local time; empty: always")
+    device_percent: int = Field(
+        100,
+        ge=1,
+        le=100,
+        description="share of its training time in which the device works; the rest of the time it idles",
+    )
+    on_battery: Literal["pause", "train"] = Field(
+        "pause", description="whether to train while the machine runs on battery"
+    )
+    nice: int = Field(
+        0,
+        ge=0,
+        le=19,
+        description="niceness of the node and its p2pd, so that other programs go first; 0: as it was started",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        start, _, end = self.hours.partition("-")
+        if self.hours and start == end:
+            raise ValueError(f'hours = "{self.hours}" leaves no time to train: write "" for the whole day')
+        return self
+
+
+class StorageConfig(Section):
+    """What is stored, and where."""
+
+    directory: FilePath = Field("", description="directory of runs, data and keys; empty: the user's data directory")
+    checkpoint_every_rounds: int = Field(
+        8, ge=1, le=10**6, description="rounds between checkpoints, at most half of the run's history_rounds"
+    )
+    checkpoints_kept: int = Field(
+        4, ge=1, le=1_000, description="checkpoints to keep; each takes twice the size of the model"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # any other name may mean any address
+
+
+class HttpConfig(Section):
+    """The dashboard, and status and metrics for other programs; all of it is read-only."""
+
+    enabled: bool = Field(True, description="whether to serve it at all")
+    host: Annotated[
+        str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Accepts("an address or a host name of this machine")
+    ] = Field("127.0.0.1", description="address to listen on; any but loopback requires a token_file")
+    port: int = Field(
+        8_420, ge=0, le=65_535, description="0: any free port; the default port falls back to a free one if it is taken"
+    )
+    token_file: FilePath = Field(
+        "", description="file with the secret that readers must present, readable by its owner alone; empty: none"
+    )
+    allowed_hosts: Annotated[tuple[HostName, ...], FromArray] = Field(
+        (),
+        max_length=ADDRESSES_MAX,
+        description="names under which browsers may reach it, besides host and loopback's; without a port: any port",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.token_file and not is_loopback(self.host):
+            raise ValueError(
+                f'host = "{self.host}" would show the node to everyone on the network: '
+                'name a token_file, or set host = "127.0.0.1"'
+            )
+        return self
+
+
+class TrackingConfig(Section):
+    """Figures of each round for other tools."""
+
+    tensorboard: FilePath = Field("", description="directory for TensorBoard's event files; empty: none are written")
+    wandb: FilePath = Field(
+        "",
+        description="directory for runs of Weights & Biases (the extra [wandb]), sent if WANDB_API_KEY is set; "
+        "empty: none are written",
+    )
+
+
+class LoggingConfig(Section):
+    """The node's log."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is written")
+    format: Literal["auto", "text", "json"] = Field(
+        "auto", description="auto: text on a terminal, JSON lines elsewhere"
+    )
+
+
+class NodeConfig(BaseSettings):
+    """One participant's own settings."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        env_prefix=ENVIRONMENT_PREFIX,
+        env_nested_delimiter=ENVIRONMENT_DELIMITER,
+        env_nested_max_split=1,
+        env_ignore_empty=True,
+    )
+
+    identity: IdentityConfig = IdentityConfig()
+    network: NetworkConfig = NetworkConfig()
+    device: DeviceConfig = DeviceConfig()
+    limits: LimitsConfig = LimitsConfig()
+    storage: StorageConfig = StorageConfig()
+    http: HttpConfig = HttpConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Our environment first, then what the file says; nothing else is read."""
+        return _Environment(settings_cls), init_settings
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, with lists as people write them in a shell."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: object) -> object:
+        return [part.strip() for part in str(value).split(",") if part.strip()]

@@ -1,0 +1,417 @@
+"""`RunConfig`: the settings that all nodes of a run share; the run's id is their digest.
+
+Whatever decides a bit of the agreed state, or how the swarm agrees on it, stands here. The canonical
+encoding is JSON with sorted keys, no white space and no floating-point number: fractions are written as
+"n/d", so that every machine reads the same value and no decimal is rounded on the way. The run's id is
+the BLAKE3 digest of that encoding under a domain of its own. A run whose data or first weights are not
+known yet (its file was just written) is unsealed and has no id; `sealed` adds both, and who founded it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Annotated, Final, Literal, NamedTuple, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from p2ptrain.config.fields import Accepts, Digest, DigestOrEmpty, FromArray, Rational, Section
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError, RemoteProtocolError
+
+PROTOCOL_VERSION: Final = 1
+CONFIG_BYTES_MAX = 65_536  # a few KB, and 60 KB for 256 founders and 640 other keys: a test holds them to it
+WHY_LENGTH_MAX = 500  # characters of a reason: it goes into evidence, and quotes what a peer sent
+BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
+EXACT_MAX = 2**53  # below it every integer is a float64
+
+
+class ModelConfig(Section):
+    """The built-in decoder-only transformer; a preset gives every size that is not written."""
+
+    preset: str = Field(
+        "custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all written here"
+    )
+    vocab_size: int = Field(256, ge=2, le=2**20, description="tokens the model knows")
+    dim: int = Field(128, ge=8, le=65_536, description="width of the residual stream")
+    layers: int = Field(4, ge=1, le=1_024, description="transformer blocks")
+    heads: int = Field(4, ge=1, le=1_024, description="query heads")
+    kv_heads: int = Field(2, ge=1, le=1_024, description="key and value heads; fewer than heads saves memory")
+    ffn_dim: int = Field(384, ge=8, le=2**18, description="width of the SwiGLU layer")
+    sequence_length: int = Field(256, ge=8, le=2**20, description="tokens in a training sequence")
+    rope_theta: int = Field(10_000, ge=1, le=2**40, description="base of the rotary position encoding")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, data: object) -> object:
+        if not isinstance(data, dict) or data.get("preset", "custom") == "custom":
+            return data
+        preset = data["preset"]
+        if not isinstance(preset, str) or preset not in MODEL_PRESETS:
+            raise ValueError(f"unknown preset {preset!r}: use one of {', '.join(MODEL_PRESETS)} or custom")
+        return {**MODEL_PRESETS[preset], **data}
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.dim % self.heads:
+            raise ValueError(f"heads = {self.heads} does not divide dim = {self.dim}: make dim a multiple of heads")
+        if self.dim // self.heads % 2:
+            raise ValueError(
+                f"dim / heads = {self.dim // self.heads} is odd: rotary positions need pairs, choose an even one"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}: choose a divisor")
+        return self
+
+
+MODEL_PRESETS: dict[str, dict[str, int]] = {
+    "1m": {"dim": 128, "layers": 5, "heads": 4, "kv_heads": 2, "ffn_dim": 384, "sequence_length": 256},
+    "5m": {"dim": 256, "layers": 6, "heads": 4, "kv_heads": 2, "ffn_dim": 768, "sequence_length": 256},
+    "10m": {"dim": 320, "layers": 8, "heads": 5, "kv_heads": 5, "ffn_dim": 896, "sequence_length": 512},
+    "30m": {"dim": 512, "layers": 10, "heads": 8, "kv_heads": 4, "ffn_dim": 1_408, "sequence_length": 512},
+    "100m": {"dim": 768, "layers": 14, "heads": 12, "kv_heads": 4, "ffn_dim": 2_304, "sequence_length": 1_024},
+    "300m": {"dim": 1_024, "layers": 26, "heads": 16, "kv_heads": 4, "ffn_dim": 2_816, "sequence_length": 1_024},
+    "1b": {"dim": 2_048, "layers": 20, "heads": 32, "kv_heads": 8, "ffn_dim": 6_144, "sequence_length": 2_048},
+}
+
+
+class TokenizerConfig(Section):
+    """The tokenizer; its file is part of the run."""
+
+    kind: Literal["bytes", "json"] = Field(
+        "bytes", description="bytes: 256 tokens; json: a file of the tokenizers library"
+    )
+    digest: DigestOrEmpty = Field(
+        "", description="BLAKE3 of the tokenizer's JSON file, as `p2ptrain data prepare` prints it"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.kind == "json") != bool(self.digest):
+            raise ValueError(
+                'digest belongs to kind = "json" and to nothing else: '
+                + ("add the digest that `p2ptrain data prepare` printed" if self.kind == "json" else "remove it")
+            )
+        return self
+
+
+class DataConfig(Section):
+    """The training data."""
+
+    manifest: Annotated[
+        str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Accepts("embedded, or 64 hexadecimal digits in lower case")
+    ] = Field(
+        "embedded", description="digest that `p2ptrain data prepare` printed; embedded: the text every Python carries"
+    )
+
+
+class Limit(NamedTuple):
+    """The largest value that a recipe takes for one of its settings."""
+
+    most: int
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class RecipeSpec:
+    """All that is special about a recipe; no other code looks at a recipe's name."""
+
+    made_by: str  # "package.module:Name" of its class, so that a config can be read without torch
+    is_scaled: bool  # whether its contributions carry a power-of-two scale a tensor
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of settings that are not written
+    limits: Mapping[str, Limit] = field(default_factory=dict)  # settings that do not combine with it beyond a value
+    # Copies of the weights, 4 bytes a parameter each. A recipe from elsewhere is taken for one as hungry as `local`.
+    copies: int = 4  # in memory beside the live weights and their gradient
+    copies_saved: int = 2  # of them, how many its `state` adds to a checkpoint
+
+
+_SIGNS_ALONE = Limit(1, "sends signs alone", "use 1 or recipe demo")
+_ONE_STEP = Limit(1, "takes one step a round", "use passes_per_step or recipe local")
+RECIPES: dict[str, RecipeSpec] = {
+    "distro": RecipeSpec(
+        made_by="p2ptrain.learn.recipes:GradientRecipe",
+        is_scaled=False,
+        defaults={"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 1, "outer": "sign"},
+        limits={"value_bits": _SIGNS_ALONE, "local_steps": _ONE_STEP},
+        copies=0,
+        copies_saved=0,
+    ),
+    "demo": RecipeSpec(
+        made_by="p2ptrain.learn.recipes:GradientRecipe",
+        is_scaled=True,
+        defaults={"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 3, "outer": "normalised"},
+        limits={"local_steps": _ONE_STEP},
+        copies=0,
+        copies_saved=0,
+    ),
+    "local": RecipeSpec(
+        made_by="p2ptrain.learn.recipes:LocalRecipe",
+        is_scaled=True,
+        defaults={
+            "decay": Fraction(95, 100),
+            "local_steps": 10,
+            "value_bits": 1,
+            "outer": "mean",
+            "learning_rate": Fraction(1),
+        },
+        limits={"value_bits": _SIGNS_ALONE},
+        copies=4,  # the agreed weights, this round's start, and AdamW's two moments
+        copies_saved=2,  # the moments
+    ),
+}
+OWN_RECIPE = r"[A-Za-z_][A-Za-z0-9_.]{0,99}:[A-Za-z_][A-Za-z0-9_]{0,99}"  # "package.module:Name"
+SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one another (learn/aggregate.py)
+
+
+class RecipeConfig(Section):
+    """How steps become a contribution, and contributions an update. The recipe's defaults apply to keys not written."""
+
+    name: str = Field("distro", description=f'{", ".join(RECIPES)}, or "package.module:Name"')
+    outer: Literal["normalised", "mean", "sign"] = Field("sign", description="how summed votes become an update")
+    chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
+    k: int = Field(32, ge=1, le=512, description="coefficients kept of each chunk")
+    value_bits: int = Field(
+        1, ge=1, le=4, description="bits of a coefficient's value, its sign included; 1: the sign alone"
+    )
+    decay: Rational = Field(Fraction(999, 1000), ge=0, le=1, description="share of the residual that stays each round")
+    clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
+    sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
+    passes_per_step: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
+    local_steps: int = Field(1, ge=1, le=65_536, description="steps of a round")
+    inner_learning_rate: Rational = Field(
+        Fraction(3, 1000), ge=0, description="AdamW's rate, for recipes with local steps"
+    )
+    inner_beta1: Rational = Field(
+        Fraction(9, 10), ge=0, lt=1, description="AdamW's memory of gradients, for recipes with local steps"
+    )
+    inner_beta2: Rational = Field(
+        Fraction(95, 100), ge=0, lt=1, description="AdamW's memory of their squares, for recipes with local steps"
+    )
+    inner_weight_decay: Rational = Field(Fraction(0), ge=0, description="AdamW's, for recipes with local steps")
+    learning_rate: Rational = Field(Fraction(1, 1000), ge=0, description="of the outer update, at its highest")
+    schedule: Literal["constant", "linear", "wsd"] = Field(
+        "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
+    )
+    warmup_rounds: int = Field(0, ge=0, le=2**40, description="rounds in which the rate rises linearly from zero")
+    rounds: int = Field(
+        0, ge=0, le=2**40, description="round at which the rate reaches its last value; 0 with constant: no end"
+    )
+    decay_rounds: int = Field(0, ge=0, le=2**40, description="length of wsd's decay")
+    final_ratio: Rational = Field(Fraction(0), ge=0, le=1, description="last learning rate over the highest")
+    weight_decay: Rational = Field(Fraction(0), ge=0, description="share of a weight that an update at rate 1 removes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_recipe(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        name = data.get("name", "distro")
+        return {**RECIPES[name].defaults, **data} if isinstance(name, str) and name in RECIPES else data
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.name not in RECIPES and not re.fullmatch(OWN_RECIPE, self.name):
+            raise ValueError(f'unknown recipe {self.name!r}: use one of {", ".join(RECIPES)} or "package.module:Name"')
+        area = self.chunk**2
+        if self.k > area // 2:
+            raise ValueError(
+                f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}"
+            )
+        for key, limit in self.spec.limits.items():
+            if (value := getattr(self, key)) > limit.most:
+                raise ValueError(f"{key} = {value}: recipe {self.name} {limit.why}, {limit.fix}")
+        if self.learning_rate * self.weight_decay > 1:
+            raise ValueError("learning_rate * weight_decay is above 1: weights would change sign, lower weight_decay")
+        if self.schedule == "constant" and (self.decay_rounds or self.rounds):
+            raise ValueError(
+                'rounds and decay_rounds shape a rate that ends: remove them or set schedule = "linear" or "wsd"'
+            )
+        if self.schedule == "linear" and (self.decay_rounds or self.rounds <= self.warmup_rounds):
+            raise ValueError('schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds')
+        if self.schedule == "wsd" and (not self.decay_rounds or self.warmup_rounds + self.decay_rounds > self.rounds):
+            raise ValueError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
+        return self
+
+    @property
+    def spec(self) -> RecipeSpec:
+        """The recipe's entry in the table; one from elsewhere carries scales when it asks for value bits."""
+        return RECIPES.get(self.name) or RecipeSpec(made_by=self.name, is_scaled=self.value_bits > 1)
+
+    @property
+    def vote_max(self) -> int:
+        """The largest integer that one contribution can add to one coefficient's votes."""
+        return (1 << (self.value_bits - 1)) * (1 << SCALE_SPREAD_BITS if self.spec.is_scaled else 1)
+
+
+class StateConfig(Section):
+    """The part of the state that a root covers. To hash a few GB would hold up a round, 64 pieces do not."""
+
+    initial_root: DigestOrEmpty = Field("", description="root of the first weights; empty until the run is started")
+    full_root_bytes_max: int = Field(
+        2**30, ge=2**20, le=2**50, description="up to this size every root covers everything; in bytes"
+    )
+    partial_root_leaves: int = Field(64, ge=1, le=65_536, description="pieces of 1 MiB that a partial root covers")
+    full_root_rounds: int = Field(50, ge=1, le=2**20, description="every so many rounds the root covers everything")
+
+
+class AgreementConfig(Section):
+    """How a round is closed (ARCHITECTURE.md: a round)."""
+
+    staleness_rounds_max: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="non-empty manifests that may lie between a contribution's base and the round that takes it",
+    )
+    overlap_rounds: int = Field(0, ge=0, le=1, description="1: train while the last round is agreed on; costs loss")
+    inline_bytes_max: int = Field(
+        16_384, ge=0, le=262_144, description="payloads up to this size ride along with the announcement; in bytes"
+    )
+    avail_seconds: int = Field(2, ge=1, le=600, description="how long a proposer waits for all availabilities")
+    view_seconds: int = Field(2, ge=1, le=600, description="length of the first view")
+    view_seconds_max: int = Field(60, ge=1, le=3_600, description="views double up to this length")
+    idle_round_seconds: int = Field(
+        60, ge=1, le=86_400, description="rounds without a contribution close at most this often"
+    )
+    stall_seconds: int = Field(
+        120, ge=1, le=86_400, description="without an applied round for so long, the quorum counts as lost"
+    )
+    settle_seconds: int = Field(10, ge=1, le=600, description="quiet time before a set of survivors is signed")
+    on_quorum_loss: Literal["regroup", "halt"] = Field(
+        "regroup", description="regroup: go on with those who are left; halt: wait"
+    )
+    history_rounds: int = Field(
+        256, ge=1, le=65_536, description="rounds whose manifests and payloads are kept for others"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.view_seconds > self.view_seconds_max:
+            raise ValueError(
+                f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}: lower it"
+            )
+        if self.overlap_rounds and not self.staleness_rounds_max:
+            raise ValueError(
+                "overlap_rounds = 1 makes every contribution one round old: set staleness_rounds_max to 1 or more"
+            )
+        return self
+
+
+class AdmissionConfig(Section):
+    """Who may contribute, and who gets a vote."""
+
+    policy: Literal["open", "invite", "allowlist"] = Field(
+        "open", description="open: anyone, after probation; invite: a token; allowlist: keys"
+    )
+    keys: Annotated[tuple[Digest, ...], FromArray] = Field(
+        (), max_length=640, description="allowlist: admitted public keys; invite: keys that may sign invitations"
+    )
+    founders: Annotated[tuple[Digest, ...], FromArray] = Field(
+        (), max_length=256, description="public keys of the first members; empty: `p2ptrain start` fills it in"
+    )
+    contributors_max: int = Field(
+        1_024, ge=1, le=1_024, description="nodes admitted at once; more would not fit a message"
+    )
+    seats_max: int = Field(256, ge=1, le=256, description="members with a vote")
+    probation_rounds: int = Field(
+        2, ge=0, le=1_024, description="manifests that took a newcomer's contribution before it gets a seat"
+    )
+    absence_rounds_max: int = Field(10, ge=1, le=65_536, description="rounds unheard before a member loses its seat")
+    leave_seconds: int = Field(30, ge=0, le=600, description="how long a leaver goes on voting")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.policy == "open") == bool(self.keys):
+            raise ValueError(
+                'keys belong to policy = "invite" or "allowlist": '
+                + ("remove them" if self.keys else f"add the public keys for {self.policy}")
+            )
+        for name, keys in (("keys", self.keys), ("founders", self.founders)):
+            if len(set(keys)) != len(keys):
+                raise ValueError(f"{name} has the same key twice: remove one")
+        for name, limit in (("seats_max", self.seats_max), ("contributors_max", self.contributors_max)):
+            if len(self.founders) > limit:
+                raise ValueError(f"founders has {len(self.founders)} keys, and {name} is {limit}: raise {name}")
+        return self
+
+
+class RunConfig(Section):
+    """One shared training effort; the digest of its canonical encoding is the run's id."""
+
+    protocol: Literal[1] = Field(
+        PROTOCOL_VERSION, description="version of messages and arithmetic, fixed for the run's life"
+    )
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+        Accepts("1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first"),
+    ] = Field(description="what people call the run")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the first weights and of the data assignment")
+    model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    recipe: RecipeConfig = RecipeConfig()
+    state: StateConfig = StateConfig()
+    agreement: AgreementConfig = AgreementConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
+            raise ValueError(f"model.vocab_size = {self.model.vocab_size}: the bytes tokenizer has 256 tokens, set 256")
+        largest = self.admission.contributors_max * self.recipe.k * self.recipe.vote_max * BASIS_PEAK**2
+        if largest >= EXACT_MAX:
+            raise ValueError(
+                f"contributors_max * k * largest value = {largest // BASIS_PEAK**2} could leave exact arithmetic: "
+                f"keep it below {EXACT_MAX // BASIS_PEAK**2} with a smaller recipe.k or admission.contributors_max"
+            )
+        return self
+
+    @property
+    def is_sealed(self) -> bool:
+        return bool(self.state.initial_root and self.admission.founders) and self.data.manifest != "embedded"
+
+    def sealed(self, *, manifest: str, initial_root: str, founders: Sequence[str]) -> RunConfig:
+        """This run with its data, its first weights and its first members named; from here on it has an id."""
+        raw = self.model_dump()
+        raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
+        raw["admission"]["founders"] = tuple(sorted(founders))  # in whatever order: it is the same run
+        return RunConfig.model_validate(raw)
+
+    def canonical(self) -> bytes:
+        return json.dumps(
+            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        ).encode()
+
+    @property
+    def run_id(self) -> str:
+        if not self.is_sealed:
+            raise ConfigError(
+                "the run has no id yet", key="state.initial_root", fix="Start it: that makes the first weights"
+            )
+        return digest("run id", self.canonical()).hex()
+
+    @classmethod
+    def from_canonical(cls, encoded: bytes) -> RunConfig:
+        """A run's config as a peer sent it: accepted in its one encoding only."""
+        if len(encoded) > CONFIG_BYTES_MAX:
+            raise RemoteProtocolError(f"run config of {len(encoded)} bytes, the limit is {CONFIG_BYTES_MAX}")
+        try:
+            config = cls.model_validate_json(encoded)
+        except ValidationError as error:
+            raise RemoteProtocolError(_why(error)) from error
+        # Two spellings of a number, a key written twice, another order, white space: none comes back as it was.
+        if config.canonical() != encoded:
+            raise RemoteProtocolError("run config is not in its canonical encoding")
+        return config
+
+
+def _why(error: ValidationError) -> str:
+    """The first error on a line of printable ASCII, whatever the peer put into its keys and values."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"])[:100]
+    return ascii(f"run config: {place}: {first['msg']}")[1:-1][:WHY_LENGTH_MAX]

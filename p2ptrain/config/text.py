@@ -1,0 +1,211 @@
+"""Configurations in words: what a field takes, what is wrong with a value, and a whole config as TOML."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from p2ptrain.config.fields import Accepts, Section
+
+SHOWN_LENGTH_MAX = 160  # characters of a value or key that an error repeats: a whole address, whose end is its id
+TYPE_WORDS: dict[object, str] = {
+    int: "a whole number",
+    bool: "true or false",
+    str: "text in quotes",
+    Fraction: 'a number, or a fraction in quotes such as "1/3"',
+    tuple: "a list in brackets",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: the dotted key, what is wrong and how to mend it."""
+
+    key: str
+    what: str
+    fix: str
+
+
+# ---------------------------------------------------------------------------------------------------
+# Fields
+
+
+def sections(model: type[BaseModel]) -> dict[str, type[Section]]:
+    """The tables of a config, by name."""
+    annotations = {name: field.annotation for name, field in model.model_fields.items()}
+    return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, FieldInfo]]:
+    """Section, key and field of all that a file can say; the section is empty for a key at the top."""
+    tables = sections(model)
+    for name, field in model.model_fields.items():
+        if name not in tables:
+            yield "", name, field
+    for name, table in tables.items():
+        for key, field in table.model_fields.items():
+            yield name, key, field
+
+
+def allowed(field: FieldInfo) -> str:
+    """The values that a field takes, in words."""
+    if get_origin(field.annotation) is Literal:
+        *others, last = map(_toml, get_args(field.annotation))
+        return f"{', '.join(others)} or {last}" if others else last
+    words = [item.text for item in _metadata(field) if isinstance(item, Accepts)]
+    if get_origin(field.annotation) is tuple:
+        return f"a list of at most {_limits(field)['max_length']:,}, each {words[0]}"
+    return _bounds(field) or (words[0] if words else TYPE_WORDS[field.annotation])
+
+
+def _metadata(field: FieldInfo) -> list[object]:
+    """What stands beside a field's type, and beside the type of a list's entries."""
+    found: list[object] = list(field.metadata)
+    if get_origin(field.annotation) is tuple:
+        entry = get_args(field.annotation)[0]
+        found += entry.__metadata__ if get_origin(entry) is Annotated else []
+    return found
+
+
+def _limits(field: FieldInfo) -> dict[str, Any]:
+    """What pydantic was told of a field's range: ge, gt, le, lt and max_length."""
+    names = ("ge", "gt", "le", "lt", "max_length")
+    return {name: getattr(item, name) for item in field.metadata for name in names if hasattr(item, name)}
+
+
+def _bounds(field: FieldInfo) -> str:
+    limits = _limits(field)
+    low = _number(limits["ge"]) if "ge" in limits else f"above {_number(limits['gt'])}" if "gt" in limits else ""
+    high = _number(limits["le"]) if "le" in limits else f"below {_number(limits['lt'])}" if "lt" in limits else ""
+    return f"{low} to {high}" if low and high else f"{low} or more" if low else f"up to {high}" if high else ""
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, int) and value >= 2**20 and value & (value - 1) == 0:
+        return f"2**{value.bit_length() - 1}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseModel]) -> Problem:  # noqa: PLR0911  (a return for each kind)
+    """What pydantic found, in the words of the file's author; `other` is the kind of file this is not."""
+    place = [part for part in error["loc"] if isinstance(part, str)]
+    key, kind = _dotted(place), error["type"]
+    if kind == "extra_forbidden":
+        return unknown_key(place, model, other)
+    if kind == "value_error" and len(place) < 2:  # our own checks of a whole section, which say how to mend it
+        what, _, fix = str(error["ctx"]["error"]).partition(": ")
+        return Problem(key, what, fix[:1].upper() + fix[1:])
+    field, found = _field(place, model), _found(error["input"])
+    example = "" if field.is_required() else f"Write for instance {place[-1]} = {_toml(field.default)}"
+    if kind == "value_error":
+        return Problem(key, f"{error['ctx']['error']}, found {found}", example)
+    if kind == "missing":
+        return Problem(key, "missing", f"Write {place[-1]} = ...: {allowed(field)}")
+    if key in sections(model):
+        return Problem(key, f"expected a table, found {found}", f"Write [{key}] and its keys below it")
+    if kind.endswith("_type"):
+        in_list = len(place) < len(error["loc"])
+        expected = "text in quotes" if in_list else TYPE_WORDS[get_origin(field.annotation) or field.annotation]
+        return Problem(key, f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
+    if kind == "too_long":
+        return Problem(key, f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
+    return Problem(key, f"{found} is not possible", f"Choose {allowed(field)}")
+
+
+def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseModel]) -> Problem:
+    """A key that nobody knows, and what may have been meant."""
+    *tables, name = place
+    section = ".".join(tables)
+    keys = {table: [key for where, key, _ in fields(model) if where == table] for table in ["", *sections(model)]}
+    known = keys[section] + ([] if section else list(sections(model)))
+    if homes := [f"[{table}]" if table else "the top of the file" for table in keys if name in keys[table]]:
+        fix = f"It belongs in {' or '.join(homes)}"
+    elif close := difflib.get_close_matches(name, known, n=1):
+        fix = f"Did you mean {close[0]}?"
+    elif not section and name in other.model_fields:
+        fix = f"It belongs in another file, that of a {other.__name__.removesuffix('Config').lower()}"
+    else:
+        fix = f"Known here: {', '.join(known)}"
+    return Problem(_dotted(place), "unknown key", fix)
+
+
+def _dotted(place: Sequence[str]) -> str:
+    """A key as TOML writes it, so that nothing in it can pass for our own words."""
+    return ".".join(
+        part if re.fullmatch(r"[A-Za-z0-9_-]{1,60}", part) else json.dumps(part)[:SHOWN_LENGTH_MAX] for part in place
+    )
+
+
+def _field(place: Sequence[str], model: type[BaseModel]) -> FieldInfo:
+    *tables, name = place
+    for table in tables:
+        model = sections(model)[table]
+    return model.model_fields[name]
+
+
+def _found(value: object) -> str:
+    """A value as its author knows it."""
+    match value:
+        case Mapping():
+            return "a table"
+        case list() | tuple():
+            return "a list"
+        case int() if value.bit_length() > 64:  # Python refuses to print thousands of digits
+            return "a number beyond 64 bits"
+        case bool() | str() | int() | Fraction() | Decimal():
+            return _toml(value)[:SHOWN_LENGTH_MAX]
+        case _:
+            return "a date or a time"  # the rest of what TOML knows
+
+
+# ---------------------------------------------------------------------------------------------------
+# TOML
+
+
+def to_toml(config: BaseModel) -> str:
+    """All values, with what they mean; reading it back gives the same config."""
+    lines, current = [], ""
+    for section, key, field in fields(type(config)):
+        if section != current:
+            lines += ["", f"[{section}]"]
+            current = section
+        value = getattr(getattr(config, section) if section else config, key)
+        lines += [f"# {description(field)}", f"{key} = {_toml(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def description(field: FieldInfo) -> str:
+    return f"{field.description} ({allowed(field)})"
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 2**16 else f"\\U{number:08x}"
+
+
+def _toml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | Decimal():
+            return str(value)
+        case Fraction():
+            return str(value) if value.denominator == 1 else f'"{value}"'
+        case tuple():
+            return f"[{', '.join(map(_toml, value))}]"
+        case _:  # JSON's strings are TOML's, but for what TOML, or a terminal that is shown it, wants escaped
+            written = json.dumps(str(value), ensure_ascii=False)
+            return "".join(each if each.isprintable() else _escaped(each) for each in written)

@@ -1,0 +1,350 @@
+"""Local work: decides when to train and what to apply, and checks this node's state against the certified one.
+
+Training waits for the newest applied state, and for the last contribution to be taken or to expire: one is on offer at
+a time, two with overlap. If only contributions from the newest state count, a training that begins late ends late, and
+so would the next one and all after it: such a node skips the round, and begins the next one together with the others.
+
+Certified rounds are applied in order, each once all its payloads are here. Every manifest carries the newest root that
+q - f members attest; a node with a different root for that round has computed something wrong. It stops contributing
+(`quarantine`), fetches the certified state from its peers, and goes on; a counter tells how often, because a machine on
+which this happens repeatedly is broken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2ptrain.core.chain import Chain
+from p2ptrain.core.context import Context
+from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Return, Train, TrainingFinished
+from p2ptrain.core.history import Entry
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import Announcement, Received, read
+from p2ptrain.core.round import Round
+
+REPLAY_ROUNDS_MAX = 32  # beyond that, fetching the state is cheaper than fetching every round's payloads; a guess
+FETCH_TRIES_MAX = 5  # for a certified payload; then the state itself is fetched
+ROOTS_MAX = 128  # rounds whose own root is remembered: a manifest certifies one of the last few
+RETRY_SECONDS = 1.0
+RETRY_SECONDS_MAX = 30.0
+CERTIFIED_MAX = 256  # roots that may be fetched: more states than any peer keeps
+SOURCES_MAX = 8  # peers that a state is fetched from at once
+PASSED_TIMES = 2.0  # times a round's usual length without any contribution: then there may be nobody else
+
+
+@dataclass(slots=True)
+class Training:
+    """A training in progress."""
+
+    round: int
+    base_round: int
+    base_root: bytes
+    began: float
+    is_useful: bool = True  # False once its base is no longer on our chain
+
+
+class LocalWork:
+    """This node's training and applying."""
+
+    def __init__(self, context: Context, chain: Chain, applied_round: int, applied_root: bytes) -> None:
+        self.context, self.chain = context, chain
+        self.applied_round = applied_round
+        self.roots = {applied_round: applied_root} if applied_root else {}  # our own, by round
+        self.applying: Manifest | None = None
+        self.training: Training | None = None
+        self.training_seconds = 0.0  # duration of our last training
+        self.passed = (b"", 0)  # branch and round that we skipped last, because we would have been too late
+        self.passed_until = 0.0  # until then, skip it even if nobody else has contributed
+        self.look_at: float | None = None  # when to reconsider training
+        self.outstanding: dict[int, Received] = {}  # our announcements that may still be taken
+        self.announced: dict[bytes, int] = {}  # by branch: the last round that we announced for
+        self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
+        self.is_quarantined = False  # our root is not the certified one
+        self.is_stopping = False
+        self.catching: dict[int, bytes] | None = None  # the roots of which one is being fetched
+        self.attempt = -1  # number of the last fetch of a state: the chain may change before an earlier one ends
+        self.fetched_round = -1  # of the state that was fetched last
+        self.retry_at: float | None = None
+        self.tries = 0
+        self._carry_root()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether our state is the newest agreed one."""
+        return not (self.is_astray or self.is_quarantined) and self.applied_round == self.chain.state.round
+
+    def _carry_root(self) -> None:
+        state = self.chain.state
+        if self.is_astray or self.is_quarantined:
+            self.context.applied_root = (state.root_round, state.root)
+        else:
+            self.context.applied_root = (self.applied_round, self.roots[self.applied_round])
+
+    # -----------------------------------------------------------------------------------------------
+    # Progress of the chain
+
+    def advanced(self, manifest: Manifest | None) -> None:
+        """Settles our contributions after the chain advanced by a manifest, or by the beginning of a branch (None)."""
+        me, state = self.context.me, self.chain.state
+        taken = {each.round for each in manifest.taken if each.author == me} if manifest else set()
+        for number in sorted(self.outstanding):
+            announcement = read(self.outstanding[number], Announcement)
+            if number in taken:
+                self.context.counters["contributions taken"] += 1
+                del self.outstanding[number]
+            elif announcement.branch != state.branch or (
+                number <= state.round + 1 and not state.may_take(announcement, self.context.offers.staleness)
+            ):
+                self.context.counters["contributions expired"] += 1
+                self.context.emit(Return(number))
+                del self.outstanding[number]
+        self._check_root()
+
+    def _check_root(self) -> None:
+        state = self.chain.state
+        mine = self.roots.get(state.root_round)
+        if mine is not None and mine != state.root and not (self.is_quarantined or self.is_astray):
+            self.is_quarantined = True
+            self.applying = None
+            self.context.counters["root mismatches"] += 1
+            self.context.emit(NoteWrongState(self.applied_round))
+        self._carry_root()
+
+    def rewound(self, number: int) -> None:
+        """Drops work that was based on later rounds, after the chain went back to this one."""
+        if self.applied_round > number or self.applying is not None:  # the trainer may have begun already
+            self.is_astray = True
+        self.applying = None
+        self.catching = None
+        self.roots = {at: root for at, root in self.roots.items() if at <= number}
+        if self.training is not None and self.training.base_round > number:
+            self.training.is_useful = False
+
+    # -----------------------------------------------------------------------------------------------
+    # Applying
+
+    def go_on(self) -> None:
+        """Applies the next certified round if possible, and trains if it is time."""
+        if self.catching is None and (self.retry_at is None or self.context.now >= self.retry_at):
+            if self.is_astray or self.is_quarantined:
+                self._catch_up()
+            elif self.applying is None and self.applied_round < self.chain.state.round:
+                self._apply_next()
+        self._train()
+
+    def _apply_next(self) -> None:
+        state = self.chain.state
+        entry = self.chain.entry(self.applied_round + 1)
+        can_jump = state.root_round > self.applied_round
+        is_far = state.round - self.applied_round > REPLAY_ROUNDS_MAX and self.applied_round != self.fetched_round
+        if entry is None or (can_jump and is_far):
+            self._catch_up()
+            return
+        payloads, tries = self.context.payloads, 0
+        missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
+        for taken in missing:
+            payloads.want(taken.payload, taken.payload_bytes, taken.author, self._holders(), is_old=True)
+            want = payloads.wanted.get(taken.payload)
+            tries = max(tries, want.tries if want else FETCH_TRIES_MAX)
+        if not missing:
+            self.applying = entry.manifest
+            self.context.emit(Apply(entry.manifest))
+        elif can_jump and tries >= FETCH_TRIES_MAX:
+            self._catch_up()
+
+    def _holders(self) -> list[bytes]:
+        """Returns connected peers that are likely to hold certified payloads."""
+        state, peers = self.chain.state, self.context.peers
+        return [key for key in peers if key in state.place] or list(state.members)
+
+    def applied(self, branch: bytes, number: int, root: bytes) -> None:
+        """Notes that the trainer has applied a manifest."""
+        manifest = self.applying
+        if manifest is None or (manifest.branch, manifest.round) != (branch, number):
+            return  # our chain has changed meanwhile
+        self.applying = None
+        self.applied_round = number
+        self._remember(number, root)
+        self._check_root()
+
+    def _remember(self, number: int, root: bytes) -> None:
+        self.roots[number] = root
+        while len(self.roots) > ROOTS_MAX:
+            del self.roots[min(self.roots)]
+
+    def _catch_up(self) -> None:
+        state, context = self.chain.state, self.context
+        first_needed = state.root_round + 1
+        if first_needed <= state.round and self.chain.entry(first_needed) is None:
+            self.retry_at = None
+            return  # the kept rounds do not continue from the certified root yet; those of later rounds will
+        others = [peer for peer in context.peers if peer in state.place] or list(context.peers)
+        context.rng.shuffle(others)
+        sources = context.reputation.preferred(others[: 2 * SOURCES_MAX], context.now)[:SOURCES_MAX]
+        is_lost = self.is_astray or self.is_quarantined  # otherwise only a later state is useful
+        roots = [(number, root) for number, root in self._certified_roots() if is_lost or number > self.applied_round]
+        self.catching = dict(roots)
+        context.counters["states fetched"] += 1
+        self.attempt += 1
+        context.emit(CatchUp(tuple(roots), tuple(sources), self.attempt))
+
+    def _certified_roots(self) -> list[tuple[int, bytes]]:
+        """Returns certified (round, root) pairs, the newest first, from which the kept rounds continue."""
+        chain, found = self.chain, {self.chain.state.root_round: self.chain.state.root}
+        first = next((step.step.manifest.round for step in chain.steps if isinstance(step.step, Entry)), None)
+        for state in (*(certified.state for certified in reversed(chain.steps)), chain.base):
+            if first is None or state.root_round < first - 1 or len(found) >= CERTIFIED_MAX:
+                break
+            found.setdefault(state.root_round, state.root)
+        return sorted(found.items(), reverse=True)
+
+    def caught_up(self, number: int, root: bytes, attempt: int) -> None:
+        if self.catching is None or attempt != self.attempt or self.catching.get(number) != root:
+            return
+        self.catching, self.retry_at, self.tries = None, None, 0
+        self.applied_round, self.fetched_round, self.roots = number, number, {number: root}
+        self.is_astray = self.is_quarantined = False
+        self._carry_root()
+
+    def peer_seen(self) -> None:
+        """Retries a failed fetch at once, because a new peer may have the state."""
+        if self.catching is None:
+            self.retry_at = None
+
+    def catch_up_failed(self, attempt: int) -> None:
+        if self.catching is None or attempt != self.attempt:
+            return
+        self.catching = None
+        self.retry_at = self.context.now + min(RETRY_SECONDS * 2.0 ** min(self.tries, 16), RETRY_SECONDS_MAX)
+        self.tries += 1
+
+    # -----------------------------------------------------------------------------------------------
+    # Training
+
+    def _train(self) -> None:
+        self.look_at = None
+        state, context = self.chain.state, self.context
+        overlap = context.run.agreement.overlap_rounds
+        is_free = self.training is None and not self.is_stopping and len(self.outstanding) <= overlap
+        if not is_free or self.applying is not None or not self.is_current or context.me not in state.place:
+            return
+        number = max(state.round + 1, self.announced.get(state.branch, 0) + 1)
+        if number > state.round + 1 + overlap or not context.may_speak(state.branch, number):
+            return
+        if self._lets_pass(number):
+            return
+        self.training = Training(number, self.applied_round, self.roots[self.applied_round], context.now)
+        place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # everything agreed on is applied
+        context.emit(Train(number, self.applied_round, place, len(state.admitted), unsettled))
+
+    def _lets_pass(self, number: int) -> bool:
+        """Whether to skip a round, because a training that begins now would end too late; never twice in a row."""
+        context, state = self.context, self.chain.state
+        now = context.now
+        if self.passed != (state.branch, number):
+            began = context.arrivals.starts.get(number)
+            patience, _ = context.arrivals.patience(key for key in state.members if key != self.context.me)
+            if (
+                context.offers.staleness
+                or self.passed == (state.branch, number - 1)
+                or began is None
+                or patience is None
+            ):
+                return False
+            if not self.training_seconds <= patience < now - began + self.training_seconds:
+                return False
+            self.passed, self.passed_until = (state.branch, number), began + PASSED_TIMES * patience
+            self.context.counters["rounds let pass"] += 1
+        if now < self.passed_until:
+            self.look_at = self.passed_until
+            return True
+        return any(context.offers.has_from(author, state) for author in context.offers.by_author)
+
+    def finished(self, event: TrainingFinished, here: Round) -> None:
+        """Announces the trained contribution, if it may still be taken."""
+        training = self.training
+        if training is None or training.round != event.round:
+            return
+        self.training = None
+        state, context = self.chain.state, self.context
+        self.training_seconds = context.now - training.began
+        announcement = Announcement(
+            state.branch,
+            event.round,
+            training.base_round,
+            training.base_root,
+            event.payload,
+            event.payload_bytes,
+            context.me,
+        )
+        is_mine_to_say = (
+            training.is_useful
+            and not (self.is_astray or self.is_quarantined)
+            and context.me in state.place
+            and event.round > self.announced.get(state.branch, 0)
+            and context.may_speak(state.branch, event.round)
+        )
+        may = is_mine_to_say and (
+            state.may_take(announcement, self.context.offers.staleness)
+            or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds
+        )
+        if not may:
+            context.counters["contributions too late"] += 1
+            context.tallies.of(context.me).late += 1
+            context.emit(Return(event.round))
+            if is_mine_to_say and event.round <= state.round:  # too late, but the others learn how long to wait
+                self.announced[state.branch] = event.round
+                context.publish_once(context.signed(announcement))
+            return
+        received = context.signed(announcement, event.attachment)
+        self.announced[state.branch] = event.round
+        self.outstanding[event.round] = received
+        self.context.payloads.mine(event.payload)
+        self.context.offers.add(received)
+        context.tallies.of(context.me).offered += 1
+        self.context.arrivals.note(context.me, event.round, context.now)
+        context.publish_once(received, payloads=(event.payload,))
+        here.offer_held(context.me)
+
+    def failed(self, number: int) -> None:
+        """Gives up on a contribution for this round; the next round is a new try."""
+        if self.training is None or self.training.round != number:
+            return
+        self.training = None
+        branch = self.chain.state.branch
+        self.announced[branch] = max(number, self.announced.get(branch, 0))
+        self.context.counters["trainings failed"] += 1
+
+    def restore(self, announcements: list[Received]) -> None:
+        """Restores our announcements after a restart."""
+        state = self.chain.state
+        for received in announcements:
+            announcement = read(received, Announcement)
+            last = self.announced.get(announcement.branch, 0)
+            self.announced[announcement.branch] = max(last, announcement.round)
+            may = announcement.round > state.round + 1 or state.may_take(announcement, self.context.offers.staleness)
+            if announcement.branch == state.branch and may and self.context.me in state.place:
+                self.outstanding[announcement.round] = received
+                self.context.payloads.mine(announcement.payload)
+                self.context.offers.add(received)
+
+    @property
+    def deadline(self) -> float | None:
+        if self.catching is None and (self.is_astray or self.is_quarantined):
+            return self.retry_at
+        return self.look_at
+
+    def say_again(self) -> list[Received]:
+        return list(self.outstanding.values())
+
+    def payloads_needed(self) -> set[bytes]:
+        """Returns the payloads of rounds that were agreed on and are not applied yet."""
+        return {
+            taken.payload
+            for entry in self.chain.entries_after(self.applied_round)[:REPLAY_ROUNDS_MAX]
+            for taken in entry.manifest.taken
+        }
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Returns the size and bound of each buffer."""
+        return {"own roots": (len(self.roots), ROOTS_MAX), "own announcements": (len(self.outstanding), 8)}

@@ -1,0 +1,183 @@
+"""The read-only view of a node, for everything outside the core. It decides and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
+from p2ptrain.core.history import Entry
+from p2ptrain.core.state import AgreedState
+from p2ptrain.core.tally import Tally
+
+if TYPE_CHECKING:
+    from p2ptrain.core.node import Node
+
+
+class PeerView(Struct, frozen=True):
+    """Statistics on one peer, or on this node itself, as observed by this node since its start."""
+
+    peer: bytes
+    is_connected: bool
+    is_member: bool
+    is_admitted: bool
+    points: float  # against it, at present
+    is_greylisted: bool
+    offered: int  # contributions (tally.py)
+    applied: int
+    late: int
+    refused: dict[str, int]  # by reason
+    observed: dict[str, int]  # the reasons for the points (reputation.py), including earlier starts
+
+
+class NodeView:
+    """A live view: each property reads the node's current state. Before the start, only its identity is available."""
+
+    __slots__ = ("_node", "me", "run", "run_id")
+
+    def __init__(self, node: Node) -> None:
+        self._node, context = node, node.context
+        self.run, self.run_id, self.me = context.run, context.run_id, context.me
+
+    @property
+    def has_started(self) -> bool:
+        return self._node.has_started
+
+    def is_in(self, peer: bytes) -> bool:
+        """Whether a peer is admitted, as far as this node knows."""
+        return self.has_started and peer in self.state.place
+
+    # -----------------------------------------------------------------------------------------------
+    # The current round, and the agreed state before it
+
+    @property
+    def state(self) -> AgreedState:
+        return self._node.chain.state
+
+    def entry(self, number: int) -> Entry | None:
+        """Returns the entry of a round, if it is kept."""
+        return self._node.chain.entry(number)
+
+    @property
+    def view(self) -> int:
+        """The current view of this round's agreement; 0 is the first."""
+        return self._node.here.agreement.view
+
+    @property
+    def phase(self) -> str:
+        """The current phase: train, collect, agree or apply."""
+        work = self._node.work
+        if work.applying is not None or work.catching is not None:
+            return "apply"
+        if self._node.here.closed_at is not None:
+            return "agree"
+        return "train" if work.training is not None else "collect"
+
+    @property
+    def held(self) -> int:
+        """The number of contributions on offer."""
+        return len(self._node.context.offers.by_name)
+
+    @property
+    def waiting_for(self) -> int:
+        """The number of contributions that the round still waits for."""
+        here = self._node.here
+        return len(here.waiting) if here.closed_at is None else 0
+
+    @property
+    def payloads(self) -> Collection[bytes]:
+        """The digests of payloads that peers may still ask for."""
+        return self._node.context.payloads.held.keys()
+
+    # -----------------------------------------------------------------------------------------------
+    # This node
+
+    @property
+    def is_member(self) -> bool:
+        return self.me in self.state.roster.seat
+
+    @property
+    def is_admitted(self) -> bool:
+        return self.me in self.state.place
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether the node's own state differs from the certified one."""
+        return self._node.work.is_quarantined
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the node considers the quorum lost."""
+        return self._node.regrouping.is_stalled
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._node.work.is_stopping
+
+    @property
+    def applied_round(self) -> int:
+        return self._node.work.applied_round
+
+    @property
+    def roots(self) -> dict[int, bytes]:
+        """The node's own state roots of the last rounds."""
+        return dict(self._node.work.roots)
+
+    @property
+    def complaints(self) -> list[Complaint]:
+        """The current complaints, the worst first."""
+        node = self._node
+        context, state, work = node.context, node.chain.state, node.work
+        found = {
+            Code.HALTED: context.is_halted,
+            Code.SPLIT: node.catching_up.is_split,
+            Code.BANNED: context.me in state.banned,
+            Code.QUARANTINED: work.is_quarantined,
+            Code.CATCHING_UP: work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
+            Code.SILENT: not context.may_speak(state.branch, state.round + 1),
+            Code.NOT_ADMITTED: context.me not in state.place,
+            Code.NO_PEERS: not context.peers and state.members != (context.me,),
+            Code.CRASH_ONLY: state.roster.is_crash_only,
+        }
+        told = [complaint(code) for code, holds in found.items() if holds]
+        told += [each for each in (node.regrouping.complaint, node.trust and node.trust.complaint) if each]
+        return by_gravity(told)
+
+    # -----------------------------------------------------------------------------------------------
+    # Counters
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Event counts by name since the start."""
+        return dict(sorted(self._node.context.counters.items()))
+
+    @property
+    def observed(self) -> dict[str, int]:
+        """How often each reason (reputation.py) was noted since the start."""
+        return dict(sorted(self._node.context.reputation.counters().items()))
+
+    def standings(self) -> list[PeerView]:
+        """Returns the statistics of all peers that are connected, or are or recently were admitted."""
+        context, state = self._node.context, self.state
+        reputation, tallies = context.reputation, context.tallies.by_author
+        found = []
+        for peer in sorted({**context.peers, **tallies}):
+            tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)
+            found.append(
+                PeerView(
+                    peer=peer,
+                    is_connected=peer in context.peers,
+                    is_member=peer in state.roster.seat,
+                    is_admitted=peer in state.place,
+                    points=reputation.score(peer, context.now),
+                    is_greylisted=reputation.is_greylisted(peer, context.now),
+                    offered=tally.offered,
+                    applied=tally.applied,
+                    late=tally.late,
+                    refused=dict(tally.refused),
+                    observed={reason.value: count for reason, count in record.counters.items()} if record else {},
+                )
+            )
+        return found

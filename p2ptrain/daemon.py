@@ -1,0 +1,311 @@
+"""The daemon: one node of one run and its faces while it takes part, from the first event to the last checkpoint.
+
+One TaskGroup holds every task. The first SIGINT or SIGTERM asks the core to leave the run, the second ends the daemon
+at once; a crash of any part ends it with an error, and a start afterwards goes on from what was saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from pydantic import ValidationError
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code
+from p2ptrain.errors import ConfigError
+from p2ptrain.identity import peer_id_of
+from p2ptrain.learn.sample import Wish, read_wish
+from p2ptrain.net import questions
+from p2ptrain.net.connections import topic_of
+from p2ptrain.node.assembly import Assembled, Launch, assemble
+from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.node.edges import Edges
+from p2ptrain.node.energy import Energy, meter_of
+from p2ptrain.node.limits import MachineLimits
+from p2ptrain.node.notify import Beat, notify
+from p2ptrain.node.orders import obey
+from p2ptrain.observe.build import complaints_of, limits_of, peers_of, rounds_of, status_of
+from p2ptrain.observe.news import Drops, News
+from p2ptrain.observe.progress import ProgressLine, line_of
+from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
+from p2ptrain.observe.schema import LogLine, RoundRecord, Rounds
+
+LAG_SECONDS = 0.25  # between looks at the event loop's lag
+LAG_KEPT = 240  # looks: the worst of the last minute is told
+STOOD_STILL_SECONDS = 10.0  # between two looks: this is no lag, nothing ran here
+TELL_SECONDS = 1.0
+REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: a kill may come soon
+ROUNDS_SECONDS = 5.0  # between saves of the rounds lived
+REACHED_SECONDS = 60.0  # between saves of when each address was reached last
+END_SECONDS = 3.0  # for a second signal to end everything properly, p2pd too
+INTERRUPTED = 130  # the exit status, as a shell says it
+SAMPLE_SECONDS_MAX = 60.0  # in which this node trains nothing; a swarm waits for it about as long
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Lag:
+    """How late the event loop is: what is on it that should be in a thread."""
+
+    def __init__(self) -> None:
+        self._looks: list[float] = [0.0]
+
+    @property
+    def worst(self) -> float:
+        return max(self._looks)
+
+    async def watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due, looked_at = loop.time() + LAG_SECONDS, _since_boot()
+            await asyncio.sleep(LAG_SECONDS)
+            self._looks = [*self._looks[-LAG_KEPT + 1 :], max(0.0, loop.time() - due)]
+            if (gap := _since_boot() - looked_at) > STOOD_STILL_SECONDS:
+                log.warning("nothing ran here for %.0f s: asleep, or stopped; what was missed is caught up on", gap)
+
+
+def _since_boot() -> float:
+    """Seconds, those of sleep too; the loop's time stands still while a machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Faces:
+    """Where a node is shown, besides what asks it."""
+
+    http: str | None = None
+    lines: Callable[[], list[LogLine]] = list  # what it has said lately
+    hears: Sequence[Callable[[RoundRecord], None]] = ()  # of each round that is new
+
+
+class Daemon:
+    """One node of one run, running, with its faces."""
+
+    def __init__(self, parts: Assembled, records: Recorder, faces: Faces) -> None:
+        self.run, self.edges, self.records = parts.launch.run, parts.edges, records
+        self.driver = driver = parts.drive(records.note)
+        self.started = parts.started
+        self.http, self.lines = faces.http, faces.lines
+        self.lag = Lag()
+        self.machine_limits = MachineLimits(parts.launch.config.limits, driver.pauses, driver.device)
+        device = driver.device.trainer.device
+        self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.pauses)
+        self.is_leaving = self.keeps_place = False
+        self._began = monotonic()
+
+    @classmethod
+    async def open(
+        cls, stack: AsyncExitStack, launch: Launch, faces: Faces | None = None, device: Device | None = None
+    ) -> Daemon:
+        """One that is about to start; `stack` takes it apart again. With a device of the caller's, if there is one."""
+        faces = faces or Faces()
+        parts = await assemble(stack, launch, device)
+        persistence, transport, bulk = parts.edges.persistence, launch.transport, parts.edges.server.protocol
+        past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
+        counters = transport.counters
+        records = Recorder(parts.node, parts.device, persistence, counters, bulk, past, hears=faces.hears)
+        daemon = cls(parts, records, faces)
+        # Questions first: whoever finds that we speak the run's protocol asks at once where we can be reached.
+        await questions.serve(transport, daemon.ask_by_peer, daemon.edges.upload)
+        await stack.enter_async_context(daemon.edges.server)
+        await stack.enter_async_context(daemon.edges.mailboxes)
+        return daemon
+
+    @property
+    def uptime(self) -> float:
+        return monotonic() - self._began
+
+    @property
+    def since_applied(self) -> float | None:
+        """Seconds; None: no round in this life."""
+        at = self.driver.applied_at
+        return None if at is None else round(max(0.0, asyncio.get_running_loop().time() - at), 3)
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the owner asks over the control socket."""
+        await self.driver.has_begun.wait()
+        match request:
+            case {"do": "status" | "peers" | "rounds" | "log"}:
+                return self._tell(request)
+            case {"do": "leave"} if self.keeps_place:
+                return {"error": "it is ending already, and keeps its place. Start it again to leave"}
+            case {"do": "leave"}:
+                self.leave()
+                return {"leaving": True}
+            case {"do": "sample", **content}:
+                return {"text": await self._sample(read_wish(content))}
+            case {"do": "pause" | "resume" | "limit" | "checkpoint"}:
+                told = await obey(self.driver, self.machine_limits, request)
+                return limits_of(self).model_dump() if request["do"] == "limit" else told
+            case _:
+                return {"error": "unknown request"}
+
+    def _tell(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request:
+            case {"do": "status"}:
+                return status_of(self).model_dump(mode="json")
+            case {"do": "peers"}:
+                return peers_of(self).model_dump(mode="json")
+            case {"do": "rounds", "last": int(last)} if 0 < last <= ROUNDS_KEPT:
+                return Rounds(rounds=rounds_of(self, last)).model_dump(mode="json")
+            case {"do": "rounds"}:
+                return {"error": f"last is how many rounds, 1 to {ROUNDS_KEPT}"}
+        return {"lines": [line.model_dump() for line in self.lines()]}
+
+    async def _sample(self, wish: Wish) -> str:
+        """As the agreed weights go on, after the training that the device is at; not for long."""
+        device, until = self.driver.device, 0.0
+
+        def go_on() -> None:
+            nonlocal until
+            until = until or monotonic() + SAMPLE_SECONDS_MAX
+            if device.is_stopping:
+                raise StoppedError("the daemon ends")
+            if monotonic() > until:
+                fix = "Ask for fewer, or sample from a checkpoint with --round"
+                what = f"so many take more than {SAMPLE_SECONDS_MAX:.0f} s, in which this node trains nothing"
+                raise ConfigError(what, key="tokens", fix=fix)
+
+        return await device.run(device.trainer.sample, wish, go_on)
+
+    def leave(self) -> None:
+        """For good: to come again is to be admitted again."""
+        self._stop("leaving the run", keeps_place=False)
+
+    def stop(self) -> None:
+        """What a signal asks for. Who leaves a run by invitation needs another to come again, which a restart of the
+        machine should not cost: there the node is away, and keeps its place.
+        """
+        if self.run.admission.policy != "invite":
+            self.leave()
+        elif self.driver.has_begun.is_set() and self.driver.node.view().is_admitted:
+            self._stop("going away; the node stays admitted (`p2ptrain leave` gives that up)", keeps_place=True)
+        else:
+            self._stop("going away; the node is not admitted yet: start it with its ticket again", keeps_place=True)
+
+    def _stop(self, what: str, *, keeps_place: bool) -> None:
+        if self.is_leaving:
+            return
+        self.is_leaving, self.keeps_place = True, keeps_place
+        log.info("%s; once more to end at once", what)
+        notify(STOPPING="1", STATUS=what)
+        self.driver.give(ev.StopRequested(keeps_place))
+
+    def ask_by_peer(self, peer: bytes, question: questions.Question) -> questions.Answer:
+        """What any peer may ask."""
+        edges, view = self.edges, self.driver.node.view()
+        state = view.state if view.has_started else edges.persistence.store.genesis
+        is_ours = isinstance(question, questions.AskRuns) or question.run_id == edges.run_id
+        match question:
+            case questions.AskRuns():
+                return questions.Runs(
+                    (questions.RunInfo(edges.run_id, self.run.name, state.round, len(state.members)),)
+                )
+            case questions.AskConfig():
+                return questions.Config(self.run.canonical() if is_ours else b"")
+            case questions.AskStates():
+                return questions.States(edges.served_blobs.states.places() if is_ours else ())
+            case questions.AskPeers():
+                if not is_ours:
+                    return questions.Peers()
+                edges.connections.takes_part(peer)
+                return questions.Peers(edges.connections.reachable(but=peer)[: questions.PEERS_MAX])
+
+
+def end_soon() -> None:
+    """Ends this process soon in any case: nobody waits for a thread that writes a checkpoint, or for a disk that hangs.
+
+    Everything on the disk is whole at any moment, as it is after a kill.
+    """
+    timer = threading.Timer(END_SECONDS, os._exit, [INTERRUPTED])
+    timer.daemon = True
+    timer.start()
+
+
+async def live(daemon: Daemon, progress: ProgressLine) -> str:
+    """Everything that runs for as long as the node takes part; why it ended."""
+    loop, edges = asyncio.get_running_loop(), daemon.edges
+    me = asyncio.current_task()
+    assert me is not None
+
+    def signalled() -> None:
+        if daemon.is_leaving:
+            end_soon()
+            me.cancel()
+        daemon.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
+    daemon.machine_limits.look()  # before anything is trained
+    await edges.transport.subscribe(topic_of(edges.run_id), daemon.driver.intake.hear)
+    async with asyncio.TaskGroup() as group:
+        rest = [
+            group.create_task(edges.connections.run(), name="connections"),
+            group.create_task(daemon.lag.watch(), name="lag"),
+            group.create_task(daemon.machine_limits.watch(), name="limits"),
+            group.create_task(daemon.energy.watch(), name="energy"),
+            group.create_task(_tell(daemon, progress), name="progress"),
+            group.create_task(_remember(daemon), name="remembering peers"),
+        ]
+        why = await daemon.driver.run(daemon.started)
+        for task in rest:
+            task.cancel()
+    return why
+
+
+async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
+    news, drops, driver, beat = News(), Drops(), daemon.driver, Beat()
+    await driver.has_begun.wait()
+    while True:
+        await asyncio.sleep(TELL_SECONDS)
+        dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
+        lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
+        complaints = complaints_of(daemon)
+        for level, text in [*news.look(driver.node.view().state, complaints), *lost]:
+            log.log(level, "%s", text)
+        try:
+            progress.tell()
+            beat.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
+        except ValidationError as error:  # a mistake of ours costs a line, and no node
+            log.error("the status cannot be told: %s", error)
+
+
+async def _remember(daemon: Daemon) -> None:
+    saved: list[str] = []
+    saved_at = rounds_at = monotonic()
+    while True:
+        await asyncio.sleep(REMEMBER_SECONDS)
+        if monotonic() - rounds_at >= ROUNDS_SECONDS:
+            rounds_at = monotonic()
+            await daemon.records.save()
+            await daemon.edges.persistence.look_for_room()
+        addresses = daemon.edges.connections.remembered()
+        if addresses != saved or monotonic() - saved_at >= REACHED_SECONDS:
+            await _save_addresses(daemon.edges, addresses)
+            saved, saved_at = addresses, monotonic()
+
+
+async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
+    if addresses:  # while all are away, those of before are the best there are
+        await edges.persistence.remember(addresses, {peer_id_of(peer) for peer in edges.connections.linked})
+
+
+async def save_last(daemon: Daemon) -> None:
+    """The last round's checkpoint, unless its state came out wrong, and what else is not on the disk yet."""
+    view, device = daemon.driver.node.view(), daemon.driver.device
+    number = device.trainer.round
+    entry, root = view.entry(number), view.roots.get(number)
+    if entry is not None and root and not view.is_quarantined:
+        await daemon.edges.persistence.checkpoint(device, entry.manifest, root, now=True)
+    await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
+    await daemon.records.save(all_of_it=True)

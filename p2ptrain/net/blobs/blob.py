@@ -1,0 +1,274 @@
+"""Blobs: large content-addressed objects, cut into pieces of 1 MiB.
+
+A payload or a state is a tree (digest.py): its name is a Merkle root, and each piece can be checked as it arrives and
+forwarded before the next one. The other kinds are checked as a whole by the peer that requested them.
+
+Sets of pieces are integers: piece i is bit i. So a union, a difference and a choice among sixty thousand pieces take
+microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
+
+from p2ptrain.digest import (
+    DIGEST_BYTES,
+    PIECE_BYTES,
+    is_piece,
+    leaf,
+    leaf_digests,
+    merkle_root,
+    piece_bytes,
+    piece_count,
+)
+from p2ptrain.errors import DataError
+
+Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
+TREES = ("payload", "state")
+T = TypeVar("T")
+PIECES_MAX = 60_000  # per blob, 63 GB: their digests and counts still fit one frame
+
+
+@dataclass(frozen=True, slots=True)
+class BlobName:
+    """A blob's kind, and its 32-byte name among blobs of that kind."""
+
+    kind: Kind
+    name: bytes
+
+    def __post_init__(self) -> None:
+        assert self.kind in get_args(Kind) and len(self.name) == DIGEST_BYTES, "checked when it was decoded"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name.hex()[:16]}"
+
+    @property
+    def is_tree(self) -> bool:
+        return self.kind in TREES
+
+
+class Blob(Protocol):
+    """A blob that can be served, complete or in part."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def leaves(self) -> bytes:
+        """The concatenated digests of the pieces; empty if the blob is checked as a whole."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """The set of pieces that are here."""
+        ...
+
+    @property
+    def is_quick(self) -> bool:
+        """True if it is in memory; otherwise it is read and written in a thread."""
+        ...
+
+    def read(self, index: int) -> bytes:
+        """Returns a piece that is held. DataError if it cannot be read."""
+        ...
+
+
+class Catalog(Protocol):
+    """The blobs that a node serves."""
+
+    def find(self, name: BlobName, peer: bytes) -> Blob | None:
+        """Returns a blob, even one still being fetched, if this peer may have it."""
+        ...
+
+
+class Sink(Blob, Protocol):
+    """The destination of a blob that is being fetched. Pieces are checked before they are written."""
+
+    def begin(self, size: int, leaves: bytes) -> None:
+        """Makes room. Pieces left from an earlier fetch of the same size stay `held`; the fetcher rechecks them."""
+        ...
+
+    def write(self, index: int, piece: bytes) -> None:
+        """Stores a piece. DataError if there is no room for it."""
+        ...
+
+    def drop(self, index: int) -> None:
+        """Forgets a damaged piece."""
+        ...
+
+    def finish(self) -> None:
+        """Moves the complete blob to its final place."""
+        ...
+
+
+def all_pieces(size: int) -> int:
+    return (1 << piece_count(size)) - 1
+
+
+async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
+    """Runs work on a blob, in a thread if it may wait for a disk."""
+    return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
+
+
+def verified(blob: Blob) -> Iterator[bytes]:
+    """Yields the pieces of a tree, each compared with its digest: a disk may return other bytes than it was given."""
+    for index in range(piece_count(blob.size)):
+        piece = blob.read(index)
+        if not is_piece(blob.leaves, blob.size, index, piece):
+            raise DataError(f"piece {index} is damaged on the disk")
+        yield piece
+
+
+class MemoryBlob:
+    """A complete blob in memory."""
+
+    is_quick = True
+
+    def __init__(self, data: bytes, *, is_tree: bool = False) -> None:
+        self._data, self._is_tree = data, is_tree
+        self.size, self.held = len(data), all_pieces(len(data))
+
+    @classmethod
+    def tree(cls, data: bytes) -> MemoryBlob:
+        return cls(data, is_tree=True)
+
+    @cached_property
+    def leaves(self) -> bytes:
+        return b"".join(leaf_digests(self._data)) if self._is_tree else b""
+
+    @property
+    def name(self) -> bytes:
+        """The Merkle root, for a tree."""
+        return merkle_root([leaf(self.leaves, index) for index in range(piece_count(self.size))], self.size)
+
+    def read(self, index: int) -> bytes:
+        return self._data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
+
+    def data(self) -> bytes:
+        return self._data
+
+
+class MemorySink:
+    """A blob being fetched into memory, which is allocated piece by piece instead of by the claimed size."""
+
+    is_quick = True
+
+    def __init__(self) -> None:
+        self.size, self.leaves, self.held = 0, b"", 0
+        self._pieces: dict[int, bytes] = {}
+
+    def begin(self, size: int, leaves: bytes) -> None:
+        if size != self.size:
+            self._pieces, self.held = {}, 0
+        self.size, self.leaves = size, leaves
+
+    def write(self, index: int, piece: bytes) -> None:
+        self._pieces[index] = piece
+        self.held |= 1 << index
+
+    def drop(self, index: int) -> None:
+        del self._pieces[index]
+        self.held &= ~(1 << index)
+
+    def finish(self) -> None:
+        assert self.held == all_pieces(self.size)
+
+    def read(self, index: int) -> bytes:
+        return self._pieces[index]
+
+    def data(self) -> bytes:
+        """Returns the complete blob."""
+        return b"".join(self._pieces[index] for index in range(piece_count(self.size)))
+
+
+class FileSink:
+    """A blob being fetched into a file. It is written to a partial file first, with a list of its pieces, so that a
+    fetch continues after an interruption, even a crash. The list is only a hint: pieces are checked again."""
+
+    is_quick = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._part = path.with_name(path.name + ".part")
+        self._list = path.with_name(path.name + ".held")
+        self.size, self.leaves, self.held = 0, b"", 0
+        self.dropped: list[int] = []  # pieces that turned out to be wrong
+        self._lock = threading.Lock()  # several sources deliver at once
+
+    def seed(self, data: bytes) -> None:
+        """Starts from data that may be mostly the same, unless an earlier fetch has left a partial file."""
+        if self._part.exists():
+            return
+        try:
+            self._part.write_bytes(data)
+            self.size, self.held = len(data), all_pieces(len(data))
+            self._write_list()
+        except OSError as error:
+            raise _no_room(self._part, error) from error
+
+    def begin(self, size: int, leaves: bytes) -> None:
+        self.size, self.leaves, self.held, self.dropped = size, leaves, 0, []
+        try:
+            if self._part.exists() and self._part.stat().st_size == size and self._list.exists():
+                listed = self._list.read_bytes()[: PIECES_MAX // 8]
+                self.held = int.from_bytes(listed, "little") & all_pieces(size)
+                return
+            self._list.unlink(missing_ok=True)
+            with self._part.open("wb") as file:
+                file.truncate(size)  # a sparse file: it takes up disk space as pieces arrive
+        except OSError as error:
+            raise _no_room(self._part, error) from error
+
+    def write(self, index: int, piece: bytes) -> None:
+        try:
+            with self._lock:
+                with self._part.open("r+b") as file:
+                    file.seek(index * PIECE_BYTES)
+                    file.write(piece)
+                self.held |= 1 << index
+                self._write_list()
+        except OSError as error:
+            raise _no_room(self._part, error) from error
+
+    def drop(self, index: int) -> None:
+        self.held &= ~(1 << index)
+        self.dropped.append(index)
+
+    def finish(self) -> None:
+        assert self.held == all_pieces(self.size)
+        try:
+            with self._part.open("r+b") as file:
+                os.fsync(file.fileno())
+            self._part.replace(self.path)
+            self._list.unlink(missing_ok=True)
+        except OSError as error:
+            raise _no_room(self.path, error) from error
+
+    def read(self, index: int) -> bytes:
+        return _read(self._part if self._part.exists() else self.path, index, self.size)
+
+    def _write_list(self) -> None:
+        self._list.write_bytes(self.held.to_bytes(-(-piece_count(self.size) // 8), "little"))
+
+
+def _read(path: Path, index: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(index * PIECE_BYTES)
+            piece = file.read(piece_bytes(size, index))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if len(piece) != piece_bytes(size, index):
+        raise DataError(f"{path} is shorter than it was")
+    return piece
+
+
+def _no_room(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be written: {error.strerror}")

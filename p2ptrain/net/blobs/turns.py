@@ -1,0 +1,125 @@
+"""Decides which peer gets the next piece.
+
+Turns are fair between peers, not between streams: nobody gains by holding many streams, and a stream that requests
+nothing takes nothing from others.
+
+A round waits for payloads, while a newcomer can wait for its state. So states and training data are sent only when no
+payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster
+than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not block them for ever: a piece that has waited
+for OVERDUE_SECONDS goes in between, and is paid for with half of what the upload limit allows afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from p2ptrain.errors import P2ptrainError
+from p2ptrain.net.rate_limit import DEBT_SECONDS, TokenBucket
+
+PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
+TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
+TURNS_MAX = 1_024  # peers whose last turn is remembered
+OVERDUE_SECONDS = 8.0  # so even a busy source sends one piece in this time
+BACKGROUND_AT_ONCE = 4  # peers being sent such a piece: these bytes go out before a payload's
+BACKGROUND_BYTES_PER_SECOND = 2**22  # 34 Mbit/s from each source; eight saturate a newcomer's link and one core
+
+
+class BusyError(P2ptrainError):
+    """A peer's turn did not come in time."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A peer's place in the queue, for one piece or long reply."""
+
+    peer: bytes
+    size: int
+    is_urgent: bool
+    overdue_at: float
+    come: asyncio.Future[None]
+
+
+class Turns:
+    """The queue for uploads: one turn at a time per peer, the longest unserved peer first."""
+
+    def __init__(self, upload: TokenBucket) -> None:
+        self._upload, self._background = upload, TokenBucket(BACKGROUND_BYTES_PER_SECOND)
+        self._waiting: list[Turn] = []  # in order of arrival
+        self._going: dict[bytes, Turn] = {}  # by peer
+        self._payer: Turn | None = None  # the turn that waits for the upload limit
+        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer: the number of its last turn; the latest last
+        self._number = 0
+        self._paid_at = 0.0  # when the last piece that did not wait for the limit will be paid for
+
+    @asynccontextmanager
+    async def turn(self, peer: bytes, size: int, is_urgent: bool = True) -> AsyncIterator[None]:
+        """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing."""
+        loop = asyncio.get_running_loop()
+        mine = Turn(peer, size, is_urgent, loop.time() + OVERDUE_SECONDS, loop.create_future())
+        timer = loop.call_at(mine.overdue_at, self._advance)
+        self._waiting.append(mine)
+        self._advance()
+        try:
+            try:
+                async with asyncio.timeout(TURN_SECONDS):
+                    await mine.come
+            except TimeoutError as error:
+                raise BusyError("busy") from error
+            if is_urgent:
+                await self._upload.take(size)
+            elif not self._upload.take_now(size):  # overdue: waiting for the limit here would hold up payloads
+                self._upload.charge(size)
+                self._paid_at = loop.time() + 2 * size / self._upload.rate
+            self._number += 1
+            self._served[peer] = self._number
+            self._served.move_to_end(peer)
+            while len(self._served) > TURNS_MAX:
+                self._served.popitem(last=False)
+            self._payer = None
+            self._advance()
+            yield
+        finally:
+            timer.cancel()
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+            if self._going.get(peer) is mine:
+                del self._going[peer]
+            if self._payer is mine:
+                self._payer = None
+            self._advance()
+
+    def _advance(self) -> None:
+        """Starts the next turn, unless one still waits for the upload limit."""
+        if self._payer is not None or len(self._going) >= PEERS_AT_ONCE:
+            return
+        turn = self._next()
+        if turn is not None:
+            self._payer = self._going[turn.peer] = turn
+            self._waiting.remove(turn)
+            turn.come.set_result(None)
+
+    def _next(self) -> Turn | None:
+        loop = asyncio.get_running_loop()
+        ready = [each for each in self._waiting if each.peer not in self._going and not each.come.done()]
+        ready.sort(key=lambda each: self._served.get(each.peer, 0))
+        urgent = [each for each in ready if each.is_urgent]
+        going = [each.is_urgent for each in self._going.values()]
+        if urgent or any(going) or going.count(False) >= BACKGROUND_AT_ONCE:
+            ready = [each for each in ready if each.is_urgent or loop.time() >= each.overdue_at]
+        if not ready or ready[0].is_urgent:
+            return ready[0] if ready else None
+        turn = ready[0]
+        wait = self._background.seconds_until(turn.size)
+        may_owe = loop.time() >= self._paid_at and turn.size <= DEBT_SECONDS * self._upload.rate
+        if loop.time() < turn.overdue_at or not may_owe:
+            wait = max(wait, self._upload.seconds_until(turn.size))
+        if wait > 0:
+            loop.call_later(wait, self._advance)
+            return urgent[0] if urgent else None
+        was_taken = self._background.take_now(turn.size)
+        assert was_taken, "its wait was zero just now"
+        return turn

@@ -1,0 +1,144 @@
+"""hivemind's DHT node with bounds and our own signatures; it holds hints about where peers are.
+
+The DHT is Kademlia: Maymounkov and Mazieres 2002. Records are checked by records.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Self
+
+from p2ptrain.identity import Identity, id_bytes_of
+from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record
+from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
+from p2ptrain.net.transport import TransportError
+
+with parts_of_hivemind():
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+    from hivemind.utils.multiaddr import Multiaddr
+
+logger = logging.getLogger("p2ptrain.net")
+
+SEARCHING_MAX = 32  # requests to DHT peers in flight
+STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # stored here for the DHT, 4 KB each: 70 MB under attack
+
+
+class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """An adapter of records.py to hivemind's validator interface."""
+
+    def __init__(self, identity: Identity, counters: Counter[str]) -> None:
+        self._identity, self._counters, self._validator = identity, counters, Validator()
+
+    def validate(self, record: DHTRecord) -> bool:
+        parts = record.key, record.subkey, record.value, record.expiration_time
+        if why := self._validator.why_invalid(*parts, time.time()):
+            self._counters["DHT records refused"] += 1
+            logger.debug("refused a DHT record: %s", why)
+        return not why
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return sign_record(self._identity.sign, self._identity.key, record.key, record.value, record.expiration_time)
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return strip_record(record.value)
+
+
+class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+    """The part of the DHT stored on this node, with bounds: hivemind's own has none, and its expiry heap only grows.
+
+    Anyone can invent as many keys and authors as there is room for. So the keys that we use ourselves have room of
+    their own, and when all is full a newcomer replaces an entry drawn by lot: nobody is kept out for good.
+    """
+
+    def __init__(self, keys_max: int) -> None:
+        super().__init__()
+        self._keys_max = keys_max
+        self.used: set[Any] = set()  # the few keys that we announce under or look up
+
+    def store_subkey(self, key: Any, subkey: bytes, value: bytes, expiration_time: float) -> bool:
+        held = self.get(key)
+        old = held.value.get(subkey) if held else None
+        if not self._keys_max or (old is not None and old.expiration_time >= expiration_time):
+            return False
+        if not super().store_subkey(key, subkey, value, expiration_time):
+            return False
+        if held:
+            _draw_out(held.value, held.value.data.keys() - {subkey}, STORED_ENTRIES_MAX - 1)
+        if key not in self.used:
+            _draw_out(self, self.data.keys() - self.used - {key}, self._keys_max - 1)
+        for storage in (self, held.value) if held else (self,):
+            if len(storage.expiration_heap) > 2 * len(storage.data) + STORED_ENTRIES_MAX:
+                storage.expiration_heap = list(storage.key_to_heap.values())
+                heapq.heapify(storage.expiration_heap)
+        return True
+
+
+def _draw_out(storage: Any, others: set[Any], room: int) -> None:
+    """Evicts random entries until at most `room` of the others are left."""
+    for each in random.SystemRandom().sample(list(others), max(0, len(others) - room)):
+        del storage[each]
+
+
+class Dht:
+    """hivemind's DHT node on top of one p2pd."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self._control = node.p2p._client.control
+        self.reading: asyncio.Task[None] = self._control._read_task  # answers come only while this runs
+
+    @classmethod
+    async def start(cls, socket: Path, validator: RecordValidator, storage: Storage) -> Self:
+        class Client(P2P):  # type: ignore[misc]  # hivemind has no types
+            _UNIX_SOCKET_PREFIX = f"/unix{socket.parent}/"  # the default is /tmp
+
+        try:
+            p2p = await Client.replicate(Multiaddr(f"/unix{socket}"))
+            node = await DHTNode.create(
+                p2p=p2p,
+                node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),
+                parallel_rpc=SEARCHING_MAX,
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+                cache_refresh_before_expiry=0,
+                reuse_get_requests=False,
+                record_validator=validator,
+            )
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            raise TransportError(f"the DHT did not start: {error}") from error
+        node.protocol.storage, node.protocol.cache = storage, Storage(keys_max=0)
+        return cls(node)
+
+    async def meet(self, peer: bytes) -> None:
+        """Pings a peer, by which both enter each other's routing table. hivemind logs failures and raises nothing."""
+        await self.node.protocol.call_ping(PeerID(id_bytes_of(peer)))
+        await asyncio.sleep(0)  # hivemind records the answer in a separate task
+
+    async def stop(self) -> None:
+        """Shuts down. hivemind's own shutdown waits for p2pd, which may be gone, and leaks tasks that await answers."""
+        self.node.is_alive = False
+        self._control.call_unary_handler = _no_more_calls
+        for answer in self._control._pending_calls.values():
+            if not answer.done():
+                answer.set_exception(P2PDaemonError("closing"))
+        tasks = [self.reading, self._control._write_task, *self._control._handler_tasks.values()]
+        await self.node.p2p.shutdown()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _no_more_calls(*arguments: object) -> bytes:
+    raise P2PDaemonError("closing")

@@ -1,0 +1,110 @@
+"""Gossip topics: a bounded queue for each, between p2pd and the listener, with a count of dropped messages.
+
+p2pd buffers 32 messages for a subscriber and silently drops the rest. So one task does nothing but read from p2pd, and
+another delivers the messages one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from typing import Protocol
+
+from p2ptrain.identity import PeerIdError, key_of_bytes
+from p2ptrain.net.tasks import BACKOFF_SECONDS, Tasks
+from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, TransportError
+
+MESSAGES_MAX = 1_024  # queued in a topic: one round's, four for each of 256 seats
+QUEUED_BYTES_MAX = 2**26  # in a topic: 64 messages of the largest size
+PUBLISHING_MAX = 8  # messages being published at a time, each on its own connection
+SUBSCRIBE_SECONDS = 10.0  # to wait for p2pd; the subscription is made sooner or later in any case
+
+logger = logging.getLogger("p2ptrain.net")
+
+
+class TopicQueue:
+    """The queue of received messages of one topic, and its listener."""
+
+    def __init__(self, topic: str, me: bytes, hear: Hear, counters: Counter[str]) -> None:
+        self.topic, self._me, self._hear, self._counters = topic, me, hear, counters
+        self.is_subscribed = asyncio.Event()
+        self._queue: deque[tuple[bytes, bytes]] = deque()
+        self._queued_bytes = 0
+        self._is_filled = asyncio.Event()
+
+    def put(self, publisher_id: bytes, data: bytes) -> None:
+        """Queues a message from a peer. If the queue is full, the new one is dropped: it builds on the older ones."""
+        try:
+            publisher = key_of_bytes(publisher_id)
+        except PeerIdError:
+            self._counters["gossip of strangers"] += 1
+            return
+        if publisher == self._me:
+            return
+        self._counters.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
+        if len(data) > MESSAGE_BYTES_MAX:
+            self._counters["gossip refused"] += 1
+        elif len(self._queue) >= MESSAGES_MAX or self._queued_bytes + len(data) > QUEUED_BYTES_MAX:
+            self._counters["gossip dropped"] += 1
+        else:
+            self._queue.append((publisher, data))
+            self._queued_bytes += len(data)
+            self._is_filled.set()
+
+    async def deliver(self) -> None:
+        """Delivers messages for ever, and yields to other tasks after each."""
+        while True:
+            await self._is_filled.wait()
+            while self._queue:
+                publisher, data = self._queue.popleft()
+                self._queued_bytes -= len(data)
+                self._hear(publisher, data)
+                await asyncio.sleep(0)
+            self._is_filled.clear()
+
+
+class Publisher(Protocol):
+    """The requests to p2pd about topics."""
+
+    async def publish(self, topic: str, data: bytes) -> None: ...
+    async def listen(self, mailbox: TopicQueue) -> None: ...
+
+
+class Gossip:
+    """All topics that a node is subscribed to."""
+
+    def __init__(self, me: bytes, control: Publisher, counters: Counter[str]) -> None:
+        self._me, self._control, self._counters = me, control, counters
+        self._mailboxes: dict[str, TopicQueue] = {}
+        self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
+
+    async def subscribe(self, topic: str, hear: Hear, tasks: Tasks, session: Tasks | None) -> None:
+        """Subscribes. Without a session, when p2pd is down, the topic is subscribed to in the next session."""
+        assert topic not in self._mailboxes, f"{topic} already has a listener"
+        mailbox = self._mailboxes[topic] = TopicQueue(topic, self._me, hear, self._counters)
+        tasks.spawn(mailbox.deliver())
+        if session:
+            session.spawn(self._listen(mailbox))
+        try:
+            async with asyncio.timeout(SUBSCRIBE_SECONDS):
+                await mailbox.is_subscribed.wait()
+        except TimeoutError:
+            logger.warning("not subscribed to %s yet: p2pd is not running", topic)
+
+    def listen(self, session: Tasks) -> None:
+        for mailbox in self._mailboxes.values():
+            session.spawn(self._listen(mailbox))
+
+    async def _listen(self, mailbox: TopicQueue) -> None:
+        while True:
+            try:
+                await self._control.listen(mailbox)
+            except TransportError as error:
+                logger.debug("the subscription to %s broke: %s", mailbox.topic, error)
+            await asyncio.sleep(BACKOFF_SECONDS)
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        async with self._publishing:
+            await self._control.publish(topic, data)
+        self._counters.update({"bytes sent": len(data), "sent gossip": len(data), "gossip sent": 1})

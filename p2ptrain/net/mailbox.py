@@ -1,0 +1,451 @@
+"""Mailboxes: small messages to one peer at a time, over one one-way stream per peer that is closed when idle.
+
+Messages deliver envelopes, ask for messages by name, and ask for histories by branch and round. `post` never waits:
+the queue of each peer is bounded, and what does not fit is dropped and counted, since the core asks again for whatever
+it still lacks. A broken stream is reopened after a pause and the message in flight is sent again, so a receiver has to
+cope with duplicates.
+
+A history may be longer than a frame. It travels in parts, between which other messages may pass, so that no vote waits
+for it. Its length comes first, and it is accepted only from a peer that was asked, while that request is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Annotated, Self, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2ptrain.core import wire
+from p2ptrain.core.history import HISTORY_BYTES_MAX
+from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, Digest, Number, Short
+from p2ptrain.core.wire import decode_strictly
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+
+NAMES_MAX = 1_024  # in an `MessageQuery`: as many messages as a round of the largest run has
+ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures blocks us for 10 ms
+ENVELOPE_ROOM = 8  # overhead in bytes of an envelope in a frame; msgpack takes five
+PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 100 Mbit/s
+QUEUED_MAX = 256  # messages queued for one peer
+QUEUED_BYTES_MAX = 16 * 2**20
+QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and as much again for histories
+PEERS_MAX = 1_024  # with queued messages; also the most incoming streams
+INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
+QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
+QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10 s
+ANSWER_SECONDS = 60.0  # from the request to the complete answer
+OPEN_SECONDS = 10.0
+SEND_SECONDS = 30.0  # per frame; slower than 17 KB/s counts as broken
+IDLE_SECONDS = 300.0  # before an unused stream is closed
+BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
+TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
+
+
+class Deliver(Struct, frozen=True, array_like=True, tag="deliver"):
+    """Hands over sealed envelopes, our own or forwarded."""
+
+    envelopes: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=1, max_length=ENVELOPE_BYTES_MAX)], ...],
+        Meta(min_length=1, max_length=ENVELOPES_MAX),
+    ]
+
+
+class MessageQuery(Struct, frozen=True, array_like=True, tag="ask"):
+    """Asks for the messages with these names."""
+
+    names: Annotated[tuple[Short, ...], Meta(min_length=1, max_length=NAMES_MAX)]
+
+
+class HistoryQuery(Struct, frozen=True, array_like=True, tag="ask history"):
+    """Asks for the history after this round of this branch."""
+
+    branch: Digest
+    round: Number
+
+
+class TellHistory(Struct, frozen=True, array_like=True):
+    """Answers `HistoryQuery`; on the wire it is a `HistoryBegins` and its parts."""
+
+    history: bytes
+
+
+class HistoryBegins(Struct, frozen=True, array_like=True, tag="history"):
+    """Announces a history and its size in bytes."""
+
+    size: Annotated[int, Meta(ge=1, le=HISTORY_BYTES_MAX)]
+
+
+class HistoryPart(Struct, frozen=True, array_like=True, tag="part"):
+    """A part of a history; all but the last have PART_BYTES."""
+
+    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
+
+
+Mail: TypeAlias = Deliver | MessageQuery | HistoryQuery
+Frame: TypeAlias = Deliver | MessageQuery | HistoryQuery | HistoryBegins | HistoryPart
+
+_FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def decode_frame(data: bytes) -> Frame:
+    return decode_strictly(_FRAME, data, "a mailbox message")
+
+
+def frames_of(message: Mail) -> Iterator[bytes]:
+    """Yields the frames of a message; envelopes that do not fit one frame are spread over several."""
+    if not isinstance(message, Deliver):
+        yield wire.encode(message)
+        return
+    waiting: list[bytes] = []
+    size = 0
+    for envelope in message.envelopes:
+        assert 1 <= len(envelope) <= ENVELOPE_BYTES_MAX, "envelopes are checked when they are sealed"
+        if waiting and (size + len(envelope) + ENVELOPE_ROOM > FRAME_BYTES_MAX - 64 or len(waiting) == ENVELOPES_MAX):
+            yield wire.encode(Deliver(tuple(waiting)))
+            waiting, size = [], 0
+        waiting.append(envelope)
+        size += len(envelope) + ENVELOPE_ROOM
+    yield wire.encode(Deliver(tuple(waiting)))
+
+
+class Outgoing:
+    """The queue of messages for one peer."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.size = 0
+        self.history: bytes = b""  # one at a time
+        self.history_sent = -1  # bytes sent so far; -1: not even the length
+        self.part = b""  # the part being sent
+        self.wake = asyncio.Event()
+
+    def next(self) -> bytes | None:
+        """Returns the next frame and keeps it until `sent`. Parts of a history come after everything else."""
+        if self.frames:
+            return self.frames[0]
+        if not self.history:
+            return None
+        at = self.history_sent
+        part = HistoryBegins(len(self.history)) if at < 0 else HistoryPart(self.history[at : at + PART_BYTES])
+        self.part = wire.encode(part)
+        return self.part
+
+    def sent(self, frame: bytes) -> None:
+        if self.frames and self.frames[0] is frame:
+            self.frames.popleft()
+            self.size -= len(frame)
+            return
+        if frame is not self.part:
+            return  # it was dropped while being sent
+        self.history_sent = 0 if self.history_sent < 0 else self.history_sent + PART_BYTES
+        if self.history_sent >= len(self.history):
+            self.drop_history()
+
+    def drop_history(self) -> None:
+        self.history, self.history_sent, self.part = b"", -1, b""
+
+
+class PendingHistory:
+    """An open request for a history."""
+
+    def __init__(self, now: float) -> None:
+        self.until = now + QUESTION_SECONDS  # put off by each part that arrives
+        self.end = now + ANSWER_SECONDS
+        self.size = 0  # of the answer in bytes, once it has begun
+        self.parts = bytearray()
+        self.stream: Stream | None = None  # the stream that brings the answer
+        self.moved = asyncio.Event()  # a part has come, or the request is over
+
+
+class Mailboxes:
+    """A node's mailboxes for the peers of one run. Used with `async with`, by the task that opened it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run_id: bytes,
+        hear: Callable[[bytes, Mail], None],
+        *,
+        malformed: Callable[[bytes, str], None],
+        history: Callable[[bytes, bytes], None],
+        no_history: Callable[[bytes, str], None],
+        upload: TokenBucket | None = None,
+        download: TokenBucket | None = None,
+    ) -> None:
+        """Histories are charged to both limits without waiting: they stay in time, and pieces wait instead."""
+        self.protocol = f"/p2ptrain/1/{run_id.hex()}/line"
+        self._transport = transport
+        self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
+        self._upload, self._download = upload or TokenBucket(0), download or TokenBucket(0)
+        self._outgoing: dict[bytes, Outgoing] = {}
+        self._incoming: dict[bytes, list[Stream]] = {}
+        self._questions: dict[bytes, PendingHistory] = {}
+        self._unasked: dict[Stream, int] = {}  # bytes still to come of an answer that is too late
+        self._counters: Counter[str] = Counter()
+        self.history_bytes: Counter[str] = Counter()  # bytes of histories, "sent" and "received"
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._group = asyncio.TaskGroup()
+        self._is_open = False
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._is_open = True
+        await self._transport.serve(self.protocol, self._listen)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        for task in self._tasks:
+            task.cancel()
+        for stream in [stream for streams in self._incoming.values() for stream in streams]:
+            stream.abort()
+        await self._group.__aexit__(kind, error, trace)
+
+    def post(self, peer: bytes, message: Mail | TellHistory) -> bool:
+        """Queues a message for a connected peer. False if it was dropped because the queue is full."""
+        outgoing = self._to(peer)
+        if outgoing is None:
+            return self._drop()
+        if isinstance(message, TellHistory):
+            return self._queue_history(outgoing, message.history)
+        return self._queue(outgoing, list(frames_of(message)))
+
+    def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
+        """Asks for a history. Always calls back: with the history, or with the reason why there is none."""
+        if peer in self._questions:
+            return  # the answer to the open request is as good
+        if len(self._questions) >= QUESTIONS_MAX:
+            asyncio.get_running_loop().call_soon(self._no_history, peer, "too many requests are open already")
+            return
+        question = self._questions[peer] = PendingHistory(asyncio.get_running_loop().time())
+        self.post(peer, HistoryQuery(branch, number))
+        self._start(self._await_answer(peer, question))
+
+    def forget(self, peer: bytes) -> None:
+        """Drops the queue of a peer that has gone."""
+        if (outgoing := self._outgoing.get(peer)) is not None:
+            self._clear(outgoing)
+
+    async def is_spoken_by(self, peer: bytes) -> bool:
+        """Returns whether a connected peer takes part in this run."""
+        try:
+            stream = await self._transport.open(peer, self.protocol)
+        except TransportError:
+            return False
+        stream.abort()
+        return True
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._counters)
+
+    @property
+    def queued_frames(self) -> int:
+        """Frames now waiting to be sent."""
+        return sum(len(each.frames) for each in self._outgoing.values())
+
+    # ---------------------------------------------------------------------------------------------------
+    # Outgoing
+
+    def _to(self, peer: bytes) -> Outgoing | None:
+        assert self._is_open
+        outgoing = self._outgoing.get(peer)
+        if outgoing is None:
+            if len(self._outgoing) >= PEERS_MAX:
+                return None
+            outgoing = self._outgoing[peer] = Outgoing()
+            self._start(self._talk(peer, outgoing))
+        return outgoing
+
+    def _queue(self, outgoing: Outgoing, frames: list[bytes]) -> bool:
+        size = sum(map(len, frames))
+        total = sum(each.size for each in self._outgoing.values())
+        if (
+            len(outgoing.frames) + len(frames) > QUEUED_MAX
+            or outgoing.size + size > QUEUED_BYTES_MAX
+            or total + size > QUEUED_TOTAL_BYTES_MAX
+        ):
+            return self._drop()
+        outgoing.frames.extend(frames)
+        outgoing.size += size
+        outgoing.wake.set()
+        return True
+
+    def _queue_history(self, outgoing: Outgoing, history: bytes) -> bool:
+        assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
+        total = sum(len(each.history) for each in self._outgoing.values())
+        if outgoing.history or total + len(history) > QUEUED_TOTAL_BYTES_MAX:
+            return self._drop()
+        outgoing.history = history
+        outgoing.wake.set()
+        return True
+
+    def _drop(self) -> bool:
+        self._counters["dropped"] += 1
+        return False
+
+    def _clear(self, outgoing: Outgoing) -> None:
+        self._counters["dropped"] += len(outgoing.frames) + bool(outgoing.history)
+        outgoing.frames.clear()
+        outgoing.size = 0
+        outgoing.drop_history()
+
+    async def _talk(self, peer: bytes, outgoing: Outgoing) -> None:
+        """Sends a peer's queue, reopening broken streams, until the queue has been empty for a while."""
+        tries = 0
+        while outgoing.next() is not None:
+            try:
+                async with asyncio.timeout(OPEN_SECONDS):
+                    stream = await self._transport.open(peer, self.protocol)
+                is_broken = True
+                try:
+                    while await self._send_next(stream, outgoing):
+                        tries = 0
+                    await stream.close()
+                    is_broken = False
+                finally:
+                    if is_broken:
+                        stream.abort()
+            except (TransportError, TimeoutError):
+                self._counters["broken"] += 1
+                outgoing.drop_history()  # half of it is useless, and the request will have expired
+                tries += 1
+                if tries >= TRIES_MAX:
+                    self._clear(outgoing)
+                else:
+                    await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
+        del self._outgoing[peer]  # no await since the queue was found empty, so nothing is lost
+
+    async def _send_next(self, stream: Stream, outgoing: Outgoing) -> bool:
+        """Sends the next frame, or waits for one. False if none came for a long time."""
+        if (frame := outgoing.next()) is None:
+            outgoing.wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_SECONDS):
+                    await outgoing.wake.wait()
+            return outgoing.next() is not None
+        async with asyncio.timeout(SEND_SECONDS):
+            await stream.send(frame)
+        if frame is outgoing.part:
+            self._upload.charge(len(frame))
+            self.history_bytes["sent"] += len(frame)
+        outgoing.sent(frame)
+        self._counters["sent"] += 1
+        return True
+
+    # ---------------------------------------------------------------------------------------------------
+    # Incoming
+
+    async def _listen(self, stream: Stream) -> None:
+        peer = stream.peer
+        streams = self._incoming.setdefault(peer, [])
+        if not self._is_open or sum(map(len, self._incoming.values())) >= PEERS_MAX:
+            if not streams:
+                del self._incoming[peer]
+            stream.abort()
+            return
+        streams.append(stream)
+        for old in streams[:-INCOMING_MAX]:
+            old.abort()  # the newest win; the task of the old one removes it from the list
+        try:
+            while True:
+                async with asyncio.timeout(2 * IDLE_SECONDS):
+                    data = await stream.receive(FRAME_BYTES_MAX)
+                frame = decode_frame(data)
+                if isinstance(frame, HistoryBegins | HistoryPart):
+                    self.history_bytes["received"] += len(data)
+                self._take(peer, stream, frame)
+                await asyncio.sleep(0)  # so that one peer's flood does not starve the others
+        except RemoteProtocolError as error:
+            if self._is_open:
+                self._malformed(peer, error.why)
+            stream.abort()
+        except (TransportError, TimeoutError):
+            stream.abort()
+        finally:
+            self._unasked.pop(stream, None)
+            if (question := self._questions.get(peer)) is not None and question.stream is stream:
+                question.end = 0.0
+                question.moved.set()
+            streams.remove(stream)
+            if not streams and self._incoming.get(peer) is streams:
+                del self._incoming[peer]
+
+    def _take(self, peer: bytes, stream: Stream, frame: Frame) -> None:
+        if not self._is_open:
+            return
+        self._counters["received"] += 1
+        match frame:
+            case HistoryBegins(size):
+                self._begin_history(peer, stream, size)
+            case HistoryPart(data):
+                self._go_on_with_history(peer, stream, data)
+            case _:
+                self._hear(peer, frame)
+
+    def _begin_history(self, peer: bytes, stream: Stream, size: int) -> None:
+        question = self._questions.get(peer)
+        if stream in self._unasked or (question is not None and question.stream is stream):
+            raise RemoteProtocolError("a history that begins inside another one")
+        if question is None or question.stream is not None:
+            self._counters["unasked"] += 1  # late, most likely: it is read and discarded
+            self._unasked[stream] = size
+            return
+        question.stream, question.size = stream, size
+        self._progress(question)
+
+    def _go_on_with_history(self, peer: bytes, stream: Stream, data: bytes) -> None:
+        question = self._questions.get(peer)
+        if question is not None and question.stream is stream:
+            missing = question.size - len(question.parts)
+        elif stream in self._unasked:
+            question, missing = None, self._unasked[stream]
+        else:
+            raise RemoteProtocolError("a history part without a history")
+        if len(data) != min(PART_BYTES, missing):
+            raise RemoteProtocolError(f"a history part of {len(data)} bytes where {missing} are missing")
+        if question is None:
+            self._unasked[stream] = missing - len(data)
+            if not self._unasked[stream]:
+                del self._unasked[stream]
+            return
+        question.parts += data
+        self._download.charge(len(data))  # not for unrequested answers: any stranger can send those
+        self._progress(question)
+        if len(data) == missing:
+            del self._questions[peer]
+            self._history(peer, bytes(question.parts))
+
+    def _progress(self, question: PendingHistory) -> None:
+        question.until = asyncio.get_running_loop().time() + QUESTION_SECONDS
+        question.moved.set()
+
+    async def _await_answer(self, peer: bytes, question: PendingHistory) -> None:
+        """Waits until the answer is complete or too late."""
+        loop = asyncio.get_running_loop()
+        while self._questions.get(peer) is question:
+            question.moved.clear()
+            if (deadline := min(question.until, question.end)) <= loop.time():
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await question.moved.wait()
+        if self._questions.get(peer) is question:
+            del self._questions[peer]
+            if question.stream is not None and question.end > 0:
+                self._unasked[question.stream] = question.size - len(question.parts)
+            so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
+            self._no_history(peer, f"no answer {so_far}")
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

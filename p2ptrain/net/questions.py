@@ -1,0 +1,213 @@
+"""Small questions to one peer, one per stream: its runs, a run's config, its states and peers, and how it sees us.
+
+A peer closes the stream when it does not know the question, as older nodes do for the last of these. Asking needs no
+run, only an address. Answers are bounded, and their claims are checked where they are used: a config by the run's id, a
+state by its root, an address by the key of the peer that answers there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2ptrain.config import CONFIG_BYTES_MAX
+from p2ptrain.core import wire
+from p2ptrain.core.messages import Digest, Number
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import Stream, Transport, TransportError
+
+PROTOCOL = "/p2ptrain/1/ask"
+RUNS_MAX = 64  # in one answer; a node takes part in one run, a bootstrap in a few
+STATES_MAX = 16
+PEERS_MAX = 32  # addresses per answer: enough to find the rest
+NAME_MAX = 64
+QUESTION_BYTES_MAX = 256
+ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
+ANSWERS_BYTES_PER_SECOND = 4_096  # per peer, after a first megabyte; a node asks for 14 KB a minute at most
+ANSWERS_SHARE = 8  # all answers together get 1/8 of the upload limit
+ASKERS_MAX = 1_024  # peers whose budget is remembered: more than can be connected
+SECONDS = 15.0
+
+
+class AskRuns(Struct, frozen=True, array_like=True, tag="runs"):
+    """Asks which runs the peer takes part in."""
+
+
+class AskConfig(Struct, frozen=True, array_like=True, tag="config"):
+    run_id: Digest
+
+
+class AskStates(Struct, frozen=True, array_like=True, tag="states"):
+    """Asks which states of this run the peer serves."""
+
+    run_id: Digest
+
+
+class AskPeers(Struct, frozen=True, array_like=True, tag="peers"):
+    """Asks for addresses of peers of this run."""
+
+    run_id: Digest
+
+
+class AskSeen(Struct, frozen=True, array_like=True, tag="seen"):
+    """Asks for the time on the peer's clock and the address at which it sees us."""
+
+
+class RunInfo(Struct, frozen=True, array_like=True):
+    run_id: Digest
+    name: Annotated[str, Meta(max_length=NAME_MAX, pattern=r"^[A-Za-z0-9._-]*\Z")]  # others may control a terminal
+    round: Number
+    members: Annotated[int, Meta(ge=0, le=2**16)]
+
+
+class Runs(Struct, frozen=True, array_like=True, tag="runs"):
+    runs: Annotated[tuple[RunInfo, ...], Meta(max_length=RUNS_MAX)] = ()
+
+
+class Config(Struct, frozen=True, array_like=True, tag="config"):
+    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES_MAX)] = b""  # empty: unknown run
+
+
+class States(Struct, frozen=True, array_like=True, tag="states"):
+    states: Annotated[tuple[tuple[Number, Digest], ...], Meta(max_length=STATES_MAX)] = ()  # round and root
+
+
+class Peers(Struct, frozen=True, array_like=True, tag="peers"):
+    addresses: Annotated[
+        tuple[Annotated[str, Meta(max_length=ADDRESS_CHARACTERS_MAX)], ...], Meta(max_length=PEERS_MAX)
+    ] = ()
+
+
+class Seen(Struct, frozen=True, array_like=True, tag="seen"):
+    milliseconds: Number  # since 1970, by the answering peer's clock
+    address: Annotated[str, Meta(max_length=ADDRESS_CHARACTERS_MAX, pattern=r"^[0-9A-Za-z./:_-]*\Z")] = ""
+
+
+Question: TypeAlias = AskRuns | AskConfig | AskStates | AskPeers  # the questions that `serve` hands on
+Answer: TypeAlias = Runs | Config | States | Peers | Seen
+A = TypeVar("A", Runs, Config, States, Peers, Seen)
+
+_QUESTION: msgspec.msgpack.Decoder[Question | AskSeen] = msgspec.msgpack.Decoder(Question | AskSeen)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+async def serve(
+    transport: Transport, answer: Callable[[bytes, Question], Answer], upload: TokenBucket | None = None
+) -> None:
+    """Answers the questions of peers; `answer` gets the peer and the question.
+
+    Answers are charged to the upload limit but do not wait for it. A peer that has used up its share is hung up on;
+    otherwise questions alone could take half of the upload from the run.
+    """
+    budgets: OrderedDict[bytes, TokenBucket] = OrderedDict()  # by peer, the one that asked last comes last
+    of_all = TokenBucket(0)  # keys are free, so all askers together are limited too
+
+    def has_budget(peer: bytes, size: int) -> bool:
+        budget = budgets.setdefault(peer, TokenBucket(ANSWERS_BYTES_PER_SECOND))
+        budgets.move_to_end(peer)
+        while len(budgets) > ASKERS_MAX:
+            budgets.popitem(last=False)
+        if upload is not None and of_all.rate != (share := upload.rate // ANSWERS_SHARE):
+            of_all.rate = share
+        return budget.take_now(size) and of_all.take_now(size)
+
+    async def handle(stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(SECONDS):
+                question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
+                if not has_budget(stream.peer, 1):  # before doing any work
+                    stream.abort()
+                    return
+                if isinstance(question, AskSeen):
+                    frame = wire.encode(await _seen(transport, stream.peer))
+                else:
+                    frame = wire.encode(answer(stream.peer, question))
+                if not has_budget(stream.peer, len(frame)):
+                    stream.abort()
+                    return
+                if upload is not None:
+                    upload.charge(len(frame))
+                await stream.send(frame)
+        except (TransportError, RemoteProtocolError, TimeoutError):
+            stream.abort()
+
+    await transport.serve(PROTOCOL, handle)
+
+
+async def _seen(transport: Transport, peer: bytes) -> Seen:
+    try:
+        address = (await transport.peers()).get(peer, [""])[0]
+    except TransportError:
+        address = ""
+    if len(address) > ADDRESS_CHARACTERS_MAX:
+        address = ""
+    return Seen(int(time.time() * 1_000), address)  # clock read last: the asker assumes equal latency both ways
+
+
+async def _ask(
+    transport: Transport,
+    peer: bytes,
+    question: Question | AskSeen,
+    kind: type[A],
+    took: Callable[[float], None] | None = None,
+) -> A:
+    """Asks one question. `took` gets the seconds from sending it to the answer, one round trip."""
+    try:
+        async with asyncio.timeout(SECONDS):
+            stream, clock = await transport.open(peer, PROTOCOL), asyncio.get_running_loop().time
+            try:
+                asked_at = clock()
+                await stream.send(wire.encode(question))
+                answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
+                if took is not None:
+                    took(clock() - asked_at)
+            finally:
+                stream.abort()
+    except TimeoutError as error:
+        raise TransportError(f"no answer within {SECONDS:.0f} s") from error
+    if not isinstance(answer, kind):
+        raise RemoteProtocolError("an answer to another question")
+    return answer
+
+
+async def ask_runs(transport: Transport, peer: bytes) -> tuple[RunInfo, ...]:
+    return (await _ask(transport, peer, AskRuns(), Runs)).runs
+
+
+async def ask_config(transport: Transport, peer: bytes, run_id: bytes) -> bytes:
+    """Returns the config, not yet checked against the run's id; empty if the peer does not know the run."""
+    return (await _ask(transport, peer, AskConfig(run_id), Config)).config
+
+
+async def ask_states(transport: Transport, peer: bytes, run_id: bytes) -> tuple[tuple[int, bytes], ...]:
+    return (await _ask(transport, peer, AskStates(run_id), States)).states
+
+
+async def ask_peers(
+    transport: Transport, peer: bytes, run_id: bytes, took: Callable[[float], None] | None = None
+) -> tuple[str, ...]:
+    return (await _ask(transport, peer, AskPeers(run_id), Peers, took)).addresses
+
+
+async def ask_seen(transport: Transport, peer: bytes) -> Seen:
+    return await _ask(transport, peer, AskSeen(), Seen)
+
+
+async def why_not(transport: Transport, peer: bytes) -> str:
+    """Says why a peer takes no part in our run, to follow "... answers, but"."""
+    try:
+        runs = await ask_runs(transport, peer)
+    except TransportError:
+        return "is not a p2ptrain node, or runs an incompatible version"
+    except RemoteProtocolError as error:
+        return f"its answer makes no sense, perhaps it runs another version: {error}"
+    names = ", ".join(f"{info.name} ({info.run_id.hex()[:16]})" for info in runs[:4])
+    return f"takes part in another run: {names}" if names else "takes part in no run"

@@ -1,0 +1,262 @@
+"""Putting a node together: store, trainer, core and edges, and bringing back what an earlier life has saved."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from random import Random, SystemRandom
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.core import events as ev
+from p2ptrain.core.node import Node
+from p2ptrain.core.state import genesis
+from p2ptrain.core.trust import is_on
+from p2ptrain.core.view import NodeView
+from p2ptrain.errors import ConfigError, DataError, UnusableError
+from p2ptrain.files import DiskError, read, write_atomically
+from p2ptrain.identity import Identity, RunSigner
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.net.address_book import Origin
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import Server
+from p2ptrain.net.connections import Connections
+from p2ptrain.net.mailbox import Mailboxes
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.node.device import Device
+from p2ptrain.node.directories import identity_file, run_directory
+from p2ptrain.node.driver import Driver
+from p2ptrain.node.edges import Edges
+from p2ptrain.node.event_log import EventFile
+from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.intake import Intake
+from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
+from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
+from p2ptrain.store.checkpoints import Checkpoint
+from p2ptrain.store.store import Store
+
+TRUST_NAME = "trust"  # in the run's directory: the head that this node was told to trust
+
+Watch = Callable[[float, ev.Event], None]
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+@dataclass(slots=True)
+class Launch:
+    """What a daemon begins with."""
+
+    run: RunConfig
+    config: NodeConfig
+    identity: Identity
+    transport: Transport
+    data: TokenDataset
+    state: bytes = b""  # the first weights, of whoever begins the run
+    ticket: bytes = b""
+    trust: bytes = b""  # a head without which no history is to be adopted
+
+    @property
+    def run_id(self) -> bytes:
+        return bytes.fromhex(self.run.run_id)
+
+
+@dataclass(slots=True)
+class Assembled:
+    """A node that is about to start, but for its driver: who watches what happens is made of these parts first."""
+
+    launch: Launch
+    node: Node
+    device: Device
+    intake: Intake
+    edges: Edges
+    events: EventFile
+    started: ev.Started  # the event that it starts with
+
+    def drive(self, watch: Watch) -> Driver:
+        """The driver of these parts; `watch` hears of each event that the core has survived."""
+
+        def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
+            self.events.note(now, event, effects)
+            if effects is not None:
+                watch(now, event)
+
+        return Driver(self.node, self.device, self.intake, self.edges, note)
+
+
+async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None = None) -> Assembled:
+    """All that a node is made of; `stack` takes it apart again.
+
+    It trains with `device` if it is given one, and then leaves closing it to who did.
+    """
+    run, run_id, config = launch.run, launch.run_id, launch.config
+    me = launch.identity.key
+    store = _open_store(stack, launch)
+    if device is None:
+        device = await Device.open(run, config.device, launch.data)
+        stack.callback(device.close)
+    signer = NotingSigner(RunSigner(launch.identity, run_id))
+    seed = secrets.token_hex(16)
+    node = Node(run, run_id, me, signer, Random(seed))
+    view, states = node.view(), SavedStates()
+    every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
+    persistence = Persistence(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
+    stack.push_async_callback(asyncio.to_thread, persistence.close)  # a signal is heard meanwhile
+    intake = Intake(signer, device, view.is_in, persistence.put)
+    edges = await _connect(stack, launch, store, states, persistence, intake, view)
+    header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
+    events = EventFile(store.directory / "events", signer, header)
+    stack.callback(events.close)
+    trust = trusted_head(store, launch.trust)
+    saved = await _restore(store, device, persistence, launch.state)
+    started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)
+    return Assembled(launch, node, device, intake, edges, events, started)
+
+
+async def _connect(
+    stack: AsyncExitStack,
+    launch: Launch,
+    store: Store,
+    states: SavedStates,
+    persistence: Persistence,
+    intake: Intake,
+    view: NodeView,
+) -> Edges:
+    """The network's side, which tells the intake what it hears."""
+    run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
+    limits = config.limits
+    upload, download = (
+        TokenBucket(rate) for rate in (limits.upload_bytes_per_second, limits.download_bytes_per_second)
+    )
+    mailboxes = Mailboxes(
+        transport,
+        run_id,
+        intake.hear_line,
+        malformed=intake.blame,
+        history=intake.history_came,
+        no_history=intake.history_failed,
+        upload=upload,
+        download=download,
+    )
+
+    def peer_lost(peer: bytes) -> None:
+        mailboxes.forget(peer)
+        intake.give(ev.PeerLost(peer))
+
+    connections = Connections(
+        transport,
+        run_id,
+        mailboxes.is_spoken_by,
+        lambda peer: intake.give(ev.PeerSeen(peer)),
+        peer_lost,
+        SystemRandom(),
+        roster=lambda: view.state.members if view.has_started else (),
+    )
+    remembered = store.records.addresses()
+    for address in remembered:
+        _add(connections, address, Origin.REMEMBERED)
+    for address in config.network.bootstrap:
+        _add(connections, address, Origin.USER)
+    if config.network.bootstrap and not remembered:  # by which this run is known again, if they are away next time
+        await persistence.remember(config.network.bootstrap, ())
+    fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
+    served_blobs = ServedBlobs(run, store, states, launch.data, fetcher)
+    server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame)
+    place = store.directory / "fetching"
+    fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
+    return Edges(
+        run_id, transport, connections, mailboxes, fetching, persistence, served_blobs, server, upload, download
+    )
+
+
+@contextmanager
+def _for_the_owner() -> Iterator[None]:
+    """Turns what is wrong with the node's own files into an UnusableError: no restart mends them, as it may a disk."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except DataError as error:
+        raise UnusableError(str(error)) from error
+
+
+@_for_the_owner()
+def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
+    """What the node has on its disk."""
+    run, run_id = launch.run, launch.run_id
+    founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
+    beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
+    directory, key_file = run_directory(launch.config, run_id), identity_file(launch.config)
+    kept = launch.config.storage.checkpoints_kept
+    store = Store(directory, run, beginning, launch.identity.key, key_file, checkpoints_kept=kept)
+    stack.callback(store.close)
+    store.mismatches.refuse()
+    return store
+
+
+@_for_the_owner()
+def trusted_head(store: Store, given: bytes) -> bytes:
+    """The head that the core has to wait for: the one that was given, now or before the first history was adopted.
+
+    It is noted beside the log, so that a node that was killed while it waited does not trust anybody the next time.
+    What was adopted since has it, and is not asked for it again.
+    """
+    path, journal = store.directory / TRUST_NAME, store.journal
+    content = read(path)
+    if content is not None and not re.fullmatch(rb"[0-9a-f]{64}\n", content):
+        fix = "Remove it, and give the head once more with --trust"
+        raise DataError(f"{path}: damaged: it is not the head that this node was told to trust. {fix}")
+    noted = bytes.fromhex(content.decode()) if content is not None else b""
+    wanted = given or noted
+    is_new = journal.state.digest == store.genesis.digest
+    if wanted != noted and not is_new:
+        changes = journal.trunk.changes if journal.trunk is not None else ()
+        if not is_on(wanted, journal.base, (*changes, *(each.step for each in journal.history))):
+            fix = f"If you are sure of it, move {store.directory} away and join again; else leave the option out"
+            what = f"the history that was adopted before has not got the head {wanted.hex()}, as far as it is kept"
+            raise ConfigError(what, key="--trust", fix=fix)
+    if wanted != noted:
+        write_atomically(path, wanted.hex().encode() + b"\n")
+    return wanted if is_new else b""
+
+
+def _add(connections: Connections, address: str, origin: Origin) -> None:
+    try:
+        connections.add(address, origin)
+    except TransportError as error:
+        if origin is Origin.USER:
+            raise ConfigError(str(error), key="--bootstrap", fix="Check that it was copied whole") from error
+
+
+def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
+    """Have the trainings that the checkpoint lacks repeated, if all of them were noted; and count on behind them."""
+    trainings, last = store.diary.after(checkpoint.stamp.trained), checkpoint.stamp.trained
+    if store.diary.entries:
+        last = max(last, store.diary.entries[-1].number)
+    if not trainings:
+        store.diary.forget(last)
+    device.repeat(trainings, last)
+
+
+async def _restore(store: Store, device: Device, persistence: Persistence, state: bytes) -> ev.Saved:
+    """Bring the trainer to where the disk says it was; the core brings it to the present."""
+    with _for_the_owner():
+        checkpoint = await asyncio.to_thread(store.newest_checkpoint)
+    if checkpoint is not None:
+        await device.run(device.trainer.load, checkpoint.trainer_path)
+        _repeat_since(checkpoint, store, device)
+        for each in store.checkpoints.present():
+            await asyncio.to_thread(persistence.offer, each)
+        log.info("going on from the checkpoint of round %d", checkpoint.round)
+        return store.saved(checkpoint)
+    if state:
+        root = store.genesis.root
+        await device.run(device.trainer.adopt, 0, [state])
+        await device.run(persistence.checkpoint_first, device, root)
+        return store.saved(None)
+    return store.journal.saved_at(store.genesis.round, b"")

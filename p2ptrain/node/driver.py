@@ -1,0 +1,322 @@
+"""The driver: events from the intake into the core, and its effects out to the edges.
+
+In which order effects are carried out, and which wait for the disk, is the effect queue's business
+(core/effect_queue.py). What takes long (training, applying, fetching) is a task of its own and comes back as an event.
+Nothing here decides about rounds.
+
+What comes in from peers, and the queue of events, are in intake.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.effect_queue import EffectQueue
+from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
+from p2ptrain.core.node import Node
+from p2ptrain.core.state import Taken
+from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
+from p2ptrain.net.blobs.blob import verified
+from p2ptrain.net.blobs.server import FetchError
+from p2ptrain.net.mailbox import Deliver, MessageQuery, TellHistory
+from p2ptrain.net.transport import TransportError
+from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.node.edges import Edges
+from p2ptrain.node.fetching import ignore
+from p2ptrain.node.intake import Intake
+from p2ptrain.node.limits import Pauses
+from p2ptrain.node.outbox import Outbox
+from p2ptrain.store.store import PayloadLostError
+
+EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
+EVENTS_IN_A_ROW = 32  # until others on the loop get their turn
+DISK_SECONDS = 5.0  # between tries to write to a disk in trouble
+SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
+DATA_SECONDS = 120.0  # for the training data of a round to come
+CATCH_UP_SECONDS = 3_600.0  # for a state to come; a fetch that stalls ends sooner
+
+OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # no effects: the core did not survive it
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class Driver:
+    """Joins a core to a device and to its edges."""
+
+    def __init__(self, node: Node, device: Device, intake: Intake, edges: Edges, on_event: OnEvent) -> None:
+        """`on_event` hears of each event when the core has handled it: when, which, and to what effect."""
+        self.node, self.device, self.intake, self.edges = node, device, intake, edges
+        self.counters = intake.counters
+        self.pauses = Pauses()
+        self._outbox = Outbox(edges.publish, self.counters)
+        self.effects: EffectQueue[ev.Effect] = EffectQueue()
+        self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
+        self.applied_at: float | None = None  # in the loop's time, the last round
+        self._on_event = on_event
+        self._has_effects = asyncio.Event()
+        self._catching_up: asyncio.Task[None] | None = None
+        self._fetching: dict[bytes, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._group = asyncio.TaskGroup()
+        self._actions: dict[type, Callable[[Any], object]] = {
+            ev.Publish: lambda effect: self._outbox.put(effect.envelope),
+            ev.Send: lambda effect: self.edges.mailboxes.post(effect.peer, Deliver(effect.envelopes)),
+            ev.Ask: lambda effect: self.edges.mailboxes.post(effect.peer, MessageQuery(effect.names)),
+            ev.AskHistory: lambda effect: self.edges.mailboxes.ask_history(effect.peer, effect.branch, effect.round),
+            ev.SendHistory: self._send_history,
+            ev.Fetch: self._fetch,
+            ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
+            ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
+            ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
+            ev.Persist: lambda effect: None,  # it is on the disk
+            ev.NoteWrongState: lambda effect: self._spawn(
+                self.edges.persistence.note_mismatch(effect.round), "mismatch"
+            ),
+            ev.CatchUp: self._catch_up,
+            ev.Disconnect: self._disconnect,
+            ev.Stop: self._stop,
+        }
+
+    def give(self, event: ev.Event) -> None:
+        self.intake.give(event)
+
+    # -----------------------------------------------------------------------------------------------
+    # The loops
+
+    async def run(self, started: ev.Started) -> str:
+        """Until the node has nothing more to do; why."""
+        async with self._group as group:
+            self.intake.begin(started, self._spawn)
+            tasks = [
+                group.create_task(self._handle_for_ever(), name="events"),
+                group.create_task(self._carry_out_for_ever(), name="effects"),
+                group.create_task(self._outbox.run(), name="outbox"),
+            ]
+            why = await self.stopped
+            self.intake.end()
+            self.device.is_stopping = True
+            await self._outbox.drain()
+            for task in (*tasks, *self._tasks):
+                task.cancel()
+        return why
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _handle_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        count = 0
+        while True:
+            if not self.intake.events:
+                await self.intake.wait(self.node.deadline)
+            while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing tells: the disk is in trouble
+                await asyncio.sleep(DISK_SECONDS / 10)
+            event = self.intake.take() or ev.Tick()
+            now = loop.time()
+            effects: Sequence[ev.Effect] | None = None
+            try:
+                effects = self.node.handle(event, now)
+            finally:  # an event that the core does not survive is the one that matters most
+                self._on_event(now, event, effects)
+            self.has_begun.set()
+            if effects:
+                self.effects.add(effects)
+                self._has_effects.set()
+            count += 1
+            if count % EVENTS_IN_A_ROW == 0:
+                await asyncio.sleep(0)
+
+    async def _carry_out_for_ever(self) -> None:
+        while True:
+            await self._has_effects.wait()
+            self._has_effects.clear()
+            while records := self.effects.carry_out(self._act):
+                await self._write(records)
+                self.effects.written()
+
+    def _act(self, effect: ev.Effect) -> None:
+        self._actions[type(effect)](effect)
+
+    async def _write(self, records: Sequence[ev.Record]) -> None:
+        """In one go; if the disk does not take it, again, until it does."""
+        while True:
+            try:
+                await self.edges.persistence.on_disk(self.edges.persistence.store.write, records)
+            except PayloadLostError as error:
+                log.warning("%s, and is fetched again", error)
+                await self._fetch_lost(error.name)
+            except DataError as error:
+                if not self.disk_trouble:
+                    log.error("%s; nothing is said or applied until it can be saved", error)
+                elif self.node.view().is_stopping and not self.stopped.done():  # not even that it leaves can be said
+                    self.stopped.set_result(f"the disk takes nothing: {error}")
+                self.disk_trouble = str(error)
+                await asyncio.sleep(DISK_SECONDS)
+            else:
+                break
+        if self.disk_trouble:
+            log.warning("the disk takes data again")
+        self.disk_trouble = ""
+
+    def _send_history(self, effect: ev.SendHistory) -> None:
+        encoded = encode_history(effect.history)
+        if len(encoded) > HISTORY_BYTES_MAX:  # thousands of changes of a roster of hundreds
+            self.counters["histories too long to send"] += 1
+            log.warning("a history of %d bytes is more than a peer may be sent: it has to ask another", len(encoded))
+            return
+        self.edges.mailboxes.post(effect.peer, TellHistory(encoded))
+
+    # -----------------------------------------------------------------------------------------------
+    # Payloads
+
+    def _fetch(self, effect: ev.Fetch) -> None:
+        if effect.payload_bytes != self.device.payload_bytes:
+            for source in effect.sources:
+                self.give(ev.FetchFailed(effect.payload, source, f"no contribution has {effect.payload_bytes} bytes"))
+            return
+        before = self._fetching.get(effect.payload)
+        self._fetching[effect.payload] = task = self._spawn(self._fetch_after(before, effect), "fetch")
+        task.add_done_callback(lambda task: self._forget_fetch(effect.payload, task))
+
+    def _forget_fetch(self, payload: bytes, task: asyncio.Task[None]) -> None:
+        if self._fetching.get(payload) is task:
+            del self._fetching[payload]
+
+    async def _fetch_after(self, before: asyncio.Task[None] | None, effect: ev.Fetch) -> None:
+        """One fetch of a payload at a time; the next has other sources, and may find it here."""
+        if before is not None:
+            await asyncio.wait([before])
+        payload = await self.edges.persistence.payload(effect.payload)
+        if payload is None:
+            failed = dict.fromkeys(effect.sources, "")
+
+            def tell(peer: bytes, why: str) -> None:
+                failed.pop(peer, None)
+                self.give(ev.FetchFailed(effect.payload, peer, why))
+
+            try:
+                payload = await self.edges.fetching.payload(effect.payload, effect.payload_bytes, effect.sources, tell)
+            except FetchError as error:
+                for source in failed:
+                    self.give(ev.FetchFailed(effect.payload, source, str(error)))
+                return
+            self.edges.persistence.put(effect.payload, payload)
+        why = await self.device.check(payload)
+        if why is not None:
+            log.info("a contribution is refused: %s", why)
+        self.give(ev.PayloadArrived(effect.payload, why is None, len(payload)))
+
+    # -----------------------------------------------------------------------------------------------
+    # The device
+
+    async def _train(self, effect: ev.Train) -> None:
+        await self.pauses.are_over()
+        try:
+            async with asyncio.timeout(DATA_SECONDS):
+                positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
+                await self.edges.fetching.data(positions)
+            kept = frozenset(effect.unsettled)
+            name, payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
+            if trained is not None:
+                await self.edges.persistence.note(trained)
+        except StoppedError:
+            return
+        except (TrainingError, MemoryShortError, DataError, FetchError, TimeoutError) as error:
+            why = str(error) or "the data did not come"
+            log.warning("no contribution to round %d: %s", effect.round, why)
+            self.give(ev.TrainingFailed(effect.round, why))
+            return
+        self.edges.persistence.put(name, payload)
+        is_inline = len(payload) <= self.node.view().run.agreement.inline_bytes_max
+        self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
+
+    async def _apply(self, effect: ev.Apply, adopted: int) -> None:
+        """To the state that was there when the core said so, and not to one that was taken over since."""
+        manifest = effect.manifest
+        good = []
+        for taken in manifest.taken:
+            payload = await self._payload_of(taken, adopted)
+            if payload is None:
+                return
+            good.append(payload)
+        mine = [taken.round for taken in manifest.taken if taken.author == self.node.view().me]
+        try:
+            root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
+        except StoppedError:
+            return
+        if root is None:
+            return
+        self.applied_at = asyncio.get_running_loop().time()
+        self.give(ev.Applied(manifest.branch, manifest.round, root))
+        await self.edges.persistence.checkpoint(self.device, manifest, root)
+        await self.edges.persistence.let_go(manifest)
+
+    async def _fetch_lost(self, name: bytes) -> None:
+        """It was here, or the core would not rest its words on it; peers may still have it."""
+        size, sources = self.device.payload_bytes, list(self.edges.connections.linked)
+        try:
+            self.edges.persistence.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
+        except FetchError as error:
+            log.warning("%s; will go on trying", error)
+            await asyncio.sleep(DISK_SECONDS)
+
+    async def _payload_of(self, taken: Taken, adopted: int) -> bytes | None:
+        """It was here, or the core would not apply it; if the disk has lost it since, peers still have it.
+
+        None once it is of no use, because a state was taken over.
+        """
+        payload = await self.edges.persistence.payload(taken.payload)
+        while payload is None and self.device.adopted == adopted:
+            log.warning("payload %s of an agreed round is lost, and is fetched again", taken.payload.hex()[:16])
+            await self._fetch_lost(taken.payload)
+            payload = await self.edges.persistence.payload(taken.payload)
+        return payload
+
+    def _catch_up(self, effect: ev.CatchUp) -> None:
+        if self._catching_up is not None:
+            self._catching_up.cancel()  # of a line that we have left meanwhile
+        self._catching_up = self._spawn(self._fetch_state(effect), "catch up")
+
+    async def _fetch_state(self, effect: ev.CatchUp) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(CATCH_UP_SECONDS):
+                    like = await self.device.state_of({number for number, _ in effect.roots})
+                    fetched = self.edges.fetching.state(effect.roots, effect.sources, self.device.state_bytes, like)
+                    number, root, state = await stack.enter_async_context(fetched)
+                await self.device.adopt(number, verified(state), self.node.view().is_quarantined)
+        except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
+            log.info("the state cannot be had yet: %s", error)
+            self.give(ev.CatchUpFailed(str(error), effect.attempt))
+            return
+        log.info("took over the state of round %d, root %s", number, root.hex()[:16])
+        self.give(ev.CaughtUp(number, root, effect.attempt))
+        await self.edges.persistence.checkpoint_adopted(self.device, number, root)
+
+    # -----------------------------------------------------------------------------------------------
+    # The rest
+
+    def _disconnect(self, effect: ev.Disconnect) -> None:
+        log.info("disconnecting from %s: %s", effect.peer.hex()[:16], effect.why)
+        self.edges.connections.shun(effect.peer, asyncio.get_running_loop().time() + SHUN_SECONDS)
+        self._spawn(self._let_go(effect.peer), "disconnect")
+
+    async def _let_go(self, peer: bytes) -> None:
+        try:
+            await self.edges.transport.disconnect(peer)
+        except TransportError as error:
+            log.debug("not disconnected: %s", error)
+
+    def _stop(self, effect: ev.Stop) -> None:
+        if not self.stopped.done():
+            self.stopped.set_result(effect.why)

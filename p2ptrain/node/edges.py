@@ -1,0 +1,38 @@
+"""The edges of one daemon: all through which its driver reaches disk and network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from p2ptrain.net.blobs.server import Server
+from p2ptrain.net.connections import Connections, topic_of
+from p2ptrain.net.mailbox import Mailboxes
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import Transport
+from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.served_blobs import ServedBlobs
+
+
+@dataclass(slots=True)
+class Edges:
+    """Made by assembly.py, closed by whoever had them made."""
+
+    run_id: bytes
+    transport: Transport
+    connections: Connections
+    mailboxes: Mailboxes
+    fetching: Fetching
+    persistence: Persistence
+    served_blobs: ServedBlobs
+    server: Server
+    upload: TokenBucket
+    download: TokenBucket
+
+    def bulk_bytes(self) -> Counter[str]:
+        """What went over the streams of blobs, by way and kind, such as "sent payload"."""
+        return self.served_blobs.fetcher.traffic + self.server.traffic
+
+    async def publish(self, envelope: bytes) -> None:
+        await self.transport.publish(topic_of(self.run_id), envelope)

@@ -1,0 +1,216 @@
+"""What this node gets from peers: contributions, training data, states, and what a data set begins with.
+
+Whatever comes is what its name says, or does not come: the fetcher checks pieces of trees as they arrive, and here all
+else is checked as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from p2ptrain.config import RunConfig
+from p2ptrain.digest import PIECE_BYTES
+from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.files import entries, forget, make_directory
+from p2ptrain.learn.assignment import Positions
+from p2ptrain.learn.data import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
+from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import Blob, BlobName, FileSink, verified
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import FetchError
+from p2ptrain.net.blobs.swarm_fetch import Failed
+from p2ptrain.net.connections import Connections
+from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.node.served_blobs import SavedStates
+
+PIECES_AT_ONCE = 4  # of training data
+DATA_SOURCES = 64  # peers that are asked for a piece: as a rule all, so that those who failed lately get their turn
+PIECES_TOLD = 16  # of a state that was wrong
+WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between tries for a piece of training data
+LATE_SECONDS = 60.0  # for which a peer that did not give a piece comes after those that may
+LATE_TIMES = 30.0  # or so many times as long as it took: who is silent costs us 20 s in ten minutes, and not each time
+LATE_MAX = 1_024  # such peers; those of longest ago are forgotten
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Of one node in one run."""
+
+    run: RunConfig
+    transport: Transport
+    connections: Connections
+    fetcher: Fetcher
+    dataset: TokenDataset
+    states: SavedStates
+    directory: Path  # for states that are on their way
+    blame: Callable[[bytes, str], None]
+    late: dict[bytes, float] = field(default_factory=dict)  # peers that come last for training data, and until when
+
+    async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
+        """A contribution; FetchError when none of the sources had it."""
+        return (await self.fetcher.fetch(BlobName("payload", name), size, sources, failed=failed)).data()
+
+    async def data(self, positions: Positions) -> None:
+        """Have all pieces that these sequences need."""
+        missing = await asyncio.to_thread(self.dataset.missing, positions, self.run.model.sequence_length)
+        places = asyncio.Semaphore(PIECES_AT_ONCE)
+
+        async def fetch(piece: bytes) -> None:
+            async with places:
+                await self._data_piece(piece)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for piece in missing:
+                    group.create_task(fetch(piece))
+        except* DataError as errors:
+            raise DataError(str(errors.exceptions[0])) from errors
+
+    async def _data_piece(self, piece: bytes) -> None:
+        """As long as it takes: without its data a node cannot train, and peers come and go."""
+
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+
+        def check(data: bytes) -> bool:
+            return piece_digest(data) == piece.hex()
+
+        def failed(peer: bytes, why: str) -> None:
+            nonlocal asked_at
+            now = loop.time()
+            self._put_last(peer, now + max(LATE_SECONDS, LATE_TIMES * (now - asked_at)))
+            asked_at = now
+            ignore(peer, why)
+
+        name, wait = BlobName("data", piece), WAIT_SECONDS
+        while True:
+            asked_at = loop.time()
+            try:
+                sink = await self.fetcher.fetch(name, PIECE_BYTES, self._data_sources(), check=check, failed=failed)
+            except FetchError as error:
+                log.debug("%s; trying again", error)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, WAIT_SECONDS_MAX)
+                continue
+            await asyncio.to_thread(self.dataset.add_piece, piece, sink.data())
+            return
+
+    def _data_sources(self) -> list[bytes]:
+        """Members first, in any order; those who failed lately last."""
+        now, members = asyncio.get_running_loop().time(), self.connections.members
+        self.late = {peer: until for peer, until in self.late.items() if until > now}
+        sources = list(self.connections.linked)
+        self.connections.rng.shuffle(sources)
+        sources.sort(key=lambda peer: (self.late.get(peer, 0.0), peer not in members))
+        return sources[:DATA_SOURCES]
+
+    def _put_last(self, peer: bytes, until: float) -> None:
+        self.late[peer] = max(until, self.late.pop(peer, 0.0))
+        while len(self.late) > LATE_MAX:
+            del self.late[next(iter(self.late))]
+
+    @asynccontextmanager
+    async def state(
+        self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int, like: tuple[int, bytes] | None
+    ) -> AsyncIterator[tuple[int, bytes, Blob]]:
+        """The newest of these states that somebody has: round, root and a blob on the disk, gone afterwards.
+
+        `like` is a round and the state that we have come to in it: of the right one, only what differs is fetched.
+        """
+        wanted = {root: number for number, root in roots}
+        holders: dict[bytes, list[bytes]] = {}
+        answers = await asyncio.gather(*(self._states_of(source) for source in sources))
+        for source, states in zip(sources, answers, strict=True):
+            for _, root in states:
+                if root in wanted:
+                    holders.setdefault(root, []).append(source)
+        mine = {root: blob for root in wanted if (blob := self.states.find(root)) is not None}
+        for root in sorted(mine.keys() | holders.keys(), key=lambda root: -wanted[root]):
+            if root in mine and await asyncio.to_thread(_is_whole, mine[root]):
+                yield wanted[root], root, mine[root]
+                return
+            if root in holders:
+                similar = like[1] if like is not None and like[0] == wanted[root] else None
+                try:
+                    sink = await self._state(root, size, holders[root], similar)
+                except FetchError as error:  # whoever told of it may lie: others may have an older one
+                    log.info("%s", error)
+                    continue
+                try:
+                    yield wanted[root], root, sink
+                finally:
+                    await asyncio.to_thread(forget, sink.path)  # and nothing of a fetch that has begun meanwhile
+                return
+        raise DataError(f"none of {len(sources)} peers has a state of the {len(roots)} that would do")
+
+    async def _state(self, root: bytes, size: int, holders: Sequence[bytes], similar: bytes | None) -> FileSink:
+        """In a file, so that a fetch that was broken off goes on where it was, also after a restart."""
+        sink = FileSink(self.directory / root.hex())
+        await asyncio.to_thread(make_directory, self.directory)
+        await asyncio.to_thread(self._clear, but=root.hex())
+        if similar is not None:
+            await asyncio.to_thread(sink.seed, similar)
+        await self.fetcher.fetch(BlobName("state", root), size, holders, sink=sink, failed=ignore)
+        if similar is not None:
+            pieces = ", ".join(map(str, sink.dropped[:PIECES_TOLD]))
+            log.error("%d pieces of my own state were wrong, each of 1 MiB: %s", len(sink.dropped), pieces)
+        return sink
+
+    def _clear(self, but: str) -> None:
+        """What is left of other states will not be asked for again."""
+        for path in entries(self.directory):
+            if not path.name.startswith(but):
+                forget(path)
+
+    async def _states_of(self, source: bytes) -> tuple[tuple[int, bytes], ...]:
+        try:
+            return await questions.ask_states(self.transport, source, bytes.fromhex(self.run.run_id))
+        except RemoteProtocolError as error:
+            self.blame(source, error.why)
+            return ()
+        except TransportError:
+            return ()
+
+
+def _is_whole(blob: Blob) -> bool:
+    try:
+        for _ in verified(blob):
+            pass
+    except DataError as error:  # peers may have it
+        log.error("%s", error)
+        return False
+    return True
+
+
+def ignore(peer: bytes, why: str) -> None:
+    log.debug("%s: %s", peer.hex()[:16], why)
+
+
+async def fetch_manifest(fetcher: Fetcher, run: RunConfig, directory: Path, sources: Sequence[bytes]) -> TokenDataset:
+    """The data set's list of pieces, from peers; the pieces come when they are needed."""
+    name = BlobName("manifest", bytes.fromhex(run.data.manifest))
+
+    def check(data: bytes) -> bool:
+        return manifest_digest(data) == run.data.manifest
+
+    sink = await fetcher.fetch(name, MANIFEST_BYTES_MAX, sources, check=check, failed=ignore)
+    return await asyncio.to_thread(store_manifest, directory, sink.data(), run.data.manifest)
+
+
+async def fetch_tokenizer(fetcher: Fetcher, run: RunConfig, dataset: TokenDataset, sources: Sequence[bytes]) -> None:
+    """The tokenizer's file, if the run has one: text is read and written with it."""
+    name = BlobName("tokenizer", bytes.fromhex(run.tokenizer.digest))
+
+    def check(data: bytes) -> bool:
+        return tokenizer_digest(data) == run.tokenizer.digest
+
+    sink = await fetcher.fetch(name, TOKENIZER_BYTES_MAX, sources, check=check, failed=ignore)
+    await asyncio.to_thread(dataset.store_tokenizer, sink.data())

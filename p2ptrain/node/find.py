@@ -1,0 +1,268 @@
+"""Which run to take part in: asking the nodes whose addresses we were given, and looking at our own disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import SystemRandom
+
+import msgspec
+
+from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, NodeConfig, RunConfig
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
+from p2ptrain.net import questions
+from p2ptrain.net.addresses import kind_of_address, split
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import FetchError
+from p2ptrain.net.connections import tell
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
+from p2ptrain.node.fetching import fetch_manifest, fetch_tokenizer
+from p2ptrain.store.records import remembered_peers
+
+FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
+FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
+REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run; more, where those that told give nothing
+ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
+
+log = logging.getLogger("p2ptrain.daemon")
+
+Found = dict[bytes, tuple[questions.RunInfo, list[bytes]]]  # by run: what was told of it, and by whom
+
+
+@dataclass(slots=True)
+class Tellers:
+    """Who has told of a run, and the addresses under which there may be others: whoever told first need not be the one
+    who gives anything."""
+
+    addresses: Sequence[str]
+    peers: list[bytes]
+
+    async def ask_again(self, transport: Transport, run_id: bytes, rest_seconds: float) -> None:
+        """Who tells of the run only now comes first."""
+        found, _ = await ask_around(transport, self.addresses, rest_seconds)
+        if run_id in found:
+            _, told = found[run_id]
+            self.peers = [*(peer for peer in told if peer not in self.peers), *self.peers]
+
+
+async def ask_around(
+    transport: Transport, addresses: Sequence[str], rest_seconds: float = REST_SECONDS
+) -> tuple[Found, list[str]]:
+    """Which runs there are at these addresses, and what is wrong with those that do not answer."""
+    found: Found = {}
+    problems: list[str] = []
+
+    async def ask(address: str) -> None:
+        try:
+            peer = await transport.connect(address)
+        except TransportError as error:
+            problems.append(str(error))
+            return
+        try:
+            runs = await questions.ask_runs(transport, peer)
+        except (TransportError, RemoteProtocolError):
+            problems.append(f"{address} answers, but {await questions.why_not(transport, peer)}")
+            return
+        for info in runs:
+            found.setdefault(info.run_id, (info, []))[1].append(peer)
+
+    tasks = {asyncio.create_task(ask(address), name=f"asking {address}") for address in addresses}
+    try:
+        waiting = tasks
+        while waiting and not found:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            await asyncio.wait(waiting, timeout=rest_seconds)
+    finally:
+        for task in tasks:
+            task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return found, problems
+
+
+async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, Tellers]:
+    """The config of the run to join, and who told of it: from the nodes that are there, or from the last time."""
+    addresses = config.network.bootstrap
+    stored = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
+    if addresses and not wanted:  # whoever names a stranger to the runs on this disk means another one
+        stored = [run for run in stored if _is_among_peers(run, config, addresses)]
+    if not addresses and not stored:
+        fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
+        raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
+    wait, told = FIND_SECONDS, dict[str, float]()
+    while True:
+        found: Found = {}
+        problems: list[str] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_SECONDS if len(stored) == 1 else None):
+                found, problems = await ask_around(transport, addresses, wait)  # who told first may have nothing
+        now = asyncio.get_running_loop().time()
+        for problem in problems:
+            tell(told, problem, now)
+        matching = {run_id: each for run_id, each in found.items() if run_id.hex().startswith(wanted or "")}
+        if len(matching) > 1:
+            names = "\n".join(f"  {run_id.hex()}  {info.name}" for run_id, (info, _) in sorted(matching.items()))
+            raise ConfigError(f"there are {len(matching)} runs:\n{names}", key="--run", fix="Name one of them")
+        for run_id, (_, peers) in matching.items():
+            run = await _fetch_config(transport, run_id, peers)
+            if run is not None:
+                return run, Tellers(addresses, peers)
+        if len(stored) == 1:
+            [run] = stored
+            if addresses:
+                log.warning("nobody there answers: going on with run %s (%s) of this disk", run.name, run.run_id)
+            return run, Tellers(addresses, [])
+        if len(stored) > 1:
+            names = ", ".join(run.run_id[:16] for run in stored)
+            raise ConfigError(
+                f"there are {len(stored)} runs on this disk: {names}", key="--run", fix="Name one of them"
+            )
+        if found and not matching:
+            names = ", ".join(f"{run_id.hex()[:16]} ({info.name})" for run_id, (info, _) in sorted(found.items()))
+            raise ConfigError(f"the nodes there know no run {wanted}, but {names}", key="--run", fix="Name one of them")
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, FIND_SECONDS_MAX)
+
+
+def choose_run(config: NodeConfig, wanted: str | None) -> RunConfig:
+    """The one run of this directory that is meant."""
+    found = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        what = f"no run {wanted} in" if wanted else "no run in"
+        raise ConfigError(f"{what} {data_directory(config)}", key="--data-dir", fix="Name the directory of the node")
+    names = "\n".join(f"  {run.run_id}  {run.name}" for run in found)
+    raise ConfigError(f"there are {len(found)} runs:\n{names}", key="--run", fix="Name one of them")
+
+
+def _is_among_peers(run: RunConfig, config: NodeConfig, addresses: Sequence[str]) -> bool:
+    """Whether one of these was a peer in this run."""
+    directory = run_directory(config, bytes.fromhex(run.run_id))
+    known = {address.rpartition("/p2p/")[2] for address in remembered_peers(directory)}
+    return any(address.rpartition("/p2p/")[2] in known for address in addresses)
+
+
+def stored_runs(config: NodeConfig) -> list[RunConfig]:
+    """Runs that this directory has taken part in."""
+    found = []
+    for path in sorted((data_directory(config) / "runs").glob("*/run.json")):
+        try:
+            run = RunConfig.from_canonical(path.read_bytes())
+        except (OSError, RemoteProtocolError) as error:
+            log.warning("%s: passed over: %s", path, error)
+        else:
+            found.append(run)
+    return found
+
+
+def check_addresses(network: NetworkConfig) -> None:
+    """ConfigError: one that cannot be right should not be tried for ever."""
+    for key, addresses in (("bootstrap", network.bootstrap), ("trusted_relays", network.trusted_relays)):
+        for address in addresses:
+            try:
+                split(address)
+            except TransportError as error:
+                raise ConfigError(str(error), key=f"network.{key}", fix="Check that it was copied whole") from error
+
+
+def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
+    """The bootstraps are the relays that a node behind a router can be reached through, and with them peers that it
+    remembers: started again without a bootstrap, or after that one has gone for good, it has relays still. Public ones
+    come first: neighbours at home are reached from nowhere else.
+    """
+    network, runs = config.network, stored_runs(config)
+    if network.trusted_relays:
+        return network
+    of_runs = [
+        remembered_peers(run_directory(config, bytes.fromhex(run.run_id)))
+        for run in runs
+        if run.run_id.startswith(wanted or "")
+    ]
+    remembered = [address for addresses in of_runs for address in addresses]
+    SystemRandom().shuffle(remembered)  # or else a few who want to be first would be it at each start
+    remembered.sort(key=lambda address: kind_of_address(address) in ("public", "name"), reverse=True)
+    return network.model_copy(update={"trusted_relays": (*network.bootstrap, *remembered)})
+
+
+async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:
+    """The config that the id stands for."""
+    for peer in peers:
+        try:
+            encoded = await questions.ask_config(transport, peer, run_id)
+            if digest("run id", encoded) == run_id:  # whoever told: this is the run's config
+                _check_protocol(run_id, encoded)
+            run = RunConfig.from_canonical(encoded)
+        except (TransportError, RemoteProtocolError) as error:
+            log.warning("no config from %s: %s", peer.hex()[:16], error)
+            continue
+        if run.is_sealed and run.run_id == run_id.hex():
+            return run
+        log.warning("%s sent a config that is not the run's", peer.hex()[:16])
+    return None
+
+
+def _check_protocol(run_id: bytes, encoded: bytes) -> None:
+    """A run of another protocol can be joined with another release only."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        needed = msgspec.json.decode(encoded, type=dict[str, object]).get("protocol")
+        if needed != PROTOCOL_VERSION:
+            what = (
+                f"{run_id.hex()[:16]} is of protocol {ascii(needed)[:20]}, and this release speaks {PROTOCOL_VERSION}"
+            )
+            raise ConfigError(what, key="--run", fix="Install a release that speaks it")
+
+
+def find_dataset(config: NodeConfig, manifest: str) -> Path:
+    """Where this data set lies, also if a run that was begun here has given it another name; or where it is to lie."""
+    usual = dataset_directory(config, manifest)
+    for path in (usual, *sorted(usual.parent.glob("*"))):
+        with suppress(DataError):
+            if manifest_digest(read_manifest(path)) == manifest:
+                return path
+    return usual
+
+
+def open_dataset(directory: Path, manifest: str) -> TokenDataset | None:
+    """None: it has to be fetched, because it is not here, or what is here is damaged."""
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    try:
+        return TokenDataset.open(directory, manifest)
+    except DataError as error:
+        log.warning("%s: fetching it again", error)
+        return None
+
+
+async def fetch_dataset(
+    transport: Transport, config: NodeConfig, run: RunConfig, directory: Path, sources: Tellers
+) -> TokenDataset:
+    """The list of its pieces; the pieces follow when they are needed."""
+    run_id = bytes.fromhex(run.run_id)
+    fetcher = Fetcher(
+        transport, run_id, download=TokenBucket(config.limits.download_bytes_per_second), blame=_blame_nobody
+    )
+    wait = FIND_SECONDS
+    while True:
+        try:
+            data = await fetch_manifest(fetcher, run, directory, sources.peers)
+            if run.tokenizer.kind == "json":
+                await fetch_tokenizer(fetcher, run, data, sources.peers)
+            return data
+        except FetchError as error:
+            log.warning("%s; will go on trying", error)
+        await asyncio.sleep(wait)
+        await sources.ask_again(transport, run_id, wait)
+        wait = min(2 * wait, FIND_SECONDS_MAX)
+
+
+def _blame_nobody(peer: bytes, why: str) -> None:
+    log.warning("%s: %s", peer.hex()[:16], why)

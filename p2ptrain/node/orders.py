@@ -1,0 +1,84 @@
+"""What the owner orders while the node runs: pause and resume, limits, a checkpoint now.
+
+All of it holds until the daemon ends: what should hold longer stands in the node's config. That file is not read again
+while the node runs, by SIGHUP or otherwise: most of its keys could not be followed then, and a signal has no answer,
+whereas an order is checked at once and tells what holds now. The orders come over the
+owner's socket (control.py) and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.node.driver import Driver
+from p2ptrain.node.limits import MachineLimits
+
+RATE_MAX = 10**12  # bytes a second, as in the config
+SAVES_MAX = 3  # tries to save a state that rounds go on from meanwhile
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+async def obey(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> dict[str, Any]:
+    """Do what the owner says; how it stands then, but for limits, which the status tells."""
+    match order["do"]:
+        case "pause":
+            _pause(driver)
+        case "resume":
+            _resume(driver)
+        case "limit":
+            _limit(driver, machine_limits, order)
+        case "checkpoint":
+            return {"round": await save_now(driver)}
+    return {"is_paused": bool(driver.pauses), "pauses": [each.text for each in driver.pauses]}
+
+
+def _pause(driver: Driver) -> None:
+    if Code.PAUSED not in driver.pauses:
+        log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
+        driver.pauses.begin(complaint(Code.PAUSED))
+
+
+def _resume(driver: Driver) -> None:
+    if Code.PAUSED in driver.pauses:
+        log.info("its owner lets it train again")
+        driver.pauses.end(Code.PAUSED)
+
+
+def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> None:
+    """What is not named stays as it is."""
+    rates = {name: order[name] for name in ("upload", "download") if order.get(name) is not None}
+    for name, rate in rates.items():
+        if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= RATE_MAX:
+            fix = f"Give bytes a second, from 0 (no limit) to {RATE_MAX:,}"
+            raise ConfigError(f"{rate!r} is not possible", key=f"--{name}", fix=fix)
+    threads = order.get("threads")
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1_024):
+        raise ConfigError(f"{threads!r} is not possible", key="--threads", fix="Give a number from 1 to 1,024")
+    machine_limits.change(order)
+    if threads is not None:
+        driver.device.threads = threads
+        log.info("threads of the next training: %d", threads)
+    for name, rate in rates.items():
+        bucket = driver.edges.upload if name == "upload" else driver.edges.download
+        bucket.rate = rate
+        log.info("%s limit: %s", name, f"{rate:,} bytes/s" if rate else "none")
+
+
+async def save_now(driver: Driver) -> int:
+    """The round whose state has been saved."""
+    persistence, device, view = driver.edges.persistence, driver.device, driver.node.view()
+    for _ in range(SAVES_MAX):
+        number = device.trainer.round
+        entry, root = view.entry(number), view.roots.get(number)
+        if entry is None or not root:
+            if any(each.round == number for each in persistence.store.checkpoints.present()):
+                return number  # a state that was taken over was saved then
+            raise DataError("there is no state to save yet: no round has been applied since the node started")
+        await persistence.checkpoint(device, entry.manifest, root, now=True)
+        if any(each.round == number for each in persistence.store.checkpoints.present()):
+            return number
+    raise DataError("the state was not saved; the daemon's log says why")

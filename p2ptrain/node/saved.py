@@ -1,0 +1,256 @@
+"""What is saved of a run's model on this disk, for who wants to look at it: nothing is locked, and nothing changed.
+
+A checkpoint names its run by the id alone. The run's settings and tokenizer lie beside it, where `p2ptrain checkpoint
+export` has copied it, or with the node that took part in the run.
+
+A checkpoint also names its root, and anyone can write one. What speaks for it is the node's own log, whose certified
+rounds name the roots of those before them: what the log certifies comes first, and what it contradicts is not taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config.run import CONFIG_BYTES_MAX
+from p2ptrain.core.journal import Certainty, Journal
+from p2ptrain.core.state import AgreedState
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.files import read_regular, trouble
+from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset
+from p2ptrain.learn.export import Weights
+from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
+from p2ptrain.node.directories import run_directory
+from p2ptrain.node.find import choose_run, find_dataset
+from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
+from p2ptrain.store.log import read_journal
+from p2ptrain.store.store import CHECKPOINTS_NAME
+
+RUN_NAME = "run.json"
+LOG_NAME = "wal"
+OTHER_HISTORY = "not of the history that this node has"
+
+log = logging.getLogger("p2ptrain.daemon")
+T = TypeVar("T")
+
+
+class _GoneError(DataError):
+    """A checkpoint that its node has removed since it was found."""
+
+
+def though_pruned(look: Callable[[], T]) -> T:
+    """What `look` finds: a running node makes checkpoints and removes others meanwhile, and then it looks anew."""
+    for _ in range(LOOKS_MAX):
+        try:
+            return look()
+        except _GoneError as error:
+            log.debug("%s", error)
+    raise DataError("the node removes checkpoints faster than they are read. Stop it first")
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Errors inside are for `though_pruned` if the checkpoint has gone: that is the reason, whatever they say."""
+    try:
+        yield
+    except DataError as error:
+        if checkpoint.path.exists():
+            raise
+        raise _GoneError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A checkpoint, and what the node's log says of it."""
+
+    checkpoint: Checkpoint
+    judgement: Certainty
+    state: AgreedState | None  # what was agreed with it, if the log still tells
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A checkpoint that is whole, and what it takes to read it."""
+
+    run: RunConfig
+    checkpoint: Checkpoint
+    judgement: Certainty
+    state: AgreedState | None  # what was agreed with it, if the node's log still tells
+    tokenizer: Tokenizer
+
+    @property
+    def weights(self) -> Weights:
+        stamp, path = self.checkpoint.stamp, self.checkpoint.path / STATE_NAME
+        branch, head, root = self.checkpoint.branch, self.checkpoint.head, self.checkpoint.root
+        return Weights(path, stamp.state.bytes, stamp.state.blake3, self.run, stamp.round, branch, head, root)
+
+    @property
+    def saved_at(self) -> float:
+        """In seconds since 1970."""
+        with trouble(self.checkpoint.path, "cannot be read"):
+            return (self.checkpoint.path / STAMP_NAME).stat().st_mtime
+
+    @property
+    def members(self) -> tuple[int, int] | None:
+        """How many had a vote, and how many were admitted."""
+        return None if self.state is None else (len(self.state.members), len(self.state.admitted))
+
+
+def find_model(
+    config: NodeConfig, wanted: str | None = None, number: int | None = None, directory: Path | None = None
+) -> SavedModel:
+    """The model of the one run that is meant: the newest whole one that the node's log certifies, or that of a round,
+    or in a directory. `DataError`: there is none, or the log contradicts it."""
+    if directory is not None and number is not None:
+        raise ConfigError("the directory is of one round", key="--round", fix="Leave it out, or name no directory")
+    if directory is not None:
+        checkpoint, run = _open(config, directory)
+        if not run.run_id.startswith(wanted or ""):
+            raise ConfigError(f"{directory} is of run {run.run_id}", key="--run", fix="Leave it out, or name that one")
+        chosen = _judged_by(_journal_of(run_directory(config, bytes.fromhex(run.run_id))), checkpoint)
+        if chosen.judgement.is_refuted:
+            raise DataError(f"{directory}: {OTHER_HISTORY}: {chosen.judgement.why}")
+    else:
+        run = choose_run(config, wanted)
+        run_id = bytes.fromhex(run.run_id)
+        checkpoints = Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id)
+        chosen = newest_whole(checkpoints, number)
+    tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
+    return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer)
+
+
+def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
+    """Of one round or of any, the last made that is whole and that the log certifies; where there is none, the last
+    that is whole and that the log does not contradict."""
+    judged = _judged(checkpoints, number)
+    for each in sorted(judged, key=lambda each: not each.judgement.is_certified):
+        if not _is_whole(checkpoints, each.checkpoint):
+            continue
+        if each.judgement.is_certified:
+            for other in judged[: judged.index(each)]:
+                if not other.judgement.is_certified:
+                    path, number = other.checkpoint.path, other.checkpoint.round
+                    log.warning("passed over: %s: %s; --round %d takes it", path, other.judgement, number)
+        return each
+    raise DataError(f"{checkpoints.directory}: no whole checkpoint" + ("" if number is None else f" of round {number}"))
+
+
+def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Chosen]]:
+    """The last made that are whole, so many, and the last of them that the log certifies; and the other whole ones.
+
+    What is damaged or not of the log's history is in neither.
+    """
+    whole = [each for each in _judged(checkpoints) if _is_whole(checkpoints, each.checkpoint)]
+    certified = [each for each in whole if each.judgement.is_certified]
+    kept = [each for each in whole if each in (*whole[:count], *certified[:1])]
+    return kept, [each for each in whole if each not in kept]
+
+
+def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[Chosen]:
+    """Those that can be read and that the log does not contradict, the last made first; the others are named."""
+    found = checkpoints.found()  # before the log is read: what a running node saves later may not be in it
+    journal = _journal_of(checkpoints.directory.parent)
+    judged = []
+    for each in reversed(found):
+        if isinstance(each, DataError):
+            log.warning("passed over: %s", each)
+        elif number in (None, each.round):
+            chosen = _judged_by(journal, each)
+            if chosen.judgement.is_refuted:
+                log.warning("passed over: %s: %s: %s", each.path, OTHER_HISTORY, chosen.judgement.why)
+            else:
+                judged.append(chosen)
+    return judged
+
+
+def _is_whole(checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
+    why = checkpoints.verify(checkpoint)
+    if why is not None:
+        if not checkpoint.path.exists():
+            raise _GoneError(why)
+        log.warning("passed over: %s", why)
+    return why is None
+
+
+def _journal_of(directory: Path) -> Journal | str:
+    """What the log of a run's directory comes to, or why there is nothing to judge by."""
+    try:
+        return read_journal(directory / LOG_NAME) or "there is no log of its run here"
+    except DataError as error:
+        log.warning("nothing certifies a checkpoint, and the members are not known: %s", error)
+        return "the log of its run here cannot be read"
+
+
+def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> Chosen:
+    if isinstance(journal, str):
+        return Chosen(checkpoint, Certainty("open", journal), None)
+    return Chosen(checkpoint, checkpoint.judged_by(journal), _state_after(journal, checkpoint))
+
+
+def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
+    """The files that a checkpoint is read with, wherever it goes. It goes without a tokenizer that is lost."""
+    files = {RUN_NAME: run.canonical()}
+    if run.tokenizer.kind == "json":
+        try:
+            files[TOKENIZER_NAME] = _dataset(config, run).open_tokenizer().file_bytes
+        except DataError as error:
+            log.warning("no tokenizer beside it: %s", error)
+    return files
+
+
+def _open(config: NodeConfig, directory: Path) -> tuple[Checkpoint, RunConfig]:
+    """A checkpoint and its run; `DataError` if it is not whole."""
+    if not (directory / STAMP_NAME).exists():
+        fix = "Name a directory that `p2ptrain checkpoint export` made"
+        raise ConfigError(f"{directory} holds no checkpoint", key="--checkpoint", fix=fix)
+    stamp = read_stamp(directory)
+    run_id = bytes.fromhex(stamp.run)
+    checkpoint = Checkpoint(directory, stamp)
+    if why := Checkpoints(directory.parent, run_id).verify(checkpoint):
+        raise DataError(why)
+    for place in (directory, run_directory(config, run_id)):
+        run = _run_in(place / RUN_NAME)
+        if run is not None and run.run_id == stamp.run:
+            return checkpoint, run
+    fix = f"Name the directory of a node that took part in it, or put its {RUN_NAME} beside {STAMP_NAME}"
+    raise ConfigError(f"the settings of run {stamp.run} are not here", key="--data-dir", fix=fix)
+
+
+def _run_in(path: Path) -> RunConfig | None:
+    if (encoded := read_regular(path, CONFIG_BYTES_MAX)) is None:
+        return None
+    try:
+        run = RunConfig.from_canonical(encoded)
+    except RemoteProtocolError as error:
+        raise DataError(f"{path}: not the settings of a run: {error}") from error
+    return run if run.is_sealed else None
+
+
+def _dataset(config: NodeConfig, run: RunConfig) -> TokenDataset:
+    return TokenDataset.open(find_dataset(config, run.data.manifest), run.data.manifest)
+
+
+def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer:
+    """The run's: from beside the checkpoint, or from its data."""
+    if run.tokenizer.kind == "bytes":
+        return BytesTokenizer()
+    path = directory / TOKENIZER_NAME
+    if not path.exists():
+        return _dataset(config, run).open_tokenizer()
+    file_bytes = read_regular(path, TOKENIZER_BYTES_MAX) or b""
+    if tokenizer_digest(file_bytes) != run.tokenizer.digest:
+        raise DataError(f"{path}: damaged, or not the run's: its digest is not {run.tokenizer.digest}")
+    tokenizer = JsonTokenizer(file_bytes, str(path))
+    if tokenizer.vocab_size > run.model.vocab_size:  # nobody could have trained with it
+        raise DataError(f"{path}: {tokenizer.vocab_size} tokens, and the run's model knows {run.model.vocab_size}")
+    return tokenizer
+
+
+def _state_after(journal: Journal, checkpoint: Checkpoint) -> AgreedState | None:
+    """The agreed state of a checkpoint's round."""
+    return next((state for state in journal.states if checkpoint.head and state.head == checkpoint.head), None)

@@ -1,0 +1,134 @@
+"""What this node serves to peers: payloads, states, training data and what belongs to it."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from functools import cached_property
+
+from p2ptrain.config import RunConfig
+from p2ptrain.digest import is_piece, leaf_digests
+from p2ptrain.errors import DataError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import Blob, BlobName, MemoryBlob, all_pieces
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.store.checkpoints import Checkpoint
+from p2ptrain.store.payloads import PayloadStore
+from p2ptrain.store.store import Store
+
+STATES_SERVED = 8  # leaves of so many states are kept for serving
+LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes a MiB: those of a round and a few before it
+QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
+
+log = logging.getLogger("p2ptrain.daemon")
+
+
+class SavedStates:
+    """Saved states that can be had here."""
+
+    def __init__(self) -> None:
+        self._offered: dict[bytes, StateBlob] = {}  # by root; never changed, for another thread may be reading it
+
+    def offer(self, checkpoint: Checkpoint, leaves: bytes) -> None:
+        """In whatever thread has saved it, one at a time; those that were pruned go."""
+        offered = {root: blob for root, blob in self._offered.items() if blob.is_there and root != checkpoint.root}
+        offered[checkpoint.root] = StateBlob(checkpoint, leaves)
+        self._offered = dict(list(offered.items())[-STATES_SERVED:])
+
+    def places(self) -> tuple[tuple[int, bytes], ...]:
+        """Round and root of each, the newest first."""
+        offered = self._offered.items()
+        found = sorted(((blob.checkpoint.round, root) for root, blob in offered if blob.is_there), reverse=True)
+        return tuple(found[: questions.STATES_MAX])
+
+    def find(self, root: bytes) -> StateBlob | None:
+        blob = self._offered.get(root)
+        return blob if blob is not None and blob.is_there else None
+
+
+class ServedBlobs:
+    """Of one node in one run."""
+
+    def __init__(
+        self, run: RunConfig, store: Store, states: SavedStates, dataset: TokenDataset, fetcher: Fetcher
+    ) -> None:
+        self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
+        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads; from several threads, a step at a time
+
+    def find(self, name: BlobName, peer: bytes) -> Blob | None:
+        match name.kind:
+            case "payload":
+                return self._payload(name.name) or self.fetcher.in_progress(name)
+            case "state":
+                return self.states.find(name.name)
+            case "data":
+                content = self.dataset.piece(name.name)
+            case "manifest" if name.name.hex() == self.run.data.manifest:
+                content = self.dataset.manifest_bytes()
+            case "tokenizer" if name.name.hex() == self.run.tokenizer.digest:
+                content = self.dataset.tokenizer_bytes()
+            case _:
+                content = None
+        return None if content is None else MemoryBlob(content)
+
+    def _payload(self, name: bytes) -> Blob | None:
+        try:
+            size = self.store.payloads.size(name)
+        except DataError as error:
+            log.error("%s", error)
+            return None
+        return None if size is None else PayloadBlob(self.store.payloads, name, size, self._leaves)
+
+
+class PayloadBlob:
+    """A contribution, in memory or on the disk. What has been damaged there is not served, or fails at whoever asks."""
+
+    def __init__(self, payloads: PayloadStore, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
+        self._payloads, self._name, self.size, self._known = payloads, name, size, leaves
+        self.held = all_pieces(size)
+        self.is_quick = size <= QUICK_BYTES and payloads.is_in_memory(name)
+
+    @cached_property
+    def leaves(self) -> bytes:
+        """Worked out once: whoever asks for them again costs nothing."""
+        known = self._known.get(self._name)
+        if known is None:
+            content = self._payloads.get(self._name)
+            if content is None:
+                raise DataError(f"payload {self._name.hex()} is not here any more")
+            known = self._known[self._name] = b"".join(leaf_digests(content))
+            if len(self._known) > LEAVES_KEPT:
+                self._known.popitem(last=False)
+        return known
+
+    def read(self, index: int) -> bytes:
+        piece = self._payloads.read_piece(self._name, index)
+        if piece is None:
+            raise DataError(f"payload {self._name.hex()} is not here any more")
+        return piece
+
+
+class StateBlob:
+    """The agreed weights of a checkpoint."""
+
+    is_quick = False
+
+    def __init__(self, checkpoint: Checkpoint, leaves: bytes) -> None:
+        self.checkpoint, self.leaves = checkpoint, leaves
+        self.size = checkpoint.state_bytes
+        self.held = all_pieces(self.size)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not been pruned."""
+        return self.checkpoint.path.exists()
+
+    def read(self, index: int) -> bytes:
+        """A piece that is what its digest says: the checkpoint's files are not read whole before they are served."""
+        piece = self.checkpoint.read_piece(index)
+        if piece is None:
+            raise DataError(f"the state of round {self.checkpoint.round} is not there any more")
+        if not is_piece(self.leaves, self.size, index, piece):
+            raise DataError(f"the saved state of round {self.checkpoint.round} is damaged in piece {index}")
+        return piece
