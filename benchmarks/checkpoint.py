@@ -3,8 +3,8 @@
     python benchmarks/checkpoint.py [--preset 100m] [--turns 5] [--json FILE]
 
 A real trainer, and the daemon's own way to save (node/persistence.py). `pause` is the time taken from the trainer's
-thread, `copy` a plain copy of the same bytes in the same turn; `write` is from then until the checkpoint has its name, `cp` is
-`cp` of the same files to the same disk, and `sync` of them. Turns alternate, and medians are told.
+thread, `copy` a plain copy of the same bytes in the same turn; `write` is from then until the checkpoint has its name,
+`cp` is `cp` of the same files to the same disk, and `sync` of them. Turns alternate, and medians are told.
 """
 
 from __future__ import annotations

@@ -378,24 +378,6 @@ def test_a_path_may_begin_with_the_home_directory_wherever_it_is_said(
         assert getattr(getattr(load_node_config(None), section), key) == "/at/mine/from/outside"
 
 
-def test_a_port_is_chosen_by_whoever_names_or_announces_it_in_the_file_the_environment_or_an_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def is_chosen(text: str = "", **options: object) -> bool:
-        node = load_node_config(said(tmp_path / "node.toml", text))
-        return with_options(node, {("network", key): value for key, value in options.items()}).network.has_chosen_port
-
-    listen, usual = ["/ip4/127.0.0.1/tcp/4002"], NodeConfig().network.listen
-    assert not is_chosen()
-    assert not is_chosen("[network]\nnat = false", bootstrap=[])
-    assert is_chosen(f"[network]\nlisten = {listen}")
-    assert is_chosen(f"[network]\nlisten = {list(usual)}"), "the usual one, but named"
-    assert is_chosen(f"[network]\nannounce = {listen}"), "others are told to call it, perhaps at a router"
-    assert is_chosen(listen=listen)
-    monkeypatch.setenv("P2PTRAIN_NETWORK__LISTEN", listen[0])
-    assert is_chosen()
-
-
 def test_an_empty_variable_counts_as_unset_and_names_without_two_underscores_are_not_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

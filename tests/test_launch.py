@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from net_known import key
 
 from p2ptrain import launch
-from p2ptrain.config import RunConfig
+from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
 from p2ptrain.errors import DataError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
@@ -89,3 +90,17 @@ def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch)
     run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
     launch._tell_how_to_join(transport, run)
     assert [each for each in taker.written if each] == [f"p2ptrain join --bootstrap {each}\n" for each in addresses]
+
+
+def test_a_port_is_chosen_by_whoever_names_or_announces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_chosen(text: str = "", **options: object) -> bool:
+        path = tmp_path / "node.toml"
+        path.write_text(text)
+        chosen = {("network", key): value for key, value in options.items()}
+        return with_options(load_node_config(path), chosen).network.has_chosen_port
+
+    usual = [*NodeConfig().network.listen]  # but named
+    assert not is_chosen("[network]\nnat = false", bootstrap=[]) and is_chosen(listen=usual)
+    assert is_chosen(f"[network]\nlisten = {usual}") and is_chosen(f"[network]\nannounce = {usual}")
+    monkeypatch.setenv("P2PTRAIN_NETWORK__LISTEN", usual[0])
+    assert is_chosen()

@@ -163,17 +163,13 @@ class Round:
                 held[:HELD_MAX],
                 refused[:HELD_MAX],
                 context.requests.names(),
-                bitmap(self._heard_seats()),
+                bitmap(at for at, key in enumerate(self.roster.members) if context.has_heard(key, self.heard_since)),
                 context.me,
             )
             self.mine, self.mine_held = context.signed(message), len(message.held)
             context.publish(self.mine)
             self.hear_availability(self.mine)
         self.advance()
-
-    def _heard_seats(self) -> list[int]:
-        has_heard = self.context.has_heard
-        return [seat for seat, key in enumerate(self.roster.members) if has_heard(key, self.heard_since)]
 
     # -----------------------------------------------------------------------------------------------
     # Availabilities
