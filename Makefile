@@ -79,7 +79,7 @@ test-hf: setup ## what transformers makes of an export; installs the extra [hf]
 
 test-deploy: setup ## what checks deploy/ and trackers; installs the extras [deploy,wandb,tensorboard], takes promtool
 	$(PIP) install --quiet -e '.[dev,deploy,wandb,tensorboard]'
-	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -rs --no-skips tests/test_deploy_*.py tests/test_tracking*.py
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -rs --no-skips tests/deploy tests/observe/test_tracking*.py
 
 gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: tiny, on a CPU; ONLY=steps; JSON=file)
 	@if [ -x $(VENV)/bin/python ] || ! ls $(GPU_WHEELS)/*.whl > /dev/null 2>&1; then $(MAKE) --no-print-directory setup; \

@@ -47,7 +47,6 @@ from p2ptrain.learn.tokenizer import load_tokenizer
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
-from p2ptrain.net.memory import Network
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.node.assembly import _restore
 from p2ptrain.node.device import Device
@@ -56,6 +55,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.store.store import Store
+from tests.helpers.memory_network import Network
 
 HERE, PEER = b"h" * 32, b"p" * 32
 CHECKPOINTS = 4

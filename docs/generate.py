@@ -1,4 +1,4 @@
-"""Makes docs/reference/ from the code: `make docs`. A test does the same and compares (tests/test_docs.py).
+"""Makes docs/reference/ from the code: `make docs`. A test does the same and compares (tests/project/test_docs.py).
 
 What a page says stands where the code says it: the help of the commands, the descriptions of the config's keys, the
 names and texts of the metrics, and the models of the HTTP answers.

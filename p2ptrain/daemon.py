@@ -227,9 +227,12 @@ def end_soon() -> None:
 
     Everything on the disk is whole at any moment, as it is after a kill.
     """
-    timer = threading.Timer(END_SECONDS, os._exit, [INTERRUPTED])
-    timer.daemon = True
-    timer.start()
+
+    def end() -> None:
+        time.sleep(END_SECONDS)
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=end, name="end soon", daemon=True).start()
 
 
 async def live(daemon: Daemon, progress: ProgressLine) -> str:

@@ -206,7 +206,7 @@ def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
 def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
     """Returns the peak of a forward and backward pass, without weights and their gradient.
 
-    Fitted to what is alive at a time in a pass of the model on tensors without numbers (tests/alive_known.py).
+    Fitted to what is alive at a time in a pass of the model on tensors without numbers (tests/helpers/live_memory.py).
     """
     tokens, vocabulary = sequences * model.sequence_length, model.vocab_size
     dim, shared, ffn = model.dim, model.dim // model.heads * model.kv_heads, model.ffn_dim

@@ -7,7 +7,7 @@ There are two kinds of traffic. Gossip reaches every subscriber of a topic, with
 is for small messages. Streams go to one peer, in order, and carry frames, whose length comes first and is checked
 against the reader's limit before anything is allocated.
 
-net/libp2p/p2pd.py implements it with go-libp2p, net/memory.py within one process, for tests.
+net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py within one process.
 """
 
 from __future__ import annotations

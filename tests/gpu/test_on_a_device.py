@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from golden_known import SHAPES, flat_weights, golden, golden_cases, golden_root, parts
-from known import contribution, weights
-from trainer_known import RECIPES, TINY, embedded, make, swarm_round
 
 from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
 from p2ptrain.learn import aggregate
@@ -29,6 +26,9 @@ from p2ptrain.learn.selection import largest
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.learn.transform import Layout
 from p2ptrain.node.energy import meter_of
+from tests.helpers.exact_numbers import contribution, weights
+from tests.helpers.golden import SHAPES, flat_weights, golden, golden_cases, golden_root, parts
+from tests.helpers.trainer import RECIPES, TINY, embedded, make, swarm_round
 
 DEVICE = torch.device(os.environ.get("GPU_TESTS_DEVICE") or "cuda")
 if DEVICE.type == "cuda" and DEVICE.index is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hosted import ROUNDS, SECONDS, Hosted
-from namespaces import Lan, made, why_impossible
 
-from tests.daemon_known import swarm_in
+from tests.helpers.daemons import swarm_in
+from tests.helpers.hosts import ROUNDS, SECONDS, Hosted
+from tests.helpers.namespaces import Lan, made, why_impossible
 
 SIZE = 3
 pytestmark = [

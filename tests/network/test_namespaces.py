@@ -10,10 +10,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hosted import ROUNDS, SECONDS, Hosted, daemon_on
-from namespaces import Lan, made, why_impossible
 
-from tests.daemon_known import swarm_in
+from tests.helpers.daemons import swarm_in
+from tests.helpers.hosts import ROUNDS, SECONDS, Hosted, daemon_on
+from tests.helpers.namespaces import Lan, made, why_impossible
 
 SIZE = 3
 AWAY_SECONDS = 20.0

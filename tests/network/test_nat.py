@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hosted import SECONDS, Hosted, HostedDaemon
-from namespaces import INTERNET, Internet, made, why_impossible
 
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p.autorelay import ASK_SECONDS, LOST_SECONDS
-from tests.daemon_known import Swarm, swarm_in
+from tests.helpers.daemons import Swarm, swarm_in
+from tests.helpers.hosts import SECONDS, Hosted, HostedDaemon
+from tests.helpers.namespaces import INTERNET, Internet, made, why_impossible
 
 HOMES = 2
 OBSERVERS = 4  # public peers that see a node at one address, until libp2p believes that it is there

@@ -1,0 +1,231 @@
+"""`p2ptrain invite`: whoever shows what it makes is let in, once; and what it refuses to make."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain import cli
+from p2ptrain.config import RunConfig
+from p2ptrain.core.admission import read_ticket
+from p2ptrain.core.manifest import NO_SERIAL
+from p2ptrain.errors import NoDaemonError
+from p2ptrain.identity import PRIVATE_PREFIX, Identity, RunSigner
+from p2ptrain.node import control
+from p2ptrain.node.assembly import Launch
+from tests.helpers.net import skipping_time, until
+from tests.node import test_memory_swarm
+from tests.node.test_memory_swarm import FOUNDERS, Member, Swarm, swarm
+
+
+def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command, run in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["p2ptrain", *map(str, arguments)])
+        status = cli.main()
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def sealed(name: str = "closed", **admission: Any) -> RunConfig:
+    raw = {"name": name, "admission": admission}
+    return RunConfig.model_validate(raw).sealed(manifest="ab" * 32, initial_root="cd" * 32, founders=["ef" * 32])
+
+
+class Host:
+    """A node that may invite, as it lies on the disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.identity = Identity.make(directory / "identity.key")
+        self.run = sealed(policy="invite", keys=[self.identity.key.hex()])
+        self.keep(self.run)
+
+    def keep(self, run: RunConfig) -> None:
+        path = self.directory / "runs" / run.run_id[:16] / "run.json"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(run.canonical())
+
+    def invite(self, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+        return p2ptrain(capsys, "invite", "--data-dir", self.directory, *arguments)
+
+    def read(self, text: str) -> Any:
+        return read_ticket(bytes.fromhex(text), self.run, RunSigner(self.identity, bytes.fromhex(self.run.run_id)))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path / "host")
+
+
+# ---------------------------------------------------------------------------------------------------
+# What it makes
+
+
+def test_an_invitation_is_signed_for_this_run_and_ends_with_its_last_round(
+    host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = host.invite(capsys, "--last-round", "1000")
+    ticket = host.read(out)
+    assert (status, err, ticket.signer, ticket.last_round) == (0, "", host.identity.key, 1_000)
+    assert out.count("\n") == 1
+
+
+def test_each_has_a_serial_of_its_own_unless_one_is_given(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = {host.read(host.invite(capsys, "--last-round", "9")[1]).serial for _ in range(4)}
+    assert len(drawn) == 4
+    assert NO_SERIAL not in drawn
+    first, second = (host.invite(capsys, "--last-round", "9", "--serial", "258")[1] for _ in range(2))
+    assert first == second
+    assert host.read(first).serial == bytes(14) + b"\1\2"
+
+
+def test_a_file_with_it_is_for_its_owner_alone_and_never_replaces_one(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "friend.ticket"
+    before = os.umask(0)
+    try:
+        done = host.invite(capsys, "--last-round", "9", "--out", out)
+    finally:
+        os.umask(before)
+    assert done == (0, f"an invitation to closed, good up to round 9: {out}\n", "")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    content = out.read_text()
+    assert host.read(content).last_round == 9
+    status, said, err = host.invite(capsys, "--last-round", "10", "--out", out)
+    assert (status, said, out.read_text()) == (2, "", content)
+    assert err == f"{out}: --out: cannot be made: File exists. Choose another name\n"
+
+
+def test_it_is_made_for_the_run_that_is_named(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    other = sealed("other", policy="invite", keys=[host.identity.key.hex()])
+    host.keep(other)
+    status, out, err = host.invite(capsys, "--last-round", "9")
+    assert (status, out) == (2, "")
+    assert err.startswith("--run: there are 2 runs")
+    status, out, err = host.invite(capsys, "--last-round", "9", "--run", host.run.run_id[:12])
+    assert (status, err, host.read(out).last_round) == (0, "", 9)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What it refuses
+
+
+def test_a_run_that_is_open_takes_none(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.keep(run := sealed("wide-open"))
+    status, out, err = host.invite(capsys, "--last-round", "9", "--run", run.run_id)
+    assert (status, out) == (2, "")
+    assert err == (
+        "admission.policy: run wide-open takes no invitations: its policy is open. "
+        "A run's policy is chosen before it starts\n"
+    )
+
+
+def test_a_key_that_may_not_invite_is_told_so(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.keep(run := sealed("theirs", policy="invite", keys=["12" * 32]))
+    status, out, err = host.invite(capsys, "--last-round", "9", "--run", run.run_id)
+    assert (status, out) == (2, "")
+    assert err == (
+        f"admission.keys: this node's key {host.identity.key.hex()} may not invite to run theirs. "
+        "Have a node make it whose key is there\n"
+    )
+
+
+def test_there_is_none_without_a_run_or_a_last_round(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    assert p2ptrain(capsys, "invite", "--data-dir", empty, "--last-round", "9")[0] == 2
+    assert not empty.exists()
+    for wrong in ([], ["--last-round", "0"], ["--last-round", str(2**48)], ["--last-round", "9", "--serial", "0"]):
+        status, out, err = host.invite(capsys, *wrong)
+        assert (status, out) == (2, "")
+        assert err.endswith("Try: p2ptrain invite --help\n")
+
+
+@pytest.mark.parametrize(
+    ("last_round", "of_this_run", "status"), [(41, True, 2), (42, True, 0), (1, False, 0)], ids=["over", "now", "other"]
+)
+def test_a_round_that_is_over_is_refused_as_far_as_the_daemon_knows(
+    last_round: int,
+    of_this_run: bool,
+    status: int,
+    host: Host,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"run_id": host.run.run_id if of_this_run else "ab" * 32, "round": 42}
+    monkeypatch.setattr(control, "ask", lambda *_: told)
+    got, out, err = host.invite(capsys, "--last-round", str(last_round))
+    assert (got, bool(out)) == (status, status == 0)
+    assert err == ("" if got == 0 else "--last-round: round 41 is over: the run is in round 42. Name a later one\n")
+
+
+def test_a_daemon_that_does_not_answer_hinders_nothing(
+    host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: Any) -> Any:
+        raise NoDaemonError("none here")
+
+    monkeypatch.setattr(control, "ask", ask)
+    assert host.invite(capsys, "--last-round", "1")[0] == 0
+
+
+# ---------------------------------------------------------------------------------------------------
+# What it is good for
+
+
+@skipping_time
+async def test_a_swarm_admits_whoever_shows_it_first_and_nobody_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tickets: dict[bytes, bytes] = {}
+
+    def launch(*arguments: Any, **more: Any) -> Launch:
+        identity = arguments[2]
+        return Launch(*arguments, **more, ticket=tickets.get(identity.key, b""))
+
+    monkeypatch.setattr(test_memory_swarm, "Launch", launch)
+    monkeypatch.setattr(Swarm, "__init__", _closed(Swarm.__init__))
+    async with swarm(tmp_path) as made:
+        host = made.nodes[0]
+        await made.reach(4)
+        seed = bytes([host.number + 1]) * 32
+        key = host.directory / "identity.key"
+        key.write_bytes(PRIVATE_PREFIX + seed + host.key)
+        key.chmod(0o600)
+        status, out, err = p2ptrain(capsys, "invite", "--data-dir", host.directory, "--last-round", "100000")
+        assert (status, err) == (0, "")
+        machine_limits, second, stranger = (Member(made, FOUNDERS + n) for n in range(3))
+        tickets[machine_limits.key] = bytes.fromhex(out)
+        made.nodes.append(machine_limits)
+        await machine_limits.start()
+        await until(lambda: machine_limits.key in host.members)
+        tickets[second.key] = bytes.fromhex(out)  # as a friend who hands it on
+        for late in (second, stranger):
+            made.nodes.append(late)
+            await late.start()
+        await made.reach(made.newest + 10)
+        assert machine_limits.status["is_member"]
+        assert host.status["admitted"] == FOUNDERS + 1
+        for late in (second, stranger):
+            assert not late.status["is_admitted"]
+            assert late.status["health"] == ["not admitted"]
+        made.compare(14)
+
+
+def _closed(make: Any) -> Any:
+    """A swarm by invitation, which its first founder may give."""
+
+    def init(self: Swarm, *arguments: Any, **more: Any) -> None:
+        make(self, *arguments, **more)
+        admission = self.run.admission.model_copy(update={"policy": "invite", "keys": (self.nodes[0].key.hex(),)})
+        self.run = self.run.model_copy(update={"admission": admission})
+
+    return init

@@ -1,0 +1,478 @@
+"""Catching up: noticing that others are ahead or elsewhere, asking, and following only proved and preferred
+histories."""
+
+from __future__ import annotations
+
+import msgspec
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.catchup import AHEAD_MAX, ANSWER_SECONDS, LOST_SECONDS, PATIENCE_SECONDS
+from p2ptrain.core.chain import Chain
+from p2ptrain.core.history import Beginning, BranchStart, Entry, History, Step
+from p2ptrain.core.messages import Ballot, Hello
+from p2ptrain.core.state import AgreedState
+from p2ptrain.digest import digest
+from tests.helpers.core import (
+    KEYS,
+    ROOT0,
+    RUN,
+    Bench,
+    Store,
+    announced,
+    begun,
+    certified,
+    line_of,
+    plain_manifest,
+    root_of,
+    sent,
+    signed_set,
+    voted,
+)
+
+ME = KEYS[1]
+replace = msgspec.structs.replace
+
+
+def other_line(bench: Bench, rounds: int, kept: int = 64) -> Chain:
+    """The rounds that the other members decided, from the run's beginning."""
+    line = Chain(bench.genesis, RUN, kept)
+    extend(bench, line, rounds)
+    return line
+
+
+def extend(bench: Bench, line: Chain, rounds: int, which: bytes = b"") -> None:
+    signers = tuple(key for key in line.state.members if key != bench.me)
+    for entry, state in line_of(line.state, bench.run, rounds, signers[: line.state.roster.quorum], which):
+        line.append(entry, state)
+
+
+def regroup(line: Chain, members: tuple[bytes, ...]) -> Beginning:
+    beginning = begun(members, members, line.state)
+    line.append(beginning, line.state.regrouped(beginning.branch, beginning.members))
+    return beginning
+
+
+def meet(bench: Bench, line: Chain, peer: bytes = KEYS[0]) -> list[ev.Effect]:
+    """A peer on that chain says where it is; the node asks for history as often as it wants, and gets it."""
+    number = line.state.round + 1
+    bench.hear(bench.hello(peer, branch=line.state.branch, round=number))
+    effects: list[ev.Effect] = []
+    until = bench.now + 3.0
+    while bench.now < until:
+        found = bench.tick()
+        while asked := [effect for effect in found if isinstance(effect, ev.AskHistory)]:
+            history = line.answer(asked[0].branch, asked[0].round)
+            found = bench.do(ev.HistoryArrived(asked[0].peer, history))
+            effects += found
+    return effects
+
+
+def steps(line: Chain, start: int = 0) -> list[tuple[Step, AgreedState]]:
+    return [(each.step, each.state) for each in line.steps][start:]
+
+
+def followed(effects: list[ev.Effect]) -> list[tuple[Step, AgreedState]]:
+    records = [effect.record for effect in effects if isinstance(effect, ev.Persist)]
+    return [(record.step, record.state) for record in records if isinstance(record, ev.Certified)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Asking
+
+
+def test_whoever_is_ahead_is_asked_after_a_moment() -> None:
+    bench = Bench(4, me=1)
+    assert bench.hear(bench.hello(KEYS[0], round=2)) == []
+    assert bench.node.deadline == PATIENCE_SECONDS
+    assert bench.tick() == [ev.AskHistory(KEYS[0], RUN, 0)]
+
+
+def test_a_certificate_that_comes_by_itself_in_the_meantime_is_enough() -> None:
+    bench = Bench(4, me=1)
+    offers = bench.collect()
+    named = [bench.available(key, offers) for key in bench.founders]
+    proposal, manifest = bench.proposed(named[:3], offers)
+    bench.hear_all(named[0], named[2], proposal)
+    bench.hear(bench.hello(KEYS[0], round=2))
+    for ballot in Ballot:
+        bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
+    assert bench.state.round == 1
+    assert not bench.node.catching_up.is_behind
+    assert not [effect for _ in range(5) for effect in bench.tick() if isinstance(effect, ev.AskHistory)]
+
+
+def test_who_does_not_answer_in_time_is_replaced_by_another() -> None:
+    bench = Bench(4, me=1)
+    bench.hear_all(bench.hello(KEYS[0], round=2), bench.hello(KEYS[2], round=2))
+    (first,) = bench.tick()
+    assert isinstance(first, ev.AskHistory)
+    second = bench.wait(ANSWER_SECONDS)
+    asked = [effect.peer for effect in second if isinstance(effect, ev.AskHistory)]
+    assert sorted([first.peer, *asked]) == [KEYS[0], KEYS[2]]
+
+
+def test_who_has_no_history_to_give_is_replaced_at_once() -> None:
+    bench = Bench(4, me=1)
+    bench.hear_all(bench.hello(KEYS[0], round=2), bench.hello(KEYS[2], round=2))
+    (first,) = bench.tick()
+    assert isinstance(first, ev.AskHistory)
+    (second,) = bench.do(ev.HistoryFailed(first.peer, "gone"))
+    assert isinstance(second, ev.AskHistory)
+    assert {first.peer, second.peer} == {KEYS[0], KEYS[2]}
+
+
+def test_after_a_failure_the_next_who_is_ahead_is_asked_after_the_same_moment() -> None:
+    bench = Bench(4, me=1)
+    bench.hear(bench.hello(KEYS[0], round=2))
+    bench.tick()
+    assert bench.do(ev.HistoryFailed(KEYS[0], "gone")) == []
+    bench.hear(bench.hello(KEYS[2], round=2))
+    assert bench.node.deadline == bench.now + PATIENCE_SECONDS
+    assert bench.tick() == [ev.AskHistory(KEYS[2], RUN, 0)]
+
+
+def test_an_answer_that_nobody_asked_for_is_ignored() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 2)
+    assert bench.do(ev.HistoryArrived(KEYS[0], line.answer(RUN, 0))) == []
+    bench.hear(bench.hello(KEYS[0], round=3))
+    bench.tick()
+    assert followed(bench.do(ev.HistoryArrived(KEYS[2], line.answer(RUN, 0)))) == []
+    assert bench.state.round == 0
+
+
+def test_a_crowd_that_claims_to_be_ahead_stays_within_its_bounds() -> None:
+    bench = Bench(4, me=1)
+    for number in range(AHEAD_MAX + 50):
+        bench.node.catching_up.notice(digest("core test", bytes([number])), RUN, 5)
+    assert bench.node.catching_up.limits()["peers ahead"] == (AHEAD_MAX, AHEAD_MAX)
+
+
+def test_who_only_claims_to_be_ahead_is_asked_once() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    bench.decide()
+    line = Chain(bench.genesis, RUN, 64)
+    first = bench.node.chain.steps[0]
+    line.append(first.step, first.state)
+    assert answered(bench, line.answer(RUN, 2)) == []
+    assert not bench.node.catching_up.is_behind
+
+
+# ---------------------------------------------------------------------------------------------------
+# Following
+
+
+def test_certified_rounds_are_followed_and_applied_in_order() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 3)
+    effects = meet(bench, line)
+    assert followed(effects) == steps(line)
+    assert bench.state == line.state
+    fetched = {effect.payload for effect in effects if isinstance(effect, ev.Fetch)}
+    first = line.steps[0].step
+    assert isinstance(first, Entry)
+    assert fetched == {taken.payload for taken in first.manifest.taken}
+    arrived = [bench.do(ev.PayloadArrived(each, True)) for each in sorted(fetched)]
+    assert arrived[-1][0] == ev.Apply(first.manifest)
+    assert bench.node.context.counters["rounds caught up"] == 3
+
+
+def test_what_follows_a_gap_is_not_followed() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 3)
+    history = line.answer(RUN, 0)
+    effects = answered(bench, replace(history, steps=history.steps[1:]))
+    assert (followed(effects), bench.state.round) == ([], 0)
+    assert bench.node.context.counters["histories refused"] == 1
+
+
+def answered(bench: Bench, history: History, peer: bytes = KEYS[0]) -> list[ev.Effect]:
+    """The answer of a peer that was one round ahead."""
+    while bench.node.catching_up.asked is None:  # perhaps it has to wait, because it was asked in vain before
+        bench.hear(bench.hello(peer, round=bench.state.round + 2))
+        bench.tick()
+    return bench.do(ev.HistoryArrived(peer, history))
+
+
+def test_a_history_with_one_wrong_certificate_is_refused_as_a_whole_and_held_against_its_sender() -> None:
+    bench = Bench(4, me=1)
+    history = other_line(bench, 3).answer(RUN, 0)
+    last = history.steps[-1]
+    assert isinstance(last, Entry)
+    few = replace(last.certificate, seats=b"\5", signatures=last.certificate.signatures[:2])
+    wrong = replace(history, steps=(*history.steps[:-1], replace(last, certificate=few)))
+    assert followed(answered(bench, wrong)) == []
+    assert bench.state.round == 0
+    assert bench.node.context.reputation.score(KEYS[0], bench.now) == 1.0
+
+
+def test_a_history_that_is_cut_is_followed_as_far_as_it_goes() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 5)
+    history = line.answer(RUN, 0)
+    assert followed(answered(bench, replace(history, steps=history.steps[:2]))) == steps(line)[:2]
+    assert bench.state == line.steps[1].state
+
+
+def test_the_history_of_another_run_is_refused() -> None:
+    bench = Bench(4, me=1)
+    history = replace(other_line(bench, 3).answer(RUN, 0), lineage=(BranchStart(ROOT0, 0),))
+    assert followed(answered(bench, history)) == []
+    assert bench.node.context.counters["histories refused"] == 1
+
+
+def test_who_lags_by_more_than_is_kept_jumps_and_fetches_the_state() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 20, kept=8)
+    effects = meet(bench, line)
+    assert followed(effects) == steps(line)
+    assert bench.state == line.state
+    records = [effect.record for effect in effects if isinstance(effect, ev.Persist)]
+    first = next(record for record in records if isinstance(record, ev.Certified))
+    assert first.trunk == ev.Trunk((BranchStart(RUN, 0),), (), (), line.base)
+    found = [effect for effect in effects if isinstance(effect, ev.CatchUp)]
+    assert [effect.roots[0] for effect in found] == [(19, root_of(19))]
+
+
+def test_a_jump_whose_base_nothing_certifies_is_refused() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 20, kept=8)
+    history = line.answer(RUN, 0)
+    assert followed(answered(bench, replace(history, steps=()))) == []
+    assert history.base is not None
+    wrong = replace(history.base, root=ROOT0)
+    assert followed(answered(bench, replace(history, base=wrong))) == []
+    assert (bench.state.round, bench.node.context.counters["histories refused"]) == (0, 2)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Settling branches
+
+
+def on_own_branch(rounds: int = 2, **settings: object) -> Bench:
+    """A node that went on alone after a round with the others."""
+    bench = Bench(4, me=1, agreement={"stall_seconds": 30, "settle_seconds": 3} | settings)
+    bench.decide()
+    while bench.state.branch == RUN:
+        if bench.node.work.training is not None:
+            bench.train(2)
+        bench.tick()
+    assert bench.state.members == (ME,)
+    for number in range(2, 2 + rounds):
+        bench.train(number)
+        while bench.state.round < number:
+            bench.tick()
+        bench.do(ev.Applied(bench.state.branch, number, root_of(number)))
+    assert bench.state.round == 1 + rounds
+    return bench
+
+
+def shared(bench: Bench) -> Chain:
+    """The others' chain at the time when the node was last among them."""
+    line = Chain(bench.genesis, RUN, 64)
+    first = bench.node.chain.steps[0]
+    line.append(first.step, first.state)
+    return line
+
+
+def test_a_branch_of_which_the_old_quorum_knows_nothing_gives_way_to_it() -> None:
+    bench = on_own_branch()
+    mine = bench.state
+    line = shared(bench)
+    extend(bench, line, 1)
+    effects = meet(bench, line)
+    assert followed(effects) == steps(line, 1)
+    assert bench.state == line.state
+    silences = [effect.record for effect in effects if isinstance(effect, ev.Persist)][:1]
+    assert silences == [ev.Silence(mine.branch, mine.round + 1)]
+    assert bench.node.chain.lineage == line.lineage
+    assert bench.node.context.counters["branches left"] == 1
+
+
+def test_a_parting_older_than_the_kept_rounds_leaves_a_store_from_which_one_can_start() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    store = Store(bench.node.chain.base, 4)
+    store.history = list(bench.node.chain.steps)
+    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 64)
+    extend(bench, line, 2)
+    store.keep(meet(bench, line))
+    assert bench.state == line.state
+    assert (store.state, [each.step for each in store.history]) == (line.state, [each.step for each in line.steps])
+    again = bench.make()
+    again.handle(ev.Started(store.saved()), bench.now)
+    assert (again.line.state, again.line.lineage) == (line.state, line.lineage)
+
+
+def test_what_was_applied_on_a_branch_that_lost_is_fetched_anew() -> None:
+    bench = on_own_branch()
+    line = shared(bench)
+    extend(bench, line, 3)
+    effects = meet(bench, line)
+    found = [effect for effect in effects if isinstance(effect, ev.CatchUp)]
+    assert [effect.roots[0] for effect in found] == [(3, root_of(3))]
+    assert "catching up" in bench.health
+    effects = bench.do(ev.CaughtUp(3, root_of(3)))
+    last = line.steps[-1].step
+    assert isinstance(last, Entry)
+    assert {each.payload for each in effects if isinstance(each, ev.Fetch)} == {
+        each.payload for each in last.manifest.taken
+    }
+
+
+def test_a_branch_of_more_members_is_followed_however_short_it_is() -> None:
+    bench = on_own_branch(rounds=5)
+    line = shared(bench)
+    beginning = regroup(line, (KEYS[0], KEYS[2], KEYS[3]))
+    effects = meet(bench, line)
+    assert followed(effects) == steps(line, 1)
+    assert (bench.state.branch, bench.state.round) == (beginning.branch, 1)
+    assert not bench.node.here.is_member
+
+
+def test_a_branch_of_fewer_members_is_not_followed_however_long_it_is() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    line = shared(bench)
+    mine = begun((ME, KEYS[2], KEYS[3]), (ME, KEYS[2], KEYS[3]), bench.state)
+    bench.hear_all(*(signed_set(mine.members, key, state=bench.state) for key in (KEYS[2], KEYS[3])))
+    assert bench.state.branch == mine.branch
+    regroup(line, (KEYS[0],))
+    extend(bench, line, 9)
+    effects = meet(bench, line)
+    assert (followed(effects), bench.state.branch) == ([], mine.branch)
+    assert bench.node.catching_up.has_lost(line.state.branch)
+
+
+def test_a_branch_that_lost_is_told_where_we_are_and_not_looked_at_for_a_while() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    line = shared(bench)
+    regroup(line, (KEYS[0],))
+    extend(bench, line, 2)
+    bench.node.catching_up.lost[line.state.branch] = bench.now
+    bench.now += 1.0
+    hello = bench.hello(KEYS[0], branch=line.state.branch, round=4)
+    assert [type(message) for _, message in sent(bench.hear(hello))] == [Hello]
+    assert not bench.node.catching_up.is_behind
+    bench.wait(LOST_SECONDS)
+    bench.hear(hello)
+    assert bench.node.catching_up.is_behind
+
+
+def test_a_lone_beginning_from_our_own_head_is_not_followed_while_all_is_well() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    line = shared(bench)
+    regroup(line, (KEYS[0],))
+    extend(bench, line, 9)
+    assert followed(meet(bench, line)) == []
+    assert bench.state.branch == RUN
+
+
+def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    other = Chain(bench.genesis, RUN, 64)
+    fork = next(iter(bench.node.chain.forks.values()))
+    other.base = fork
+    beginning = regroup(other, (KEYS[2],))
+    extend(bench, other, 12)
+    mine = bench.state
+    meet(bench, other, KEYS[2])
+    assert beginning.branch != mine.branch
+    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+    assert "split: another branch diverged too long ago, and an operator has to choose" in bench.health
+
+
+def parted(bench: Bench, rounds: int, *members: bytes) -> Chain:
+    """The chain of others that keep only a few rounds, from where the node's branch began."""
+    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 4)
+    if members:
+        regroup(line, members)
+    extend(bench, line, rounds)
+    return line
+
+
+def test_a_branch_of_more_members_is_followed_over_a_jump() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    line = parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
+    assert isinstance(line.answer(RUN, 1).changes[0], Beginning)
+    meet(bench, line)
+    assert (bench.state, bench.node.chain.lineage[1:]) == (line.state, line.lineage[1:])
+
+
+def test_a_branch_that_began_later_is_followed_over_a_jump() -> None:
+    """The old quorum went on without us before it was lost; the jump contains the round that proves it."""
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    line = parted(bench, 2)
+    regroup(line, (KEYS[0], KEYS[2], KEYS[3]))
+    extend(bench, line, 20)
+    assert isinstance(line.answer(RUN, 1).changes[0], Entry)
+    meet(bench, line)
+    assert (bench.state, bench.node.chain.lineage[1:]) == (line.state, line.lineage[1:])
+
+
+def test_a_level_branch_that_began_too_long_ago_waits_for_an_operator_over_a_jump_too() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    mine = bench.state
+    meet(bench, parted(bench, 20, KEYS[2]), KEYS[2])
+    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+
+
+def test_after_a_jump_a_smaller_branch_from_the_same_round_still_loses() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    lines = [parted(bench, 20, *members) for members in ((KEYS[0], KEYS[2]), (KEYS[3],))]
+    for line in lines:
+        meet(bench, line, KEYS[3])
+    assert (bench.state, bench.node.catching_up.is_split) == (lines[0].state, False)
+    assert bench.node.catching_up.has_lost(lines[1].state.branch)
+
+
+def test_a_jump_that_beats_us_but_binds_nobody_waits_for_an_operator() -> None:
+    """The old quorum went on, and then one member alone: there is nothing to follow, and no reason to stay."""
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    mine, line = bench.state, parted(bench, 2)
+    regroup(line, (KEYS[2],))
+    extend(bench, line, 20)
+    meet(bench, line, KEYS[2])
+    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+
+
+def test_a_parting_of_which_no_state_is_left_waits_for_an_operator() -> None:
+    bench = on_own_branch(rounds=9, history_rounds=4)
+    mine, line = bench.state, parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
+    bench.node.chain.forks.clear()
+    meet(bench, line)
+    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# More than f lies
+
+
+def test_two_certificates_for_one_round_stop_the_node() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    line = Chain(bench.genesis, RUN, 64)
+    extend(bench, line, 2, b"other")
+    history = line.answer(RUN, 1)
+    effects = answered(bench, history)
+    assert followed(effects) == []
+    proof = bench.node.catching_up.proof_of_lies
+    assert proof is not None
+    assert ev.Persist(ev.Halted(*proof)) in effects
+    assert proof == (bench.node.chain.steps[0].step, line.steps[1].step)
+    assert bench.health[0] == "halted: two certificates exist for one round, so more than f members lie"
+    bench.now += 10.0
+    assert [effect for effect in bench.train(2) if not isinstance(effect, ev.Send)] == [ev.Return(2)]
+
+
+def test_a_round_that_follows_another_head_but_proves_nothing_is_no_proof_of_lies() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    other = bench.genesis.after(plain_manifest(bench.genesis, bench.run), bench.run)
+    forged = certified(plain_manifest(other, bench.run, [announced(KEYS[0], 2)]), other, signers=KEYS[2:4])
+    history = History((BranchStart(RUN, 0),), 2, (), None, (forged,))
+    assert followed(answered(bench, history)) == []
+    assert bench.node.catching_up.proof_of_lies is None
+    assert not bench.node.context.is_halted

@@ -1,0 +1,124 @@
+"""A node that is late once does not stay late: it skips a round, and begins the next one together with the others."""
+
+from __future__ import annotations
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.arrivals import SLACK
+from p2ptrain.core.local_work import PASSED_TIMES
+from p2ptrain.core.messages import Announcement
+from tests.helpers.core import Bench, announced, root_of
+
+TRAINED = 10.0  # seconds, of everybody
+LATE = 8.0
+
+
+def trains(effects: list[ev.Effect]) -> list[int]:
+    return [effect.round for effect in effects if isinstance(effect, ev.Train)]
+
+
+def applied_late(bench: Bench, seconds: float = LATE) -> list[ev.Effect]:
+    """The first round, applied long after the others have begun the second."""
+    bench.decide(apply=False)
+    bench.wait(seconds)
+    return bench.do(ev.Applied(bench.state.branch, 1, root_of(1)))
+
+
+def offers_of_others(bench: Bench) -> tuple[Announcement, ...]:
+    number = bench.state.round + 1
+    offers = tuple(announced(key, number, inline=True, branch=bench.state.branch) for key in bench.others)
+    for offer in offers:
+        bench.hear_offer(offer)
+    return offers
+
+
+def round_without_me(bench: Bench, at: float) -> list[ev.Effect]:
+    """The others' contributions arrive and are agreed on; returns the effects of the decision and of applying it."""
+    number, effects = bench.state.round + 1, bench.wait(at - bench.now)
+    offers = offers_of_others(bench)
+    effects += bench.wait(TRAINED)  # nobody waits longer than this for mine
+    return (
+        effects + bench.agree(offers, apply=False) + bench.do(ev.Applied(bench.state.branch, number, root_of(number)))
+    )
+
+
+def test_who_would_come_too_late_lets_the_round_pass_and_begins_the_next_in_time() -> None:
+    bench = Bench()
+    assert trains(applied_late(bench)) == []
+    assert bench.node.view().counters["rounds let pass"] == 1
+    assert trains(round_without_me(bench, at=TRAINED + TRAINED)) == [3]
+
+
+def test_who_begins_a_little_late_trains() -> None:
+    assert trains(applied_late(Bench(), 2.0)) == [2]
+
+
+def test_a_late_contribution_that_may_still_be_taken_is_worth_its_training() -> None:
+    assert trains(applied_late(Bench(agreement={"staleness_rounds_max": 1}))) == [2]
+
+
+def test_who_is_slow_and_not_late_trains() -> None:
+    bench = Bench()
+    bench.now += 3 * TRAINED
+    offers = (*offers_of_others(bench), announced(bench.me, 1))
+    bench.train(1)  # its own training takes as long as everything before
+    bench.node.work.training_seconds = 10 * TRAINED
+    bench.agree(offers, apply=False)
+    bench.wait(LATE)
+    assert trains(bench.do(ev.Applied(bench.state.branch, 1, root_of(1)))) == [2]
+
+
+def test_while_nobody_contributes_nobody_lets_pass_for_ever() -> None:
+    bench = Bench()
+    assert trains(applied_late(bench)) == []
+    assert bench.node.work.deadline == TRAINED + PASSED_TIMES * (1 + SLACK) * TRAINED
+    assert trains(bench.wait(3 * TRAINED)) == [2]
+
+
+def test_no_two_rounds_in_a_row_are_let_pass() -> None:
+    bench = Bench()
+    applied_late(bench)
+    bench.wait(2.0)
+    offers = offers_of_others(bench)
+    bench.wait(TRAINED)
+    bench.agree(offers, apply=False)
+    bench.wait(LATE)
+    assert trains(bench.do(ev.Applied(bench.state.branch, 2, root_of(2)))) == [3]
+
+
+def test_a_training_is_told_which_contributions_are_not_settled() -> None:
+    """Contributions taken meanwhile are settled once applied, not before: otherwise they would be reported twice."""
+    bench = Bench(agreement={"staleness_rounds_max": 1, "overlap_rounds": 1})
+    bench.now += 10.0
+    assert bench.train(1)[-1] == ev.Train(2, 0, 0, 4, unsettled=(1,))
+    others = tuple(announced(key, 1, inline=True) for key in bench.others)
+    for offer in others:
+        bench.hear_offer(offer)
+    bench.agree((*others, announced(bench.me)))
+    assert bench.train(2)[-1] == ev.Train(3, 1, 0, 4, unsettled=(2,))
+
+
+def test_who_missed_a_round_by_little_is_waited_for_in_the_next() -> None:
+    """Its announcement arrives after the next round began and counts for it; otherwise it would miss that one as
+    well."""
+    bench = Bench()
+    *early, late = bench.others
+
+    def others_offer(number: int) -> tuple[Announcement, ...]:
+        bench.wait(TRAINED)
+        offers = tuple(announced(key, number, inline=True, branch=bench.state.branch) for key in early)
+        for offer in offers:
+            bench.hear_offer(offer)
+        bench.train(number)
+        return offers
+
+    offers = bench.collect()
+    bench.node.context.arrivals.missed(late)
+    bench.agree(offers)
+    offers = (*others_offer(2), announced(bench.me, 2, branch=bench.state.branch))
+    bench.agree(offers)  # at once: nobody waits for it
+    bench.wait(SLACK * TRAINED / 2)
+    bench.hear(announced(late, 2, branch=bench.state.branch))
+    others_offer(3)
+    assert bench.node.here.closed_at is None
+    bench.hear_offer(announced(late, 3, inline=True, branch=bench.state.branch))
+    assert bench.node.here.closed_at == bench.now

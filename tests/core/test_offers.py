@@ -1,0 +1,192 @@
+"""Offers and requests: how many per author are kept, and for how long."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from p2ptrain.core import requests as module
+from p2ptrain.core.context import Context
+from p2ptrain.core.messages import SEATS_MAX, Announcement, Evidence, JoinRequest, Leave
+from p2ptrain.core.offers import OFFERS_OF_AUTHOR_MAX, ROUNDS_KEPT, Offers, Verdict
+from p2ptrain.core.payloads import Payloads
+from p2ptrain.core.reputation import prove
+from p2ptrain.core.requests import OF_AUTHOR_MAX, Requests
+from p2ptrain.core.state import genesis
+from p2ptrain.digest import digest
+from p2ptrain.errors import RemoteProtocolError
+from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, line_of, name_of, run_of, signed
+
+STATE = genesis(RUN, KEYS[:4], ROOT0)
+AUTHOR = KEYS[2]
+
+
+def context(**admission: object) -> Context:
+    return Context(run_of(admission=admission), RUN, KEYS[0], FakeSigner(KEYS[0]), Random(0))
+
+
+def offers(staleness: int = 0) -> Offers:
+    return Offers(staleness, Payloads(context()))
+
+
+def held(made: Offers, offer: Announcement, good: bool = True) -> bytes:
+    """Adds an announcement whose payload is here; returns its name."""
+    made.add(signed(offer))
+    made.payloads.held[offer.payload] = good
+    return name_of(offer)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Offers
+
+
+def test_of_a_round_two_announcements_are_kept_so_that_a_lie_stays_visible() -> None:
+    made = offers()
+    lies = [announced(AUTHOR, which=bytes([which])) for which in range(3)]
+    verdicts = [made.add(signed(offer)) for offer in (lies[0], lies[0], lies[1], lies[2])]
+    assert verdicts == [Verdict.NEW, Verdict.USELESS, Verdict.CONFLICT, Verdict.USELESS]
+    assert sorted(made.by_name) == sorted(map(name_of, lies[:2]))
+    assert made.conflicting(signed(lies[1])) == signed(lies[0])
+
+
+def test_of_an_author_only_a_few_rounds_are_kept() -> None:
+    made = offers()
+    verdicts = [made.add(signed(announced(AUTHOR, number))) for number in range(1, ROUNDS_KEPT + 2)]
+    assert verdicts == [Verdict.NEW] * ROUNDS_KEPT + [Verdict.FULL]
+    assert made.add(signed(announced(KEYS[3]))) is Verdict.NEW
+
+
+def test_what_members_attest_finds_room_up_to_a_bound() -> None:
+    made = offers()
+    for number in range(1, ROUNDS_KEPT + 1):
+        for which in (b"a", b"b"):
+            made.add(signed(announced(AUTHOR, number, which)))
+    asked = [
+        announced(AUTHOR, which=digest("core test", bytes([each % 256, each // 256])))
+        for each in range(2 * SEATS_MAX + 1)
+    ]
+    verdicts = [made.add(signed(offer), asked_for=True) for offer in asked]
+    assert verdicts == [Verdict.CONFLICT] * (2 * SEATS_MAX) + [Verdict.FULL]
+    assert made.limits()["offers of an author"] == (OFFERS_OF_AUTHOR_MAX, OFFERS_OF_AUTHOR_MAX)
+
+
+def test_of_each_author_the_oldest_round_is_attested_and_the_good_apart_from_the_bad() -> None:
+    made = offers(staleness=3)
+    old = announced(AUTHOR, 1)
+    names = [held(made, old), held(made, announced(KEYS[3], 1), good=False)]
+    state = line_of(STATE, run_of({"staleness_rounds_max": 3}), 1)[0][1]
+    state = msgspec.structs.replace(state, window=())
+    held(made, announced(AUTHOR, 2))
+    made.add(signed(announced(KEYS[1], 2)))  # whose payload is not here
+    held(made, announced(KEYS[9], 2))  # who is not admitted
+    assert made.attestable(state) == ((names[0],), (names[1],))
+    assert [made.has_from(key, state) for key in (AUTHOR, KEYS[3], KEYS[1])] == [True, False, False]
+
+
+def test_both_announcements_of_a_liar_are_attested() -> None:
+    made = offers()
+    names = [held(made, announced(AUTHOR, which=which)) for which in (b"a", b"b")]
+    assert made.attestable(STATE) == (tuple(sorted(names)), ())
+
+
+def test_what_can_no_longer_be_taken_is_forgotten() -> None:
+    made = offers()
+    for offer in (announced(AUTHOR, 1), announced(AUTHOR, 2), announced(AUTHOR, 3), announced(KEYS[3], 1)):
+        made.add(signed(offer))
+    after = line_of(STATE, run_of(), 1)[0][1]
+    made.prune(after)
+    assert sorted(made.by_name) == sorted(name_of(announced(AUTHOR, number)) for number in (2, 3))
+    assert list(made.by_author) == [AUTHOR]
+    assert sorted(made.by_payload) == sorted(announced(AUTHOR, number).payload for number in (2, 3))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Requests
+
+
+def joining(number: int) -> JoinRequest:
+    return JoinRequest(RUN, 1, b"", digest("core test", b"newcomer", number.to_bytes(4, "big")))
+
+
+def test_of_one_author_at_most_two_requests_wait() -> None:
+    made = Requests(context())
+    asked = [JoinRequest(RUN, number, b"", KEYS[9]) for number in range(3)]
+    assert [made.add(signed(each), STATE) for each in (asked[0], asked[0], asked[1], asked[2])] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert len(made.names()) == OF_AUTHOR_MAX
+    assert made.add(signed(asked[2]), STATE, asked_for=True)
+
+
+def test_a_crowd_at_the_door_keeps_neither_leaves_nor_evidence_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOINS_MAX", 5)
+    monkeypatch.setattr(module, "REQUESTS_MAX", 8)
+    made = Requests(context())
+    assert [made.add(signed(joining(each)), STATE) for each in range(7)] == [True] * 5 + [False] * 2
+    proof = prove(*(signed(announced(KEYS[3], which=which)).envelope for which in (b"a", b"b")))
+    assert made.add(signed(Leave(RUN, 1, KEYS[1])), STATE)
+    assert made.add(signed(proof), STATE)
+    assert made.context.counters["requests without room"] == 2
+
+
+def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUESTS_MAX", 8)
+    monkeypatch.setattr(module, "JOINS_MAX", 100)
+    made = Requests(context())
+    assert [made.add(signed(joining(each)), STATE) for each in range(9)] == [True] * 8 + [False]
+    assert [made.add(signed(joining(each)), STATE, asked_for=True) for each in range(9, 18)] == [True] * 8 + [False]
+    assert made.limits() == {"requests": (16, 16)}
+    assert len(made.names()) == 8
+
+
+def test_a_wrong_request_is_refused_with_a_reason() -> None:
+    made = Requests(context())
+    with pytest.raises(RemoteProtocolError, match="the key that asks to join is already admitted"):
+        made.add(signed(JoinRequest(RUN, 1, b"", KEYS[2])), STATE)
+    assert made.by_name == {}
+
+
+def test_what_was_granted_or_has_lost_its_meaning_is_forgotten() -> None:
+    made = Requests(context())
+    proof = prove(*(signed(announced(KEYS[3], which=which)).envelope for which in (b"a", b"b")))
+    stays: list[Leave | Evidence] = [Leave(RUN, 1, KEYS[1]), proof]
+    waiting: list[Leave | Evidence | JoinRequest] = [*stays, JoinRequest(RUN, 1, b"", KEYS[9])]
+    assert all(made.add(signed(message), STATE) for message in waiting)
+    made.prune(genesis(RUN, (*KEYS[:4], KEYS[9]), ROOT0))
+    assert made.names() == tuple(sorted(map(name_of, stays)))
+    made.prune(genesis(RUN, KEYS[2:3], ROOT0))
+    assert made.names() == ()
+
+
+def proof_against(key: bytes, which: int = 0) -> Evidence:
+    lies = [announced(key, which=bytes([which, half])) for half in range(2)]
+    return prove(*(signed(lie).envelope for lie in lies))
+
+
+def test_a_liar_that_asks_to_leave_keeps_out_no_evidence_against_it() -> None:
+    made = Requests(context())
+    leaves = [Leave(RUN, number, KEYS[3]) for number in range(1, OF_AUTHOR_MAX + 1)]
+    proofs = [proof_against(KEYS[3], which) for which in range(OF_AUTHOR_MAX + 1)]
+    assert [made.add(signed(each), STATE) for each in leaves] == [True] * OF_AUTHOR_MAX
+    assert [made.add(signed(each), STATE) for each in proofs] == [True] * OF_AUTHOR_MAX + [False]
+    other = Requests(context())
+    assert all(other.add(signed(each), STATE) for each in (*proofs[:OF_AUTHOR_MAX], *leaves))
+
+
+def test_a_crowd_keeps_out_no_evidence_which_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUESTS_MAX", 4)
+    monkeypatch.setattr(module, "EVIDENCE_MAX", 2)
+    made = Requests(context())
+    crowd = [Leave(RUN, number, key) for key in KEYS[1:4] for number in (1, 2)]
+    proofs = [proof_against(key) for key in KEYS[1:4]]
+    assert [made.add(signed(each), STATE) for each in crowd] == [True] * 4 + [False] * 2
+    assert [made.add(signed(each), STATE) for each in proofs] == [True] * 2 + [False]
+    named = made.names()
+    assert (len(named), list(named)) == (4, sorted(named))
+    assert {name_of(proof) for proof in proofs[:2]} <= {*named}
+    assert made.limits() == {"requests": (6, 8)}

@@ -1,0 +1,305 @@
+"""What the pages say, taken apart, and a reader who does it.
+
+A page's boxes begin with a word that says what they are:
+
+    console           commands, each on a line that begins with `$ `, and what is seen below it; a line `^C` is Ctrl-C
+    console WORD      the same in another terminal; those in FRIENDS are on a machine of their own
+    toml NAME         a file that the reader writes
+    text              nothing to type
+    text WORD         something to type that no test runs, and why: see EXCEPTIONS in test_docs.py
+
+The reader has a folder with what a checkout has that the pages need. Its `examples/tiny.toml` is a smaller run, because
+tests share their cores. Ports, addresses and keys in the pages are replaced: `Reader.said` has them all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+
+from p2ptrain.errors import P2ptrainError
+from p2ptrain.identity import Identity
+from p2ptrain.node.control import ask
+from tests.helpers.daemons import LISTEN, OWN, RUN, p2pds
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SECONDS = 240.0  # within which anything happens, where many others want the cores; seconds are usual
+LOOK_SECONDS = 120.0  # within which a look sees what the page says
+STARTS = re.compile(r"p2ptrain (start|join)\b")
+# What only looks, and so may look again until it sees what the page says.
+LOOKS = re.compile(r"p2ptrain (status|peers|runs|top|generate|checkpoint (list|verify))\b|curl\b")
+FRIENDS = {"friend": "friend", "friend2": "friend"}  # terminals that are on another machine, and on which
+# Files of the reader's own that pages take for granted.
+HAS = {
+    "book.txt": "Once upon a time.\n" * 400,
+    "more.jsonl": '{"text": "And they lived happily ever after."}\n' * 400,
+    "tiny.toml": 'name = "tiny"\n[recipe]\nname = "distro"\nk = "many"\nlearning_rte = 0.001\n',
+}
+FENCE = re.compile(r"^```(.*)$")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A fenced block."""
+
+    page: str  # from the root of the project
+    line: int
+    kind: str
+    word: str
+    lines: tuple[str, ...]
+
+    @property
+    def commands(self) -> list[str]:
+        """Without what is said about them."""
+        return [line[2:].partition("  #")[0].rstrip() for line in self.lines if line.startswith("$ ")]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A command, or Ctrl-C, and what is seen."""
+
+    command: str
+    seen: tuple[str, ...]
+
+
+def boxes_of(page: Path) -> list[Box]:
+    found, opened, lines = [], None, list[str]()
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        fence = FENCE.match(line.strip())
+        if fence is None:
+            lines.append(line)
+        elif opened is None:
+            opened, lines = (number, fence[1].strip()), []
+        else:
+            kind, _, word = opened[1].partition(" ")
+            found.append(Box(str(page.relative_to(ROOT)), opened[0], kind, word.strip(), tuple(lines)))
+            opened = None
+    assert opened is None, f"{page}: a box that does not end"
+    return found
+
+
+def outside_boxes(page: Path) -> Iterator[tuple[int, str]]:
+    """The lines of the text, with their numbers."""
+    is_inside = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        if FENCE.match(line.strip()):
+            is_inside = not is_inside
+        elif not is_inside:
+            yield number, line
+
+
+def steps_of(box: Box) -> list[Step]:
+    steps: list[Step] = []
+    for line in box.lines:
+        if line.startswith("$ ") or line == "^C":
+            steps.append(Step(line.removeprefix("$ "), ()))
+        elif line.strip():
+            assert steps, f"{box.page}:{box.line}: begins with no command"
+            steps[-1] = Step(steps[-1].command, (*steps[-1].seen, line))
+    return steps
+
+
+def is_seen(wanted: tuple[str, ...], text: str) -> bool:
+    """Whether these lines are in the text, in this order, others between them; `...` stands for anything in a line."""
+    lines = iter(text.splitlines())
+    return all(any(_pattern(each).fullmatch(line) for line in lines) for each in wanted)
+
+
+def _pattern(wanted: str) -> re.Pattern[str]:
+    """Blanks count as one, because columns are as wide as what is in them."""
+    parts = [r"\s+".join(re.escape(word) for word in part.split()) for part in wanted.split("...")]
+    return re.compile(r"\s*" + ".*".join(parts) + r"\s*")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The reader
+
+
+class Node:
+    """A daemon that the reader has started, in one of the terminals."""
+
+    def __init__(
+        self, command: str, terminal: str, directory: Path, log: Path, process: subprocess.Popen[bytes]
+    ) -> None:
+        self.command, self.terminal, self.directory, self.log, self.process = command, terminal, directory, log, process
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """As `p2ptrain status --json` has it; empty while it does not answer."""
+        try:
+            return ask(self.directory, {"do": "status"}, seconds=SECONDS)
+        except P2ptrainError:
+            return {}
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def until(self, condition: Any, what: str) -> None:
+        began = monotonic()
+        while not condition():
+            assert self.process.poll() is None, f"{self.command} has ended:\n{self.text[-3_000:]}"
+            assert monotonic() - began < SECONDS, f"{self.command}: not yet {what}:\n{self.text[-3_000:]}"
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
+
+    def until_ended(self) -> None:
+        status = self.process.wait(SECONDS)
+        assert status == 0, f"{self.command} has ended with {status}:\n{self.text[-3_000:]}"
+
+
+class Reader:
+    """Does what pages say, in a folder of its own."""
+
+    def __init__(self, folder: Path, bootstrap: str = "") -> None:
+        self.folder, self.bootstrap = folder, bootstrap
+        self.nodes: list[Node] = []
+        self.ports: dict[str, int] = {}
+        self.took: list[tuple[float, str]] = []  # seconds and command
+        binaries = folder / ".venv" / "bin"
+        binaries.mkdir(parents=True)
+        (binaries / "activate").write_text("")
+        program = binaries / "p2ptrain"
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m p2ptrain "$@"\n')
+        program.chmod(0o755)
+        (folder / "examples").mkdir()
+        (folder / "examples" / "tiny.toml").write_text(RUN.format(name="tiny"))
+        for name, content in HAS.items():
+            (folder / name).write_text(content)
+        self.environment = {**os.environ, **OWN, "PATH": f"{binaries}:{os.environ['PATH']}", "COLUMNS": "200"}
+        self.environment |= {
+            "P2PTRAIN_NETWORK__LISTEN": LISTEN,
+            "PYTHONPATH": str(ROOT),
+            "P2PTRAIN_LIMITS__DEVICE_PERCENT": "40",  # the commands need the cores, too
+            "P2PTRAIN_LOGGING__FORMAT": "text",
+        }
+
+    # -----------------------------------------------------------------------------------------------
+    # Reading
+
+    def read(self, page: Path) -> None:
+        for box in boxes_of(page):
+            if box.kind == "toml" and box.word:
+                (self.folder / box.word).write_text(self.said("\n".join(box.lines) + "\n"))
+            elif box.kind == "console":
+                for step in steps_of(box):
+                    began = monotonic()
+                    self.do(step, box)
+                    self.took.append((monotonic() - began, f"{box.page}: {step.command}"))
+
+    def said(self, text: str, machine: str = "") -> str:
+        """A text of a page with what stands in the place of its placeholders."""
+        first = next((node.status for node in self.nodes if node.process.poll() is None), {})
+        if "8420" in text:
+            text = text.replace("http://127.0.0.1:8420/", first["http"])
+        if "PUBLIC_KEY" in text:
+            text = text.replace("PUBLIC_KEY", Identity.load(self.kept(machine) / "identity.key").key.hex())
+        address = self.bootstrap or (first.get("addresses") or [""])[0]
+        text = re.sub(r"\bADDR\b|/ip4/203\.0\.113\.7/tcp/4001/p2p/12D3KooW\.\.\.", address or "ADDR", text)
+        for port in ("4001", "4002"):
+            text = re.sub(rf"(--listen /ip4/127\.0\.0\.1/tcp/){port}\b", rf"\g<1>{self.port(port)}", text)
+        return text
+
+    def port(self, name: str) -> int:
+        """A free one, the same for each name."""
+        if name not in self.ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.ports[name] = probe.getsockname()[1]
+        return self.ports[name]
+
+    def home(self, machine: str) -> Path:
+        """The reader's own directory on a machine."""
+        return self.folder / f"user{machine}"
+
+    def kept(self, machine: str) -> Path:
+        """Where nodes keep their things there, if nothing else is said."""
+        return self.home(machine) / ".local" / "share" / "p2ptrain"
+
+    # -----------------------------------------------------------------------------------------------
+    # Doing
+
+    def do(self, step: Step, box: Box) -> None:
+        where, machine = f"{box.page}:{box.line}: {step.command}", FRIENDS.get(box.word, "")
+        if step.command == "^C":
+            node = next(each for each in reversed(self.nodes) if each.terminal == box.word)
+            node.process.send_signal(signal.SIGINT)
+            node.until_ended()
+            return
+        command = self.said(step.command, machine)
+        assert "ADDR" not in command, f"{where}: no node has an address"
+        environment = {**self.environment, "HOME": str(self.home(machine))}
+        directory = self._directory(command, machine)
+        if STARTS.search(command):
+            self._start(command, environment, directory, step, box)
+            return
+        began = monotonic()
+        while True:
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, check=False, timeout=SECONDS,
+            )  # fmt: skip
+            is_well = done.returncode == 0 and is_seen(step.seen, done.stdout + done.stderr)
+            if is_well or not LOOKS.search(command) or monotonic() - began > LOOK_SECONDS:
+                break
+        told = f"{done.stdout}{done.stderr}"
+        assert done.returncode == (2 if box.word == "refused" else 0), f"{where}: {done.returncode}:\n{told}"
+        assert is_seen(step.seen, told), f"{where}: not what is said:\n{told}\n{self._logs()}"
+        if "p2ptrain leave" in command:
+            next(each for each in reversed(self.nodes) if each.directory == directory).until_ended()
+
+    def _start(self, command: str, environment: dict[str, str], directory: Path, step: Step, box: Box) -> None:
+        log = self.folder / f"{len(self.nodes)}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+        node = Node(command, box.word, directory, log, process)
+        self.nodes.append(node)
+        node.until(lambda: node.status.get("addresses"), "up")
+        node.until(lambda: is_seen(step.seen, node.text), "seen")
+
+    def _directory(self, command: str, machine: str) -> Path:
+        words = shlex.split(command)
+        return self.folder / words[words.index("--data-dir") + 1] if "--data-dir" in words else self.kept(machine)
+
+    def _logs(self) -> str:
+        return "\n".join(f"{node.command}:\n{node.text[-2_000:]}" for node in self.nodes)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            if node.process.poll() is None:
+                node.process.kill()
+                node.process.wait()
+        psutil.wait_procs(p2pds(self.folder), 30)
+        sys.stderr.write("".join(f"{took:5.1f} s  {what}\n" for took, what in self.took))
+        for node in self.nodes:
+            assert "Traceback" not in node.text, node.text[-5_000:]
+
+
+@contextmanager
+def reader_in(folder: Path, bootstrap: str = "") -> Iterator[Reader]:
+    reader = Reader(folder, bootstrap)
+    try:
+        yield reader
+    finally:
+        reader.close()

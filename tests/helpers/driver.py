@@ -1,0 +1,395 @@
+"""For tests of the driver and its edges: a core that does as it is told, a trainer whose state is a chain of hashes.
+
+The driver, its edges, the store and the device are the real ones. Only the device's jobs are done on the loop and take
+time of the loop, so that nothing depends on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from p2ptrain.config import RunConfig
+from p2ptrain.core import events as ev
+from p2ptrain.core.manifest import Manifest as RoundManifest
+from p2ptrain.core.messages import Hello, payload_digest
+from p2ptrain.core.state import AgreedState, Taken, genesis
+from p2ptrain.digest import digest, leaf_digests, merkle_root
+from p2ptrain.errors import DataError
+from p2ptrain.learn.assignment import Positions, shard
+from p2ptrain.learn.data import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
+from p2ptrain.learn.data import store_manifest as store_data_manifest
+from p2ptrain.learn.live import StepResult
+from p2ptrain.net.blobs.fetch import Fetcher
+from p2ptrain.net.blobs.server import Server
+from p2ptrain.net.connections import Connections
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.node.device import Device
+from p2ptrain.node.driver import Driver
+from p2ptrain.node.edges import Edges
+from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.intake import Intake
+from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
+from p2ptrain.store.store import Store
+from tests.helpers.blobs import RUN, Node
+from tests.helpers.core import KEYS, FakeSigner, plain_manifest, run_of, signed
+from tests.helpers.memory_network import MemoryTransport, Network
+from tests.helpers.net import at, until
+
+T = TypeVar("T")
+PAYLOAD_BYTES = 1_000
+SEQUENCE = 256  # tokens, as in a run that says nothing else
+STATE_BYTES = 2**20 + 64  # two pieces
+STATE = Random(0).randbytes(STATE_BYTES)
+DATA = Random(1).randbytes(20_000)
+ME, PEER, OTHER, THIRD = KEYS[:4]
+
+
+def root_of(state: bytes) -> bytes:
+    return merkle_root(leaf_digests(state), len(state))
+
+
+class ChainTrainer:
+    """Chains of hashes: the state over all that was applied, the residual over all that was trained and given back."""
+
+    def __init__(self, dataset: TokenDataset | None = None, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.round, self.state = 0, STATE
+        self.device = "cpu"
+        self.live = SimpleNamespace(sequences_per_pass=0)
+        self.residual = digest("test residual", seed.to_bytes(8, "little"))
+        self.kept: set[int] = set()
+        self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
+        self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
+
+    @property
+    def state_size(self) -> int:
+        return len(self.state)
+
+    @property
+    def kept_rounds(self) -> tuple[int, ...]:
+        return tuple(sorted(self.kept))
+
+    def positions_for(self, number: int, place: int, places: int) -> Positions:
+        if self.dataset is None:
+            return np.zeros(0, dtype=np.int64)
+        return shard(0, number, place, places, 2, self.dataset.sequences(SEQUENCE))
+
+    def train(self, number: int, place: int, places: int, on_step: Callable[[StepResult], None]) -> list[StepResult]:
+        if self.dataset is not None:
+            self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)  # DataError if it is not here
+        self.done.append(("train", number, place, places))
+        words = (each.to_bytes(8, "little") for each in (number, place, places))
+        self.residual = digest("test training", self.residual, self.state[:32], *words)
+        result = StepResult(loss=1.0, tokens=64, gradient_norm=1.0)
+        on_step(result)
+        return [result]
+
+    def contribute(self, number: int) -> bytes:
+        assert number not in self.kept
+        self.kept.add(number)
+        return Random(self.residual).randbytes(PAYLOAD_BYTES)
+
+    def forget(self, number: int) -> bool:
+        self.done.append(("forget", number))
+        was_kept = number in self.kept
+        self.kept.discard(number)
+        return was_kept
+
+    def restore(self, number: int) -> bool:
+        self.done.append(("restore", number))
+        was_kept = number in self.kept
+        if was_kept:
+            self.residual = digest("test restored", self.residual, number.to_bytes(8, "little"))
+        self.kept.discard(number)
+        return was_kept
+
+    def check(self, payload: bytes) -> str | None:
+        return "it says so itself" if payload.startswith(b"bad") else None
+
+    def apply(self, number: int, payloads: Sequence[bytes]) -> None:
+        assert number == self.round
+        link = digest("test chain", self.state[:32], *payloads)
+        self.state, self.round = link + self.state[32:], number + 1
+        self.done.append(("apply", number + 1, len(payloads)))
+
+    def root(self, manifest: bytes = b"") -> bytes:
+        return root_of(self.state)
+
+    def state_bytes(self) -> bytes:
+        return self.state
+
+    def leaves(self) -> list[bytes]:
+        return leaf_digests(self.state)
+
+    def adopt(self, number: int, pieces: Iterable[bytes]) -> None:
+        self.round, self.state = number, b"".join(pieces)
+        self.done.append(("adopt", number))
+
+    def capture(self, is_copied: bool = True) -> Any:
+        kept = b"".join(number.to_bytes(8, "little") for number in self.kept_rounds)
+        counts = self.round.to_bytes(8, "little") + len(self.kept).to_bytes(8, "little")
+        content, state = counts + kept + self.residual + self.state, self.state
+
+        def write(path: Path) -> None:
+            path.write_bytes(content)
+
+        return SimpleNamespace(write=write, state=memoryview(state))
+
+    def load(self, path: Path) -> None:
+        content = path.read_bytes()
+        numbers = [int.from_bytes(content[start : start + 8], "little") for start in range(0, len(content), 8)[:64]]
+        self.round, count = numbers[:2]
+        rest = content[16 + 8 * count :]
+        self.kept, self.residual, self.state = set(numbers[2 : 2 + count]), rest[:32], rest[32:]
+
+
+class LoopDevice(Device):
+    """The real one, whose jobs are done on the loop, one after the other, and take time of the loop."""
+
+    def __init__(self, trainer: ChainTrainer, train_seconds: float = 1.0) -> None:
+        super().__init__(trainer)  # type: ignore[arg-type]
+        self.chain, self.train_seconds = trainer, train_seconds
+        self.checked: list[bytes] = []
+        self.gate: Callable[[], Awaitable[None]] | None = None  # in the way of checks
+        self._turn = asyncio.Lock()
+
+    async def run(self, job: Callable[..., T], *arguments: object) -> T:
+        async with self._turn:
+            await at(asyncio.get_running_loop().time() + (self.train_seconds if job == self._train else 0.001))
+            return job(*arguments)
+
+    async def check(self, payload: bytes) -> str | None:
+        if self.gate is not None:
+            await self.gate()
+        self.checked.append(payload)
+        return self.chain.check(payload)
+
+
+class LoopKeeping(Persistence):
+    """The real one, whose disk is slow on the loop, and may fail."""
+
+    writes: list[list[ev.Record]]
+    trouble: list[str]  # why the next writes fail, one after the other
+    disk_seconds: float
+
+    async def on_disk(self, job: Callable[..., T], *arguments: object) -> T:
+        is_write = job == self.store.write
+        await at(asyncio.get_running_loop().time() + self.disk_seconds)
+        if is_write:
+            self.writes.append(list(arguments[0]))  # type: ignore[call-overload]
+            if self.trouble:
+                raise DataError(self.trouble.pop(0))
+        return job(*arguments)
+
+
+class ScriptedNode:
+    """In the core's place: it notes what it hears, and answers as the test says."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.seen = SimpleNamespace(me=ME, run=run, is_in=self.is_in, is_stopping=False, is_quarantined=False)
+        self.deadline: float | None = None
+        self.has_started = False
+        self.handled: list[tuple[float, ev.Event]] = []
+        self.answer: Callable[[ev.Event], list[ev.Effect]] = lambda event: []
+
+    @property
+    def events(self) -> list[ev.Event]:
+        """What it has heard, but for the beginning and the end."""
+        return [event for _, event in self.handled if not isinstance(event, ev.Started | ev.StopRequested)]
+
+    def is_in(self, peer: bytes) -> bool:
+        return self.has_started and peer in KEYS[:4]
+
+    def view(self) -> SimpleNamespace:
+        return self.seen
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        self.handled.append((now, event))
+        self.has_started = True
+        return [ev.Stop("the test is over")] if isinstance(event, ev.StopRequested) else self.answer(event)
+
+
+class NotedLines:
+    """Notes what is to be said to one peer."""
+
+    def __init__(self, done: list[tuple[Any, ...]]) -> None:
+        self.done = done
+
+    def post(self, peer: bytes, message: Any) -> bool:
+        self.done.append(("post", peer, message))
+        return True
+
+    def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
+        self.done.append(("ask history", peer, branch, number))
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+@dataclass
+class Bench:
+    """A driver, and all that it drives."""
+
+    network: Network
+    transport: MemoryTransport
+    run: RunConfig
+    genesis: AgreedState
+    store: Store
+    node: ScriptedNode
+    device: LoopDevice
+    edges: Edges
+    persistence: LoopKeeping
+    driver: Driver
+    started: ev.Started
+    done: list[tuple[Any, ...]]  # what was said, in order
+    handled: list[tuple[ev.Event, Any]]  # events, and the effects that the core answered with
+    blamed: list[tuple[bytes, str]] = field(default_factory=list)
+    servers: list[Node] = field(default_factory=list)
+
+    @property
+    def trainer(self) -> ChainTrainer:
+        return self.device.chain
+
+    async def serve(self, key: bytes, connected: bool = True) -> Node:
+        """A peer that serves what it is given."""
+        peer = Node(key, self.network.transport(key), TokenBucket(0), TokenBucket(0))
+        await peer.server.__aenter__()
+        self.servers.append(peer)
+        if connected:
+            await self.transport.connect(peer.transport.addresses()[0])
+            self.edges.connections.linked[key] = None
+        return peer
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[str]]:
+        task = asyncio.create_task(self.driver.run(self.started))
+        try:
+            await until(lambda: bool(self.node.handled))
+            yield task
+            if not task.done():
+                self.driver.give(ev.StopRequested())
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def heard(self, event: ev.Event) -> None:
+        """Until the core has heard this."""
+        await until(lambda: event in self.node.events)
+
+
+@asynccontextmanager
+async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIterator[Bench]:
+    network = Network(latency_seconds=0.002)
+    transport = network.transport(ME)
+    data = a_dataset(tmp_path / "data") if dataset is None else dataset
+    run = run_of().sealed(
+        manifest=manifest_digest(data.manifest_bytes()),
+        initial_root=root_of(STATE).hex(),
+        founders=[key.hex() for key in KEYS[:4]],
+    )
+    base = genesis(RUN, KEYS[:4], root_of(STATE))
+    store = Store(tmp_path / "run", run, base, ME, tmp_path / "key")
+    node, device = ScriptedNode(run), LoopDevice(ChainTrainer())
+    blamed: list[tuple[bytes, str]] = []
+    done: list[tuple[Any, ...]] = []
+    fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
+    states = SavedStates()
+    library = ServedBlobs(run, store, states, data, fetcher)
+
+    async def speaks(peer: bytes) -> bool:
+        return True
+
+    connections = Connections(transport, RUN, speaks, lambda peer: None, lambda peer: None, Random(0))
+    lines: Any = NotedLines(done)
+    place = tmp_path / "fetching"
+    fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
+    persistence = LoopKeeping(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
+    persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
+    free = TokenBucket(0)
+    server = Server(transport, RUN, library, upload=free, blame=lambda *each: None)
+    edges = Edges(RUN, transport, connections, lines, fetching, persistence, library, server, free, free)
+    publish = transport.publish
+
+    async def published(topic: str, data: bytes) -> None:
+        done.append(("publish", data))
+        await publish(topic, data)
+
+    transport.publish = published  # type: ignore[method-assign]
+    intake = Intake(FakeSigner(ME), device, node.view().is_in, persistence.put)
+    handled: list[tuple[ev.Event, Any]] = []
+    driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]
+    started = ev.Started(store.saved(None))
+    made = Bench(
+        network, transport, run, base, store, node, device, edges, persistence, driver, started, done, handled, blamed
+    )
+    try:
+        yield made
+    finally:
+        for server in made.servers:
+            await server.server.__aexit__(None, None, None)
+        for each in list(network.nodes.values()):
+            await each.close()
+        device.close()
+        persistence.close()
+        store.close()
+
+
+def doing(each: Bench, *effects: ev.Effect) -> None:
+    """Have the core want this."""
+    each.driver.effects.add(effects)
+    each.driver._has_effects.set()
+
+
+def of_kind(each: Bench, *kinds: type) -> list[ev.Event]:
+    return [event for event in each.node.events if isinstance(event, kinds)]
+
+
+def a_dataset(directory: Path, data: bytes = DATA, is_whole: bool = True) -> TokenDataset:
+    """Bytes as tokens, in one piece."""
+    stream = Split((piece_digest(data),), len(data))
+    tokenizer = TokenizerName(digest="", kind="bytes", vocab_size=256)
+    encoded = DatasetIndex(
+        held_out=Split((), 0), token_bytes=1, tokenizer=tokenizer, training=stream, version=1
+    ).encode()
+    made = store_data_manifest(directory, encoded, manifest_digest(encoded))
+    if is_whole:
+        made.add_piece(bytes.fromhex(piece_digest(data)), data)
+    return made
+
+
+def a_manifest(state: AgreedState, number: int, payloads: Sequence[bytes], **changes: Any) -> RoundManifest:
+    """As far as a driver looks into one."""
+    taken = tuple(
+        Taken(author, number, number - 1, payload_digest(payload), len(payload))
+        for author, payload in zip(KEYS, payloads, strict=False)
+    )
+    fields: dict[str, Any] = {"round": number, "taken": taken} | changes
+    return msgspec.structs.replace(plain_manifest(state, run_of()), **fields)
+
+
+def a_message(author: bytes = PEER, number: int = 1) -> bytes:
+    bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
+    return signed(
+        Hello(author=author, protocols=(1,), branch=RUN, round=number, view=0, is_silent=False, **bitmaps)
+    ).envelope
+
+
+async def spin(condition: Callable[[], bool]) -> None:
+    """Let the others work until it is so, without any time passing."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it does not come to be so")

@@ -1,0 +1,87 @@
+"""The cases whose state roots are known, and how each comes about."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.learn.aggregate import apply_votes, common_scales, sum_votes
+from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.root import state_root
+from p2ptrain.learn.transform import Layout
+from tests.helpers.exact_numbers import contribution, weights
+
+SHAPES = [(130, 128), (200,), (64, 192), (3, 7), (97, 101)]
+SIZES = [math.prod(shape) for shape in SHAPES]
+
+
+def flat_weights(seed: int) -> torch.Tensor:
+    return weights(seed, (sum(SIZES),))
+
+
+def parts(flat: torch.Tensor) -> list[torch.Tensor]:
+    return [part.view(shape) for part, shape in zip(torch.split(flat, SIZES), SHAPES, strict=True)]
+
+
+def scales_of(recipe: RecipeConfig, contributions: list[Contribution]) -> tuple[int, ...] | None:
+    if not recipe.spec.is_scaled:
+        return None
+    return common_scales([one.exponents for one in contributions if one.exponents is not None])
+
+
+def updated(
+    recipe: RecipeConfig,
+    contributions: list[Contribution],
+    rate: Fraction,
+    flat: torch.Tensor,
+) -> torch.Tensor:
+    layout = Layout(SHAPES, recipe.chunk)
+    flat = flat.clone()
+    votes = sum_votes(layout, recipe, contributions, len(contributions), scales_of(recipe, contributions), flat.device)
+    apply_votes(layout, recipe, votes, rate, parts(flat))
+    return flat
+
+
+def golden_cases() -> dict[str, tuple[RecipeConfig, int]]:
+    cases = {}
+    for name, outer, (chunk, k) in itertools.product(
+        ("distro", "demo", "local"), ("normalised", "mean", "sign"), ((64, 32), (64, 8), (16, 5), (8, 32))
+    ):
+        for peers in (1, 7, 40):
+            bits = 3 if name == "demo" else 1
+            recipe = RecipeConfig(
+                name=name, outer=outer, chunk=chunk, k=k, value_bits=bits, weight_decay=Fraction(1, 10)
+            )
+            cases[f"{name} {outer} chunk={chunk} k={k} peers={peers}"] = recipe, peers
+    return cases
+
+
+def golden_root(recipe: RecipeConfig, peers: int, device: torch.device) -> str:
+    """Three rounds at rates that no binary fraction equals."""
+    layout = Layout(SHAPES, recipe.chunk)
+    flat = flat_weights(len(recipe.name + recipe.outer)).to(device)
+    for round_number, rate in enumerate((Fraction(1, 1000), Fraction(2, 3), Fraction(7, 300))):
+        offered = [contribution(1000 * round_number + peer, layout, recipe) for peer in range(peers)]
+        flat = updated(recipe, offered, rate, flat)
+    assert torch.isfinite(flat).all()
+    return state_root(flat).hex()
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "state_roots.json"
+
+
+def golden() -> dict[str, str]:
+    """The known root of each case."""
+    found: dict[str, str] = json.loads(GOLDEN.read_text())
+    return found
+
+
+if __name__ == "__main__":  # python tests/helpers/golden.py: only with a new protocol version
+    roots = {case: golden_root(recipe, peers, torch.device("cpu")) for case, (recipe, peers) in golden_cases().items()}
+    GOLDEN.write_text(json.dumps(roots, indent=1) + "\n")

@@ -1,0 +1,121 @@
+"""What a run is said to take of memory, against what it takes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.config import MODEL_PRESETS, ModelConfig, RunConfig
+from p2ptrain.learn.data import manifest_digest
+from p2ptrain.learn.memory import PROCESS_BYTES, PassSettings, activations, need_of
+from p2ptrain.learn.model import parameter_count
+from tests.helpers.live_memory import peak_of_pass
+from tests.helpers.trainer import embedded
+
+BOTH = (False, True)
+PROGRAM_GROWS_BYTES = 35 * 10**6  # torch's libraries, as they are used for the first time
+SHAPES = [
+    *({"preset": name} for name in MODEL_PRESETS if name != "1b"),
+    {"dim": 128, "layers": 5, "heads": 4, "kv_heads": 4, "ffn_dim": 512, "sequence_length": 512, "vocab_size": 8_192},
+    {"dim": 512, "layers": 3, "heads": 8, "ffn_dim": 1_024, "sequence_length": 256, "vocab_size": 50_304},
+]
+PROGRAM = """
+import ctypes, json, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.trainer import Trainer
+
+def most(reset):
+    if reset:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+run, device, data, digest, rounds = json.loads(sys.argv[1])
+dataset = TokenDataset.open(Path(data), digest)
+before = most(True)
+
+def live():
+    trainer = Trainer(RunConfig.model_validate(run), DeviceConfig(**device), dataset)
+    for number in range(rounds):
+        trainer.train(number, 0, 1)
+        payload = trainer.contribute(number)
+        trainer.apply(number, [payload] * 10)
+        trainer.forget(number)
+
+with ThreadPoolExecutor(1) as thread:  # as in a daemon
+    thread.submit(live).result()
+print(json.dumps([before, most(False)]))
+"""
+
+
+@pytest.mark.parametrize(("autocast", "checkpointing"), list(itertools.product(BOTH, BOTH)))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_formula_of_a_pass_is_what_is_alive_in_it(
+    shape: dict[str, Any], autocast: bool, checkpointing: bool
+) -> None:
+    """Within a tenth of all that a trainer takes: weights, gradient and residual besides."""
+    model, passes = ModelConfig.model_validate(shape), PassSettings(autocast, checkpointing)
+    besides = 3 * 4 * parameter_count(model)
+    for sequences in (1, 8):
+        alive = peak_of_pass(model, sequences, passes)
+        assert activations(model, sequences, passes) + besides == pytest.approx(alive + besides, rel=0.1)
+
+
+def _took(tmp_path: Path, run: dict[str, Any], device: dict[str, Any], rounds: int = 2) -> tuple[int, int]:
+    """A process's memory before it has a trainer, and the most that it had, with one thread and rounds of ten."""
+    dataset = embedded(tmp_path / "data")
+    name = manifest_digest(dataset.manifest_bytes())
+    argument = json.dumps([run, device, str(dataset.directory), name, rounds])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], check=True, stdout=subprocess.PIPE, timeout=1_000,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    before, most = json.loads(done.stdout)
+    return before, most
+
+
+def _compare(tmp_path: Path, preset: str, recipe: str, autocast: bool, checkpointing: bool, rounds: int = 2) -> None:
+    run: dict[str, Any] = {"name": "memory", "model": {"preset": preset}, "recipe": {"name": recipe}}
+    if recipe == "local":
+        run["recipe"]["local_steps"] = 2
+    device = {"name": "cpu", "threads": 1, "autocast": "bf16" if autocast else "off", "checkpointing": checkpointing}
+    need = need_of(RunConfig.model_validate(run), PassSettings(autocast, checkpointing))
+    before, most = _took(tmp_path, run, device, rounds)
+    told = before + PROGRAM_GROWS_BYTES + need.program - PROCESS_BYTES + need.trainer
+    assert told == pytest.approx(most, rel=0.1)
+
+
+@pytest.mark.parametrize(("recipe", "autocast", "checkpointing"), [("distro", False, True), ("local", True, False)])
+def test_a_run_takes_the_memory_that_it_is_said_to_take(
+    recipe: str, autocast: bool, checkpointing: bool, tmp_path: Path
+) -> None:
+    _compare(tmp_path, "5m", recipe, autocast, checkpointing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["distro", "demo", "local"])
+@pytest.mark.parametrize("autocast", BOTH)
+@pytest.mark.parametrize("preset", ["1m", "10m", "30m"])
+def test_every_preset_takes_the_memory_that_it_is_said_to_take(
+    preset: str, autocast: bool, recipe: str, tmp_path: Path
+) -> None:
+    _compare(tmp_path, preset, recipe, autocast, checkpointing=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "autocast"), [("distro", False), ("local", True)])
+def test_the_preset_of_a_hundred_million_takes_the_memory_that_it_is_said_to_take(
+    recipe: str, autocast: bool, tmp_path: Path
+) -> None:
+    _compare(tmp_path, "100m", recipe, autocast, checkpointing=False, rounds=1)

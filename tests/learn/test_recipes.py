@@ -1,0 +1,385 @@
+"""The recipes against an independent DeMo and against torch's AdamW; what leaves the residual and comes back."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy import fft
+
+from p2ptrain.config import RECIPES, ModelConfig, RecipeConfig
+from p2ptrain.errors import ConfigError, MemoryShortError, TrainingError
+from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.live import LiveModel
+from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.learn.recipes import GradientRecipe, LocalRecipe, Residual, make_recipe, quantise
+from p2ptrain.learn.transform import Layout
+from tests.helpers.exact_numbers import integers, weights
+
+CPU = torch.device("cpu")
+TINY = ModelConfig(vocab_size=256, dim=32, layers=1, heads=2, kv_heads=1, ffn_dim=48, sequence_length=16)
+
+
+def live_model(seed: int = 1) -> LiveModel:
+    model = Transformer(TINY)
+    initialise(model, seed)
+    return LiveModel(model, autocast=False)
+
+
+def batch(seed: int, sequences: int = 4) -> torch.Tensor:
+    drawn = integers(seed, sequences * 17) % np.uint64(256)
+    return torch.from_numpy(drawn.astype(np.int64).reshape(sequences, 17))
+
+
+class PlainDeMo:
+    """DeMo as the paper has it, on one matrix: a momentum of parameters, the DCT of its padded 64 x 64 chunks."""
+
+    def __init__(self, shape: tuple[int, int], k: int, decay: float) -> None:
+        self.shape, self.k, self.decay = shape, k, decay
+        self.tiles = tuple(-(-size // 64) for size in shape)
+        self.momentum = np.zeros(shape)
+
+    def step(self, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Indices [chunks, k], values [chunks, k] and how far the weakest chosen is above the strongest left out."""
+        rows, columns = self.tiles
+        self.momentum = self.decay * self.momentum + gradient
+        padded = np.zeros((rows * 64, columns * 64))
+        padded[: self.shape[0], : self.shape[1]] = self.momentum
+        chunks = padded.reshape(rows, 64, columns, 64).transpose(0, 2, 1, 3).reshape(-1, 64, 64)
+        flat = fft.dctn(chunks, axes=(1, 2), norm="ortho").reshape(-1, 4096)
+        order = np.argsort(-np.abs(flat), axis=1)
+        indices = np.sort(order[:, : self.k], axis=1)
+        values = np.take_along_axis(flat, indices, 1)
+        left_out = np.abs(np.take_along_axis(flat, order[:, self.k : self.k + 1], 1))
+        sent = np.zeros_like(flat)
+        np.put_along_axis(sent, indices, values, 1)
+        decoded = fft.idctn(sent.reshape(-1, 64, 64), axes=(1, 2), norm="ortho")
+        decoded = decoded.reshape(rows, columns, 64, 64).transpose(0, 2, 1, 3).reshape(rows * 64, columns * 64)
+        self.momentum -= decoded[: self.shape[0], : self.shape[1]]
+        return indices, values, np.abs(values).min(axis=1) / left_out[:, 0]
+
+
+@pytest.mark.parametrize("shape", [(128, 192), (100, 97)])
+def test_distro_offers_what_an_independent_demo_would(shape: tuple[int, int]) -> None:
+    """Padding included: there the residual of coefficients must be projected, or it drifts from the paper's."""
+    recipe = RecipeConfig(name="distro", k=16, decay=Fraction(9, 10))
+    layout = Layout([shape], 64)
+    residual = Residual(layout, CPU)
+    reference = PlainDeMo(shape, 16, 0.9)
+    agreeing = chosen = 0
+    for step in range(12):
+        gradient = weights(step, shape)
+        residual.add([gradient], 0.9)
+        offered = residual.take(step, recipe)
+        residual.forget(step)
+        indices, values, margin = reference.step(gradient.double().numpy())
+        for chunk in range(layout.chunks):
+            ours = dict(zip(offered.indices[chunk].tolist(), offered.values[chunk].tolist(), strict=True))
+            theirs = dict(zip(indices[chunk].tolist(), np.sign(values[chunk]).tolist(), strict=True))
+            if margin[chunk] > 1.01:  # a choice that rounding cannot turn
+                assert ours == theirs
+            agreeing += len(ours.items() & theirs.items())
+            chosen += 16
+    assert agreeing / chosen > 0.99
+
+
+def test_gradients_of_the_opposite_sign_give_the_opposite_signs_and_zero_gives_no_memory() -> None:
+    recipe = RecipeConfig(name="distro", k=8)
+    layout = Layout([(64, 128)], 64)
+    one, other = Residual(layout, CPU), Residual(layout, CPU)
+    one.add([weights(1, (64, 128))], 0.5)
+    other.add([-weights(1, (64, 128))], 0.5)
+    first, second = one.take(0, recipe), other.take(0, recipe)
+    assert np.array_equal(first.indices, second.indices)
+    assert np.array_equal(first.values, -second.values)
+    assert not np.array_equal(first.values, np.ones_like(first.values))
+
+
+def test_what_a_contribution_of_signs_carries_is_gone_from_the_residual() -> None:
+    layout = Layout([(64, 128)], 64)
+    residual = Residual(layout, CPU)
+    residual.add([weights(1, (64, 128))], 0.5)
+    before = residual.coefficients.clone()
+    offered = residual.take(3, RecipeConfig(k=32))
+    places = torch.from_numpy(offered.indices.astype(np.int64))
+    assert (residual.coefficients.gather(1, places) == 0).all()
+    changed = residual.coefficients != before
+    assert changed.sum() == 64
+    assert np.array_equal(residual.kept[3].removed, before.gather(1, places).numpy())
+
+
+@pytest.mark.parametrize(("name", "value_bits"), [("demo", 1), ("demo", 3), ("demo", 4), ("local", 1)])
+def test_a_scaled_contribution_carries_what_left_the_residual(name: str, value_bits: int) -> None:
+    recipe = RecipeConfig(name=name, k=32, value_bits=value_bits)
+    layout = Layout([(64, 128), (192, 64), (30,)], 64)
+    residual = Residual(layout, CPU)
+    residual.add([weights(1, (64, 128)), weights(2, (192, 64)) / 1000, weights(3, (30,)) * 7], 0.5)
+    before = residual.coefficients.clone()
+    offered = residual.take(0, recipe)
+    assert offered.exponents is not None
+    units = np.repeat(np.float32(2) ** offered.exponents, [2, 3, 1])[:, None]
+    places = torch.from_numpy(offered.indices.astype(np.int64))
+    left = (before.gather(1, places) - residual.coefficients.gather(1, places)).numpy()
+    assert np.allclose(left, offered.values * units, rtol=1e-5, atol=float(units.min()) * 1e-4)
+    assert offered.values.min() >= -(1 << (value_bits - 1))
+    assert offered.values.max() <= 1 << (value_bits - 1)
+    assert (offered.values != 0).all()
+
+
+def test_quantising_finds_the_unit_with_the_least_squared_error() -> None:
+    chosen = (weights(5, (6, 32)) + 0.6 * torch.sign(weights(5, (6, 32)))).numpy()
+    chosen[3:] *= 2.0**-9
+    for value_bits in (1, 2, 3, 4):
+        values, exponents = quantise(np.abs(chosen), [3, 3], value_bits)
+        top = 2 ** (value_bits - 1)
+        for group, rows in enumerate((slice(0, 3), slice(3, 6))):
+            errors = {}
+            for exponent in range(-30, 8):
+                levels = np.clip(np.rint(np.abs(chosen[rows]) / 2.0**exponent), 1, top) * 2.0**exponent
+                errors[exponent] = float(np.square(np.abs(chosen[rows]) - levels).sum())
+            best = min(errors, key=lambda exponent: errors[exponent])
+            assert exponents[group] == best
+        assert (values >= 1).all()
+        assert values.max() <= top
+
+
+def test_quantising_nothing_and_extremes_stays_in_range() -> None:
+    for size in (0.0, 1e-38, 1e30):
+        values, exponents = quantise(np.full((2, 4), size, np.float32), [1, 1], 3)
+        assert (values >= 1).all()
+        assert size > 0 or (exponents == -64).all(), "nothing is sent as next to nothing"
+        assert (exponents >= -64).all() and (exponents <= 15).all()
+
+
+def test_a_group_without_a_gradient_is_offered_as_next_to_nothing() -> None:
+    recipe = RecipeConfig(name="local")
+    layout = Layout([(64, 64), (64, 64)], 64)
+    residual = Residual(layout, CPU)
+    residual.add([weights(1, (64, 64)) / 100, torch.zeros(64, 64)], 0.95)
+    offered = residual.take(0, recipe)
+    assert offered.exponents is not None
+    assert offered.exponents[1] == -64 < offered.exponents[0]
+    assert residual.coefficients[1].abs().max() < 1e-18
+
+
+def test_signs_of_nothing_change_from_round_to_round_and_from_place_to_place() -> None:
+    layout = Layout([(64, 64)], 64)
+    residual = Residual(layout, CPU)
+    first, second = residual.take(0, RecipeConfig(k=32)), residual.take(1, RecipeConfig(k=32))
+    assert np.array_equal(first.indices, second.indices)
+    assert np.array_equal(first.values, -second.values)
+    assert set(first.values.ravel().tolist()) == {1, -1}
+
+
+def test_a_contribution_that_nobody_took_comes_back_value_for_value() -> None:
+    layout = Layout([(64, 128)], 64)
+    recipe = RecipeConfig(k=32)
+    residual = Residual(layout, CPU)
+    residual.add([weights(1, (64, 128))], 0.5)
+    before = residual.coefficients.clone()
+    residual.take(0, recipe)
+    residual.restore(0)
+    assert torch.equal(residual.coefficients, before)
+    residual.restore(0)  # there is nothing left to restore
+    assert torch.equal(residual.coefficients, before)
+    residual.take(1, recipe)
+    residual.forget(1)
+    after = residual.coefficients.clone()
+    residual.restore(1)
+    assert torch.equal(residual.coefficients, after)
+
+
+def test_contributions_come_back_in_any_order_to_a_later_residual() -> None:
+    layout = Layout([(64, 128)], 64)
+    recipe = RecipeConfig(k=32)
+    residual = Residual(layout, CPU)
+    for number in range(3):
+        residual.add([weights(number, (64, 128))], 0.5)
+        residual.take(number, recipe)
+    kept = residual.kept[1]
+    before = residual.coefficients.clone()
+    residual.restore(1)
+    places = torch.from_numpy(kept.indices.astype(np.int64))
+    expected = before.clone().scatter_add_(1, places, torch.from_numpy(kept.removed))
+    assert torch.equal(residual.coefficients, expected)
+    assert sorted(residual.kept) == [0, 2]
+
+
+def test_local_steps_are_those_of_torchs_adamw() -> None:
+    recipe = RecipeConfig(name="local", inner_weight_decay=Fraction(1, 10), clip=Fraction(1, 2), sequences_per_pass=2)
+    live = live_model()
+    local = LocalRecipe(recipe, live, Layout(live.shapes, 64))
+    model = Transformer(TINY)
+    initialise(model, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
+    local.begin()
+    for step in range(6):
+        local.local_step(step, batch(step), [])
+        optimizer.zero_grad()
+        for part in batch(step).split(2):
+            (model.loss(part) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    theirs = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    assert torch.allclose(live.weights, theirs, atol=2e-5)
+    assert not torch.allclose(live.weights, local.agreed, atol=1e-3)
+    moved = local.agreed - live.weights
+    local.contribute(0)
+    expected = Residual(Layout(live.shapes, 64), CPU)
+    expected.add(live.parts(moved), 0.95)
+    restored = local.residual
+    restored.restore(0)
+    assert torch.allclose(restored.coefficients, expected.coefficients, atol=1e-6)
+    local.begin()
+    assert torch.equal(live.weights, local.agreed)
+
+
+def test_accumulated_passes_are_one_step_over_the_whole_batch() -> None:
+    once, thrice = live_model(), live_model()
+    whole = once.gradient_step(0, batch(1, 6), [], RecipeConfig(sequences_per_pass=6, clip=Fraction(0)))
+    parts = thrice.gradient_step(0, batch(1, 6), [], RecipeConfig(sequences_per_pass=2, clip=Fraction(0)))
+    assert torch.allclose(once.gradient, thrice.gradient, atol=1e-6)
+    assert (whole.loss, whole.gradient_norm) == pytest.approx((parts.loss, parts.gradient_norm), rel=1e-5)
+    assert whole.tokens == parts.tokens == 96
+    assert whole.gradient_norm == pytest.approx(float(once.gradient.norm()))
+
+
+def test_the_gradient_is_clipped_to_its_norm_and_the_norm_before_is_reported() -> None:
+    live = live_model()
+    result = live.gradient_step(0, batch(1), [], RecipeConfig(clip=Fraction(1, 100)))
+    assert result.gradient_norm > 0.01
+    assert float(live.gradient.norm()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_gradients_and_parameters_stay_views_of_the_flat_tensors() -> None:
+    live = live_model()
+    live.gradient_step(0, batch(1), [], RecipeConfig())
+    live.gradient_step(1, batch(2), [], RecipeConfig())
+    starts = [part.data_ptr() for part in live.parts(live.weights)]
+    assert [parameter.data_ptr() for parameter in live.model.parameters()] == starts
+    gradients = [parameter.grad.data_ptr() for parameter in live.model.parameters() if parameter.grad is not None]
+    assert gradients == [part.data_ptr() for part in live.parts(live.gradient)]
+
+
+@pytest.mark.parametrize(("poison", "what"), [(float("nan"), "the loss"), (float("inf"), "the loss")])
+def test_a_loss_that_is_not_finite_names_the_step_and_the_sequences(poison: float, what: str) -> None:
+    live = live_model()
+    live.weights[5] = poison
+    with pytest.raises(TrainingError) as caught:
+        live.gradient_step(7, torch.zeros(2, 17, dtype=torch.int64), [40, 41], RecipeConfig())
+    assert (caught.value.what, caught.value.step, caught.value.positions) == (what, 7, [40, 41])
+    assert (live.gradient == 0).all()
+
+
+def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = live_model()
+    live.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(TrainingError, match="the gradient is not finite in step 0"):
+        live.gradient_step(0, batch(1), [1], RecipeConfig())
+    assert (live.gradient == 0).all()
+
+
+class Silent(GradientRecipe):
+    """A recipe of one's own: always votes for the same thing."""
+
+    def contribute(self, round_number: int) -> Contribution:
+        chunks = self.residual.layout.chunks
+        indices = np.tile(np.arange(self.config.k, dtype=np.uint16), (chunks, 1))
+        return Contribution(indices, np.ones((chunks, self.config.k), np.int8))
+
+
+def test_a_recipe_is_chosen_by_name_or_by_module_and_name() -> None:
+    live = live_model()
+    layout = Layout(live.shapes, 64)
+    assert type(make_recipe(RecipeConfig(name="demo"), live, layout)) is GradientRecipe
+    assert type(make_recipe(RecipeConfig(name="local"), live, layout)) is LocalRecipe
+    assert type(make_recipe(RecipeConfig(name=f"{__name__}:Silent"), live, layout)) is Silent
+    for name in RECIPES:
+        assert make_recipe(RecipeConfig(name=name), live, layout).agreed.numel() == live.weights.numel()
+    for name in ("no.such.module:Recipe", f"{__name__}:Nothing"):
+        with pytest.raises(ConfigError, match=r"recipe\.name: cannot load .* Install the package"):
+            make_recipe(RecipeConfig(name=name), live, layout)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_takes_the_copies_of_the_weights_that_its_spec_tells(name: str) -> None:
+    config = RecipeConfig(name=name)
+    live = live_model()
+    recipe = make_recipe(config, live, Layout(live.shapes, 64))
+    own = [each for each in vars(recipe).values() if isinstance(each, torch.Tensor) and each is not live.weights]
+    assert sum(each.numel() for each in own) // live.weights.numel() == config.spec.copies
+    saved = sum(each.numel() for each in recipe.state().values())
+    assert saved // live.weights.numel() == config.spec.copies_saved
+
+
+def failing_above(live: LiveModel, sequences: int, error: Exception) -> list[int]:
+    """Let passes of more sequences fail halfway; the sizes of all that were tried."""
+    tried: list[int] = []
+    real = live.model.loss
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        tried.append(len(batch))
+        found = real(batch)
+        if len(batch) > sequences:
+            found.backward()  # something of it is in the gradient already
+            raise error
+        return found
+
+    live.model.loss = loss  # type: ignore[method-assign]
+    return tried
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, short = live_model(), live_model()
+    recipe = RecipeConfig(sequences_per_pass=6)
+    expected = whole.gradient_step(0, batch(1, 6), [], recipe)
+    tried = failing_above(short, 2, error)
+    found = short.gradient_step(0, batch(1, 6), [], recipe)
+    assert tried == [6, 3, 2, 2, 2]
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    torch.testing.assert_close(short.gradient, whole.gradient)
+    assert "out of memory in a pass of 6 sequences" in caplog.text and "going on with 3 a pass" in caplog.text
+    assert "device.sequences_per_pass" in caplog.text
+    tried.clear()
+    short.gradient_step(1, batch(1, 6), [], recipe)
+    assert tried == [2, 2, 2], "those that follow begin with what fitted"
+
+
+def test_parts_of_different_sizes_weigh_as_much_as_they_have_sequences() -> None:
+    whole, parts = live_model(), live_model()
+    parts.sequences_per_pass = 4
+    recipe = RecipeConfig(sequences_per_pass=5)
+    losses = [live.gradient_step(0, batch(1, 5), [], recipe).loss for live in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    torch.testing.assert_close(whole.gradient, parts.gradient)
+
+
+def test_where_not_one_sequence_fits_it_is_said_with_the_settings_that_help() -> None:
+    live = live_model()
+    failing_above(live, 0, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(MemoryShortError, match=r"one sequence of 16 tokens does not fit: .* are free\. device\."):
+        live.gradient_step(0, batch(1), [], RecipeConfig())
+    assert (live.gradient == 0).all()
+
+
+def test_another_mistake_is_no_lack_of_memory() -> None:
+    live = live_model()
+    failing_above(live, 0, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        live.gradient_step(0, batch(1), [], RecipeConfig())

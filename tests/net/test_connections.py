@@ -1,0 +1,380 @@
+"""Connections: dialling without end and not too often, and hints that may say anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from p2ptrain.core import wire
+from p2ptrain.identity import peer_id_of
+from p2ptrain.net import questions
+from p2ptrain.net.address_book import ADDRESSES_MAX, Origin
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
+from p2ptrain.net.connections import (
+    DIAL_SECONDS_MAX,
+    KNOWN_MAX,
+    LINKS_MAX,
+    STEADY_SECONDS,
+    TELL_SECONDS,
+    Connections,
+    topic_of,
+)
+from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
+from p2ptrain.net.transport import Stream, TransportError
+from tests.helpers.connections import ME, RUN, A, B, C, Seen, address, key, others
+from tests.helpers.memory_network import Network
+from tests.helpers.net import at, skipping_time, until
+
+# ---------------------------------------------------------------------------------------------------
+# Dialling
+
+
+@skipping_time
+async def test_dials_that_fail_are_repeated_after_growing_waits_that_differ_from_node_to_node() -> None:
+    network = Network()
+    nodes = [Seen(network, ME), Seen(network, B)]
+    for node in nodes:
+        node.connections.add(address(A), Origin.USER)
+        async with node.running():
+            await until(lambda: len(node.dials) == 30)  # noqa: B023
+    gaps = [[later - earlier for (earlier, _), (later, _) in pairwise(node.dials)] for node in nodes]
+    for waits in gaps:
+        for number, wait in enumerate(waits):
+            expected = min(2.0**number, DIAL_SECONDS_MAX)
+            assert 0.5 * expected <= wait <= 1.5 * expected + 0.3
+        assert max(waits[8:]) - min(waits[8:]) > 20.0  # they are not synchronised
+    assert gaps[0] != gaps[1]
+
+
+@skipping_time
+async def test_after_an_outage_of_any_length_a_peer_is_found_again() -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A)
+    node.connections.add(network.address(A), Origin.USER)
+    async with node.running() as connections:
+        await until(lambda: node.told == [("seen", A)])
+        network.cut(ME, A)
+        await until(lambda: node.told == [("seen", A), ("lost", A)])
+        assert connections.linked == {}
+        await at(2 * 3600.0)
+        network.heal()
+        await until(lambda: node.told == [("seen", A), ("lost", A), ("seen", A)])
+        assert asyncio.get_running_loop().time() < 2 * 3600.0 + 1.5 * DIAL_SECONDS_MAX + 3.0
+        assert list(connections.linked) == [A]
+
+
+@skipping_time
+async def test_who_lets_us_in_and_hangs_up_is_dialled_ever_less_often() -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A)
+    node.connections.add(network.address(A), Origin.USER)
+    async with node.running() as connections:
+        for count in range(1, 8):
+            await until(lambda: len(node.dials) == count)  # noqa: B023
+            await until(lambda: A in connections.linked)
+            network.unlink(ME, A, "I hang up")
+            await until(lambda: A not in connections.linked)
+        gaps = [later - earlier for (earlier, _), (later, _) in pairwise(node.dials)]
+        assert all(0.5 * 2.0**number <= gap <= 1.5 * 2.0**number + 3.0 for number, gap in enumerate(gaps))
+        await until(lambda: A in connections.linked)
+        await at(asyncio.get_running_loop().time() + 2 * STEADY_SECONDS)
+        count, lost_at = len(node.dials), asyncio.get_running_loop().time()
+        network.unlink(ME, A, "an outage")
+        await until(lambda: len(node.dials) == count + 1)
+        assert asyncio.get_running_loop().time() < lost_at + 2.0
+
+
+@skipping_time
+async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_it_is() -> None:
+    network = Network()
+    node = Seen(network)
+    peer, _ = await others(network, A, B)
+    node.connections.add(network.address(B), Origin.USER)
+    async with node.running() as connections:
+        await at(310.0)  # by now searches come once a minute
+        await peer.connect(network.address(ME))
+        await until(lambda: node.told == [("seen", B), ("seen", A)])
+        await at(313.0)
+        assert connections.remembered() == [network.address(B)]
+
+        async def told(stream: Stream) -> None:
+            await stream.receive(questions.QUESTION_BYTES_MAX)
+            await stream.send(wire.encode(questions.Peers((network.address(A),))))
+
+        await peer.serve(questions.PROTOCOL, told)
+        await until(lambda: connections.remembered() == [network.address(B), network.address(A)])
+        assert asyncio.get_running_loop().time() < 320.0
+
+
+@skipping_time
+async def test_a_network_that_is_down_ends_nothing() -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A)
+    node.connections.add(network.address(A))
+    async with node.running():
+        await until(lambda: bool(node.told))
+        network.kill(ME)
+        await at(100.0)
+
+
+@skipping_time
+async def test_a_bootstrap_that_is_dead_is_named_with_its_address_and_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = Network()
+    node = Seen(network)
+    node.connections.add(address(A), Origin.USER)
+    node.connections.add(address(B))  # unrequested
+    with caplog.at_level(logging.WARNING):
+        async with node.running():
+            await at(600.0)
+    told = [record.getMessage() for record in caplog.records]
+    assert 4 <= len(told) <= 600 / TELL_SECONDS + 1
+    assert all(address(A) in line and "will go on trying" in line for line in told)
+    assert {dialled for _, dialled in node.dials} == {address(A), address(B)}
+
+
+@skipping_time
+async def test_bootstraps_come_first_then_members_then_other_address_ranges() -> None:
+    network = Network()
+    node, neighbour = Seen(network), key(100)
+    await others(network, neighbour)
+    for number in range(10, 30):
+        node.connections.add(address(key(number), "127.0.0.2", number))
+    elsewhere = [address(key(number), f"10.{number}.0.1") for number in range(40, 45)]
+    for each in elsewhere:
+        node.connections.add(each)
+    member, bootstrap = address(key(50), "127.0.0.3"), address(key(51), "127.0.0.3")
+    node.connections.add(member)
+    node.connections.roster = lambda: (key(50),)
+    node.connections.add(bootstrap, Origin.USER)
+    node.connections.linked[neighbour] = None
+    node.connections.add(network.address(neighbour))
+    await node.transport.connect(network.address(neighbour))  # in the same range as the twenty
+    node.connections.known[neighbour].worked = network.address(neighbour)
+    node.dials.clear()
+    async with node.running():
+        await until(lambda: len({dialled for _, dialled in node.dials}) == 27)
+    order = list(dict.fromkeys(dialled for _, dialled in node.dials))
+    assert order[:2] == [bootstrap, member]
+    assert sorted(order[2:7]) == sorted(elsewhere)
+    assert order[7:] != sorted(order[7:])  # in random order
+
+
+@skipping_time
+async def test_no_more_are_dialled_than_there_are_places() -> None:
+    network = Network()
+    node = Seen(network)
+    for number in range(1, LINKS_MAX + 13):
+        network.transport(key(number))
+        node.connections.add(network.address(key(number)))
+    async with node.running() as connections:
+        await until(lambda: len(connections.linked) == LINKS_MAX)
+        await at(300.0)
+        assert len(connections.linked) == len(node.dials) == LINKS_MAX
+        gone = next(iter(connections.linked))
+        network.cut(ME, gone)
+        await until(lambda: len(node.told) == LINKS_MAX + 2)
+        assert len(connections.linked) == LINKS_MAX
+
+
+@skipping_time
+async def test_whoever_fills_all_places_keeps_us_from_no_bootstrap_and_no_member() -> None:
+    network = Network()
+    node = Seen(network)
+    for number in range(1, LINKS_MAX + 1):
+        await network.transport(key(number)).connect(network.address(ME))
+    bootstrap, member, other = key(200), key(201), key(202)
+    await others(network, bootstrap, member, other)
+    async with node.running() as connections:
+        await until(lambda: len(connections.linked) == LINKS_MAX)
+        connections.add(network.address(bootstrap), Origin.USER)
+        connections.add(network.address(member))
+        connections.add(network.address(other))
+        connections.roster = lambda: (member,)
+        await at(60.0)
+        assert {bootstrap, member} <= connections.linked.keys()
+        assert other not in connections.linked
+
+
+@skipping_time
+async def test_a_shunned_peer_is_not_dialled_until_its_time_is_over() -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A, B)
+    for peer in (A, B):
+        node.connections.add(network.address(peer))
+    node.connections.shun(A, 50.0)
+    for number in range(2 * KNOWN_MAX):
+        node.connections.shun(key(1_000 + number), 40.0)
+    assert len(node.connections.shunned) == KNOWN_MAX
+    node.connections.shun(A, 50.0)
+    async with node.running():
+        await at(49.5)
+        assert node.told == [("seen", B)]
+        await until(lambda: node.told == [("seen", B), ("seen", A)])
+        assert asyncio.get_running_loop().time() < 52.0
+
+
+# ---------------------------------------------------------------------------------------------------
+# Hints
+
+
+def known(connections: Connections) -> dict[bytes, list[str]]:
+    return {peer: each.addresses for peer, each in connections.known.items()}
+
+
+@skipping_time
+async def test_a_hint_that_is_not_about_who_gave_it_or_is_no_address_is_passed_over() -> None:
+    node = Seen(Network())
+    long = f"/dns4/{'a' * ADDRESS_CHARACTERS_MAX}/tcp/1/p2p/{peer_id_of(A)}"
+    node.connections.tell(A, [address(B), "", "/p2p/", "nonsense", f"/p2p/{'1' * 60}", long, address(ME), address(A)])
+    assert known(node.connections) == {A: [address(A)]}
+    node.connections.tell(A, [address(A, port=number) for number in range(1, 1_000)])
+    assert len(node.connections.known[A].addresses) == ADDRESSES_MAX
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "",
+        "anything",
+        "\x1b[2J\x1b[H",  # terminal control codes
+        "/ip4/203.0.113.7/tcp/4001\n",
+        "/unix/run/secret",
+        "/ip4/203.0.113.7/tcp/4001/ws",  # p2pd would not dial it
+        f"/dns4/{'a' * 300}/tcp/4001",
+    ],
+)
+@skipping_time
+async def test_what_is_no_address_is_neither_kept_nor_told_nor_dialled(place: str) -> None:
+    network = Network()
+    node = Seen(network)
+    (teller,) = await others(network, B)
+    told = f"{place}/p2p/{peer_id_of(A)}"
+    await questions.serve(teller, lambda peer, question: questions.Peers((told, address(C))))
+    await teller.connect(network.address(ME))
+    with pytest.raises(TransportError):
+        node.connections.add(told, Origin.USER)
+    node.connections.tell(A, [told])
+    async with node.running() as connections:
+        await until(lambda: C in connections.known)
+        assert A not in connections.known
+        assert {dialled for _, dialled in node.dials} <= {address(C)}
+
+
+def test_the_longest_address_is_taken_and_as_many_as_are_kept_of_a_peer_fit_an_announcement() -> None:
+    host = f"/dns4/{'a' * 253}/udp/65535/quic-v1"
+    longest = f"{host}/p2p/{'1' * 64}/p2p-circuit/p2p/{peer_id_of(A)}"
+    assert split(longest)[0] == A
+    assert len(msgspec.msgpack.encode(["x" * ADDRESS_CHARACTERS_MAX] * ADDRESSES_MAX)) <= VALUE_BYTES_MAX
+
+
+@skipping_time
+async def test_whatever_stands_in_the_dht_costs_failed_dials_and_no_more() -> None:
+    network = Network()
+    node = Seen(network)
+    good, *bad = await others(network, A, *(key(number) for number in range(10, 17)))
+    for each in (good, *bad):
+        await each.connect(network.address(ME))
+    encode = msgspec.msgpack.encode
+    values = [b"", b"\xc1", encode({"a": 1}), encode([1, 2]), encode([b"\xff"]), encode("x"), b"\x91" * 5_000]
+    for each, value in zip(bad, values, strict=True):
+        await each.announce(topic_of(RUN), value, 1_000.0)
+    await good.announce(topic_of(RUN), encode([address(A, port=number) for number in range(1, 500)]), 1_000.0)
+    async with node.running() as connections:
+        await until(lambda: address(A, port=1) in connections.known[A].addresses if A in connections.known else False)
+        assert len(connections.known[A].addresses) <= ADDRESSES_MAX
+        assert all(each.addresses == [] for peer, each in connections.known.items() if peer != A)
+
+
+@skipping_time
+async def test_thousands_of_hints_push_out_neither_bootstraps_nor_those_who_were_reached() -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A)
+    node.connections.add(network.address(A))
+    node.connections.add(address(B), Origin.USER)
+    async with node.running() as connections:
+        await until(lambda: node.told == [("seen", A)])
+        for number in range(1_000, 1_000 + 3 * KNOWN_MAX):
+            connections.add(address(key(number)))
+        assert len(connections.known) == KNOWN_MAX
+        assert network.address(A) in connections.known[A].addresses
+        assert connections.known[B].addresses == [address(B)]
+
+
+@skipping_time
+async def test_thousands_of_callers_are_not_all_remembered_and_push_out_no_bootstrap() -> None:
+    """Each has a new key, connects, tells us nothing, and leaves."""
+    network = Network()
+    node = Seen(network)
+    node.connections.add(address(A), Origin.USER)
+    async with node.running() as connections:
+        for number in range(1_000, 1_000 + KNOWN_MAX + 40):
+            caller = network.transport(key(number))
+            await caller.connect(network.address(ME))
+            connections.changed.set()
+            await until(lambda: node.told[-1:] == [("seen", caller.me)])  # noqa: B023
+            network.kill(caller.me)
+        assert len(connections.known) <= KNOWN_MAX
+        assert connections.known[A].addresses == [address(A)]
+
+
+@skipping_time
+async def test_an_address_that_the_user_gave_is_dialled_whatever_else_is_told() -> None:
+    """Also when the address worked once and now fails."""
+    network = Network()
+    node = Seen(network)
+    await others(network, A)
+    mine = network.address(A)
+    node.connections.add(mine, Origin.USER)
+    async with node.running() as connections:
+        await until(lambda: node.told == [("seen", A)])
+        network.cut(ME, A)
+        await until(lambda: len(node.told) == 2 and len(node.dials) > 3)
+        connections.tell(A, [address(A, "10.0.0.1", number) for number in range(1, 100)])
+        assert mine in connections.known[A].addresses
+        network.heal()
+        await until(lambda: node.told[-1] == ("seen", A))
+
+
+@skipping_time
+async def test_only_what_was_reached_is_remembered_and_told_to_others() -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A, B)
+    node.connections.add(network.address(A), Origin.USER)
+    node.connections.add(address(C), Origin.USER)
+    node.connections.add(address(key(9)), Origin.REMEMBERED)
+    async with node.running() as connections:
+        await until(lambda: node.told == [("seen", A)])
+        connections.add(address(A, "10.0.0.1"))  # hearsay
+        connections.add(address(B, "10.0.0.2"))
+        connections.tell(key(9), [address(key(9), "10.0.0.3")])
+        assert connections.remembered() == [network.address(A)]
+        assert connections.reachable(but=B)[-1:] == (network.address(A),)
+        assert connections.reachable(but=A) == connections.reachable(but=A)[:1]  # only our own
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("/ip4/203.0.113.7/tcp/4001/p2p/x", "203.0.0.0/16"),
+        ("/ip6/2001:db8:1::7/tcp/4001/p2p/x", "2001:db8::/32"),
+        ("/dns4/node.example.org/tcp/4001/p2p/x", ""),  # names cost nothing
+        ("/ip4/10.1.2.3/tcp/4001/p2p/x/p2p-circuit/p2p/y", ""),  # the relay's range, not the peer's
+        ("/ip4/nonsense/tcp/4001", ""),
+        ("/ip4", ""),
+        ("", ""),
+    ],
+)
+def test_an_address_range_is_what_one_provider_is_likely_to_own(place: str, expected: str) -> None:
+    assert address_range(place) == expected

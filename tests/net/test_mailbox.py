@@ -1,0 +1,441 @@
+"""Small messages and histories to one peer arrive, are bounded, and survive broken streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import msgspec
+import pytest
+
+from p2ptrain.core.history import HISTORY_BYTES_MAX
+from p2ptrain.net import mailbox
+from p2ptrain.net.mailbox import (
+    Deliver,
+    HistoryBegins,
+    HistoryPart,
+    HistoryQuery,
+    Mail,
+    Mailboxes,
+    MessageQuery,
+    TellHistory,
+)
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
+from tests.helpers.memory_network import MemoryTransport, Network
+from tests.helpers.net import key, skipping_time, some_bytes, until
+
+A, B, C = (key(number) for number in range(3))
+RUN = bytes(32)
+PROTOCOL = f"/p2ptrain/1/{RUN.hex()}/line"
+NAME = bytes(16)
+
+
+class Ear:
+    """Records the messages and histories that a node receives."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[bytes, Mail]] = []
+        self.wrong: list[tuple[bytes, str]] = []
+        self.histories: list[tuple[bytes, bytes]] = []
+        self.none: list[tuple[bytes, str]] = []
+
+    def lines(
+        self, transport: MemoryTransport, upload: TokenBucket | None = None, download: TokenBucket | None = None
+    ) -> Mailboxes:
+        return Mailboxes(
+            transport,
+            RUN,
+            lambda *each: self.heard.append(each),
+            malformed=lambda *each: self.wrong.append(each),
+            history=lambda *each: self.histories.append(each),
+            no_history=lambda *each: self.none.append(each),
+            upload=upload,
+            download=download,
+        )
+
+
+@asynccontextmanager
+async def pair(network: Network) -> AsyncIterator[tuple[Mailboxes, Mailboxes, Ear, Ear]]:
+    a, b = network.transport(A), network.transport(B)
+    await a.connect(b.addresses()[0])
+    ear_a, ear_b = Ear(), Ear()
+    async with ear_a.lines(a) as lines_a, ear_b.lines(b) as lines_b:
+        yield lines_a, lines_b, ear_a, ear_b
+    for node in list(network.nodes.values()):
+        await node.close()
+
+
+def is_past(moment: float) -> bool:
+    return asyncio.get_running_loop().time() > moment
+
+
+def encode(frame: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(frame)
+
+
+@skipping_time
+async def test_messages_arrive_in_order_over_one_stream() -> None:
+    network = Network(latency_seconds=0.002)
+    async with pair(network) as (lines, _, _, ear):
+        said: list[Mail] = [
+            Deliver((b"one", b"two")),
+            MessageQuery((NAME, bytes(range(16)))),
+            HistoryQuery(bytes(32), 7),
+        ]
+        for message in said * 20:
+            assert lines.post(B, message)
+        await until(lambda: len(ear.heard) == 60)
+        assert ear.heard == [(A, message) for message in said * 20]
+        assert (lines.counters(), lines.queued_frames) == ({"sent": 60}, 0)
+        assert len(network.nodes[A]._streams) == 1
+
+
+@skipping_time
+async def test_envelopes_that_fill_more_than_a_frame_go_in_several() -> None:
+    async with pair(Network()) as (lines, _, _, ear):
+        envelopes = tuple(some_bytes(size, size) for size in (1_000_000, 999_999, 1_000_000, 7, 97_000, 97_200, 1))
+        assert lines.post(B, Deliver(envelopes))
+        await until(lambda: sum(len(each.envelopes) for _, each in ear.heard if isinstance(each, Deliver)) == 7)
+        assert tuple(e for _, each in ear.heard if isinstance(each, Deliver) for e in each.envelopes) == envelopes
+        assert 2 <= len(ear.heard) <= 3
+        many = Deliver(tuple(bytes([n % 256]) for n in range(mailbox.ENVELOPES_MAX + 1)))
+        assert [len(mailbox.decode_frame(frame).envelopes) for frame in mailbox.frames_of(many)] == [
+            mailbox.ENVELOPES_MAX,
+            1,
+        ]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sizes", [[1_000_000, 1_000_000, 97_000], [2_047] * 1_024, [1] * 1_024, [1_000_000] * 5])
+def test_no_frame_is_longer_than_a_frame_may_be(sizes: list[int]) -> None:
+    frames = list(mailbox.frames_of(Deliver(tuple(map(bytes, sizes)))))
+    assert max(map(len, frames)) <= FRAME_BYTES_MAX
+    assert len(encode(HistoryPart(bytes(mailbox.PART_BYTES)))) <= FRAME_BYTES_MAX
+
+
+@skipping_time
+async def test_what_does_not_fit_the_queue_is_dropped_and_counted() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, _, ear):
+        assert all(lines.post(B, MessageQuery((NAME,))) for _ in range(mailbox.QUEUED_MAX))
+        assert not any(lines.post(B, MessageQuery((NAME,))) for _ in range(2))
+        assert (lines.counters(), lines.queued_frames) == ({"dropped": 2}, mailbox.QUEUED_MAX)
+        await until(lambda: len(ear.heard) == mailbox.QUEUED_MAX)
+        big = Deliver((bytes(1_000_000),))
+        taken = [lines.post(B, big) for _ in range(20)]
+        assert taken == [True] * 16 + [False] * 4
+        assert lines.counters()["dropped"] == 6
+        await until(lambda: len(ear.heard) == mailbox.QUEUED_MAX + 16)
+
+
+@skipping_time
+async def test_a_stream_that_breaks_is_opened_again_and_nothing_that_waits_is_lost() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, _, ear):
+        lines.post(B, MessageQuery((NAME,)))
+        await until(lambda: len(ear.heard) == 1)
+        network.cut(A, B)
+        lines.post(B, Deliver((b"later",)))
+        await until(lambda: lines.counters().get("broken", 0) >= 2)
+        network.heal()
+        await network.nodes[A].connect(network.address(B))
+        await until(lambda: len(ear.heard) == 2)
+        assert ear.heard[1] == (A, Deliver((b"later",)))
+
+
+@skipping_time
+async def test_what_waits_for_a_peer_that_does_not_come_back_is_dropped_after_a_while() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, _, _ear):
+        network.kill(B)
+        lines.post(B, Deliver((b"lost",)))
+        await until(lambda: lines.queued_frames == 0)
+        assert lines.counters() == {"broken": mailbox.TRIES_MAX, "dropped": 1}
+        assert lines._outgoing == {}
+
+
+@skipping_time
+async def test_a_stream_with_nothing_to_say_is_closed() -> None:
+    network = Network()
+    async with pair(network) as (lines, other, _, ear):
+        lines.post(B, MessageQuery((NAME,)))
+        await until(lambda: len(ear.heard) == 1)
+        assert (len(lines._outgoing), len(other._incoming)) == (1, 1)
+        start = asyncio.get_running_loop().time()
+        await until(lambda: not lines._outgoing and not other._incoming)
+        assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.IDLE_SECONDS, abs=1)
+        lines.post(B, MessageQuery((NAME,)))
+        await until(lambda: len(ear.heard) == 2)
+        assert ear.wrong == []
+
+
+@skipping_time
+async def test_of_more_than_two_streams_of_a_peer_the_newest_stay() -> None:
+    network = Network()
+    async with pair(network) as (_, other, _, ear):
+        streams = [await network.nodes[A].open(B, PROTOCOL) for _ in range(6)]
+        for stream in streams[:4]:
+            with pytest.raises(TransportError):
+                await stream.receive(1)
+        assert len(other._incoming[A]) == 2
+        for stream in streams[4:]:
+            await stream.send(encode(MessageQuery((NAME,))))
+        await until(lambda: len(ear.heard) == 2)
+
+
+@skipping_time
+async def test_a_peer_that_nobody_has_room_for_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "PEERS_MAX", 1)
+    network = Network()
+    async with pair(network) as (lines, other, _, ear):
+        lines.post(B, MessageQuery((NAME,)))
+        assert not lines.post(C, MessageQuery((NAME,)))
+        await until(lambda: len(ear.heard) == 1)
+        c = network.transport(C)
+        await c.connect(network.address(B))
+        stream = await c.open(B, PROTOCOL)
+        with pytest.raises(TransportError):
+            await stream.receive(1)
+        assert list(other._incoming) == [A]
+
+
+MALFORMED = {
+    "nothing": b"",
+    "no msgpack": b"\xc1",
+    "an unknown kind": msgspec.msgpack.encode(["gossip", 1]),
+    "no envelopes": msgspec.msgpack.encode(["deliver", []]),
+    "an empty envelope": msgspec.msgpack.encode(["deliver", [b""]]),
+    "too long an envelope": msgspec.msgpack.encode(["deliver", [bytes(1_000_001)]]),
+    "a short name": msgspec.msgpack.encode(["ask", [bytes(15)]]),
+    "too many names": msgspec.msgpack.encode(["ask", [NAME] * 1_025]),
+    "a field too many": msgspec.msgpack.encode(["ask", [NAME], 1]),
+    "bytes after it": msgspec.msgpack.encode(["ask", [NAME]]) + b"\0",
+    "a round below zero": msgspec.msgpack.encode(["ask history", bytes(32), -1]),
+    "an integer in nine bytes": msgspec.msgpack.encode(["ask history", bytes(32), 7])[:-1] + b"\xcf" + (7).to_bytes(8),
+    "an empty history": msgspec.msgpack.encode(["history", 0]),
+    "too long a history": msgspec.msgpack.encode(["history", HISTORY_BYTES_MAX + 1]),
+    "a part without a history": encode(HistoryPart(b"x")),
+    "deep nesting": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("frame", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_message_is_reported_and_its_stream_ends(frame: bytes) -> None:
+    @skipping_time
+    async def test() -> None:
+        network = Network()
+        async with pair(network) as (_, _, _, ear):
+            stream = await network.nodes[A].open(B, PROTOCOL)
+            await stream.send(frame)
+            with pytest.raises(TransportError):
+                await stream.receive(1)
+            assert [peer for peer, _ in ear.wrong] == [A]
+            assert ear.heard == []
+
+    test()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Histories
+
+
+async def asked(ear: Ear) -> None:
+    await until(lambda: any(isinstance(message, HistoryQuery) for _, message in ear.heard))
+
+
+@skipping_time
+async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() -> None:
+    async with pair(Network(latency_seconds=0.002)) as (lines, other, ear_a, ear_b):
+        lines.ask_history(B, bytes(32), 3)
+        await asked(ear_b)
+        assert ear_b.heard == [(A, HistoryQuery(bytes(32), 3))]
+        history = some_bytes(20 * 2**20 + 17)
+        assert other.post(A, TellHistory(history))
+        assert not other.post(A, TellHistory(history))  # one history at a time
+        other.post(A, Deliver((b"before",)))
+        await until(lambda: other._outgoing[A].history_sent > 2**22)
+        other.post(A, Deliver((b"between",)))
+        await until(lambda: len(ear_a.heard) == 2)
+        assert ear_a.histories == []
+        await until(lambda: bool(ear_a.histories))
+        assert ear_a.histories == [(B, history)]
+        assert (ear_a.none, ear_a.wrong) == ([], [])
+        lines.ask_history(B, bytes(32), 4)
+        await until(lambda: len(ear_b.heard) == 2)
+        other.post(A, TellHistory(b"short"))
+        await until(lambda: len(ear_a.histories) == 2)
+        assert ear_a.histories[1] == (B, b"short")
+
+
+@skipping_time
+async def test_a_question_without_an_answer_ends_after_eight_seconds() -> None:
+    async with pair(Network()) as (lines, _, ear, other_ear):
+        lines.ask_history(B, bytes(32), 3)
+        lines.ask_history(B, bytes(32), 3)
+        start = asyncio.get_running_loop().time()
+        await until(lambda: bool(ear.none))
+        assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.QUESTION_SECONDS, abs=0.1)
+        assert ear.none == [(B, "no answer at all")]
+        assert len(other_ear.heard) == 1
+
+
+@skipping_time
+async def test_an_answer_that_nobody_asked_for_or_that_is_late_is_thrown_away() -> None:
+    async with pair(Network()) as (lines, other, ear, _):
+        other.post(A, TellHistory(some_bytes(2**20)))
+        other.post(A, Deliver((b"x",)))
+        await until(lambda: other.counters().get("sent", 0) == 4)
+        await until(lambda: lines.counters().get("received", 0) == 4)
+        assert (ear.histories, ear.wrong, ear.none) == ([], [], [])
+        assert lines.counters()["unasked"] == 1
+        assert lines._unasked == {}
+
+
+@skipping_time
+async def test_what_a_history_takes_of_the_limits_other_things_wait_for() -> None:
+    network, limits = Network(), (TokenBucket(2**20), TokenBucket(2**20))
+    a, b = network.transport(A), network.transport(B)
+    await a.connect(b.addresses()[0])
+    ear_a, ear_b = Ear(), Ear()
+    async with ear_a.lines(a, download=limits[0]) as lines, ear_b.lines(b, upload=limits[1]) as other:
+        lines.ask_history(B, bytes(32), 3)
+        await until(lambda: bool(ear_b.heard))
+        other.post(A, TellHistory(some_bytes(8 * 2**20)))
+        await until(lambda: bool(ear_a.histories))
+        began = asyncio.get_running_loop().time()
+        assert began < 2.0, "it did not wait itself"
+        for limit in limits:
+            assert limit.take_now(2**20)  # refilled meanwhile
+        await asyncio.gather(*(limit.take(2**20) for limit in limits))
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, rel=0.05)  # at half the rate
+    for node in (a, b):
+        await node.close()
+
+
+@skipping_time
+async def test_a_history_that_nobody_asked_for_takes_nothing_of_the_download_limit() -> None:
+    network, limit = Network(), TokenBucket(2**20)
+    a, b = network.transport(A), network.transport(B)
+    await a.connect(b.addresses()[0])
+    async with Ear().lines(a, download=limit) as lines, Ear().lines(b) as other:
+        other.post(A, TellHistory(some_bytes(8 * 2**20)))
+        await until(lambda: lines.history_bytes["received"] > 8 * 2**20)
+        began = asyncio.get_running_loop().time()
+        assert limit.take_now(2**20)
+        await limit.take(2**20)
+        assert asyncio.get_running_loop().time() - began <= 1.01
+    for node in (a, b):
+        await node.close()
+
+
+@skipping_time
+async def test_a_history_that_stops_coming_is_given_up_and_its_rest_thrown_away() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, ear, _):
+        lines.ask_history(B, bytes(32), 3)
+        stream = await network.nodes[B].open(A, PROTOCOL)
+        await stream.send(encode(HistoryBegins(2 * mailbox.PART_BYTES)))
+        await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
+        await until(lambda: bool(ear.none))
+        assert ear.none == [(B, "no answer after 524288 of 1048576 bytes")]
+        await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
+        await stream.send(encode(MessageQuery((NAME,))))
+        await until(lambda: bool(ear.heard))
+        assert (ear.histories, ear.wrong, lines._unasked) == ([], [], {})
+
+
+@skipping_time
+async def test_a_history_that_dribbles_is_given_up_after_a_minute() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, ear, _):
+        lines.ask_history(B, bytes(32), 3)
+        stream = await network.nodes[B].open(A, PROTOCOL)
+        start = asyncio.get_running_loop().time()
+        await stream.send(encode(HistoryBegins(100 * mailbox.PART_BYTES)))
+        for number in range(9):
+            await until(partial(is_past, start + 7 * number))
+            await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
+        await until(lambda: bool(ear.none))
+        assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.ANSWER_SECONDS, abs=0.1)
+
+
+@skipping_time
+async def test_the_rest_of_a_history_does_not_follow_on_another_stream() -> None:
+    network = Network(latency_seconds=0.002)
+    async with pair(network) as (lines, other, ear_a, ear_b):
+        lines.ask_history(B, bytes(32), 3)
+        await asked(ear_b)
+        other.post(A, TellHistory(some_bytes(20 * 2**20)))
+        await until(lambda: other._outgoing[A].history_sent > 2**22)
+        lines._incoming[B][0].abort()
+        await until(lambda: bool(ear_a.none))
+        other.post(A, Deliver((b"after",)))
+        await until(lambda: bool(ear_a.heard))
+        assert (ear_a.histories, ear_a.wrong, ear_a.heard) == ([], [], [(B, Deliver((b"after",)))])
+
+
+@skipping_time
+async def test_a_history_that_breaks_off_is_no_history() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, ear, _):
+        lines.ask_history(B, bytes(32), 3)
+        stream = await network.nodes[B].open(A, PROTOCOL)
+        await stream.send(encode(HistoryBegins(10)))
+        await until(lambda: lines._questions[B].stream is not None)
+        stream.abort()
+        start = asyncio.get_running_loop().time()
+        await until(lambda: bool(ear.none))
+        assert asyncio.get_running_loop().time() - start < 1
+
+
+def frames_that_lie(parts: list[int], size: int) -> list[bytes]:
+    return [encode(HistoryBegins(size)), *(encode(HistoryPart(bytes(part))) for part in parts)]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        frames_that_lie([5], 10),
+        frames_that_lie([11], 10),
+        frames_that_lie([mailbox.PART_BYTES, mailbox.PART_BYTES - 1], 3 * mailbox.PART_BYTES),
+        frames_that_lie([mailbox.PART_BYTES], 2 * mailbox.PART_BYTES) + frames_that_lie([], 1),
+    ],
+)
+def test_a_history_of_wrong_parts_is_malformed(frames: list[bytes]) -> None:
+    @skipping_time
+    async def test() -> None:
+        network = Network()
+        async with pair(network) as (lines, _, ear, _):
+            lines.ask_history(B, bytes(32), 3)
+            stream: Stream = await network.nodes[B].open(A, PROTOCOL)
+            for frame in frames:
+                await stream.send(frame)
+            await until(lambda: bool(ear.none))
+            assert [peer for peer, _ in ear.wrong] == [B]
+            assert ear.histories == []
+
+    test()
+
+
+@skipping_time
+async def test_only_so_many_histories_are_asked_for_at_once() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, ear, _):
+        for number in range(mailbox.QUESTIONS_MAX + 1):
+            lines.ask_history(key(100 + number), bytes(32), 3)
+        await until(lambda: len(ear.none) == 1)
+        assert ear.none == [(key(100 + mailbox.QUESTIONS_MAX), "too many requests are open already")]
+
+
+@skipping_time
+async def test_what_waits_for_a_peer_is_forgotten_with_it() -> None:
+    network = Network()
+    async with pair(network) as (lines, _, _, ear):
+        lines.post(B, Deliver((b"one",)))
+        lines.forget(B)
+        lines.post(B, Deliver((b"two",)))
+        await until(lambda: bool(ear.heard))
+        assert ear.heard == [(A, Deliver((b"two",)))]
+        lines.forget(C)

@@ -1,0 +1,319 @@
+"""A node survives the death of p2pd, and leaves nothing behind when it dies or is closed midway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.identity import Identity
+from p2ptrain.net import frames
+from p2ptrain.net.libp2p import p2pd, supervisor
+from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.net.transport import Stream, TransportError
+from tests.helpers.p2pd import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    async with nodes_in(tmp_path) as start:
+        yield start
+
+
+async def test_a_p2pd_that_dies_is_back_with_all_that_it_did(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    nodes, heard = await connected(make, 2), [Heard(), Heard()]
+    for node, hear in zip(nodes, heard, strict=True):
+        await node.subscribe("a", hear)
+        await node.serve("/echo/1", echo)
+    await heard[0].until(nodes[1], "a", b"warm")
+    await nodes[0].peers()  # so the called node learns the routes to its callers
+    for mortal, other in [(0, 1), (1, 0)]:
+        addresses, started_at = nodes[mortal].addresses(), time.monotonic()
+        stream = await nodes[mortal].open(nodes[other].me, "/echo/1")
+        os.kill(nodes[mortal]._supervisor.process.pid, signal.SIGKILL)
+        with pytest.raises(TransportError):
+            await asyncio.wait_for(stream.receive(1), SECONDS)
+        await until(lambda mortal=mortal: nodes[mortal].counters()["p2pd restarts"] == 1)
+        async with asyncio.timeout(SECONDS):
+            while nodes[other].me not in await nodes[mortal].peers():
+                pass
+        assert nodes[mortal].addresses() == addresses
+        assert await echoed(nodes[other], nodes[mortal].me, b"in") == b"in"
+        assert await echoed(nodes[mortal], nodes[other].me, b"out") == b"out"
+        await heard[mortal].until(nodes[other], "a", b"heard again")
+        await heard[other].until(nodes[mortal], "a", b"speaks again")
+        await nodes[mortal].announce("run", bytes([mortal]), 60)
+        assert (await nodes[other].look_up("run"))[nodes[mortal].me] == bytes([mortal])
+        assert time.monotonic() - started_at < 10
+    assert caplog.text.count("p2pd ended (status -9) and is being restarted") == 2
+
+
+async def test_who_left_and_comes_again_hears_gossip_at_once(make: Make, tmp_path: Path) -> None:
+    """Not only with the heartbeats, as a peer that has left the mesh properly would for a minute."""
+    (stays, leaves), heard = await connected(make, 2), Heard()
+    await stays.subscribe("a", Heard())
+    await leaves.subscribe("a", heard)
+    await heard.until(stays, "a", b"warm")
+    await leaves.close()
+    directory = make.runtime / "again"
+    directory.mkdir(mode=0o700)
+    again = await P2pd.start(tmp_path / "1.key", leaves._network, directory)
+    make.nodes.append(again)
+    assert await again.connect(stays.addresses()[0]) == stays.me
+    heard = Heard()
+    await again.subscribe("a", heard)
+    await heard.until(stays, "a", b"warm again")
+    took = []
+    for number in range(10):
+        began = time.monotonic()
+        await stays.publish("a", bytes([number]))
+        while (await heard.next())[1] != bytes([number]):
+            pass
+        took.append(time.monotonic() - began)
+    assert sorted(took)[5] < 0.2, took
+
+
+async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = await make()
+    _, _, host, _, port = node._listen[0].split("/")
+    os.kill(node._supervisor.process.pid, signal.SIGSTOP)
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        thief.bind((host, int(port)))
+        thief.listen()
+        os.kill(node._supervisor.process.pid, signal.SIGKILL)
+        await until(lambda: caplog.text.count("p2pd cannot be started, will retry: network.listen") >= 2)
+        assert node.counters()["p2pd restarts"] == 0
+    assert await node.peers() == {}  # the call waits for p2pd
+    assert node.counters()["p2pd restarts"] == 1
+
+
+async def test_a_p2pd_that_has_lost_its_relay_for_good_is_started_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    node, other = await connected(make, 2)
+    looked_at: list[list[str]] = []
+
+    async def look(routes: list[str]) -> None:
+        looked_at.append(routes)
+        node._relay_loss.is_mendable = True
+
+    monkeypatch.setattr(node._relay_loss, "look", look)
+    await until(lambda: node.counters()["p2pd restarts"] == 1)
+    assert "a new p2pd gets a slot sooner" in caplog.text
+    assert looked_at[0] == node._routes
+    monkeypatch.undo()
+    await until(lambda: not node._relay_loss.is_mendable)
+    assert other.counters()["p2pd restarts"] == 0
+
+
+async def test_a_p2pd_that_hangs_is_ended_and_started_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    nodes = await connected(make, 2)
+    for node in nodes:
+        await node.serve("/echo/1", echo)
+    with monkeypatch.context() as patch:
+        patch.setattr(p2pd, "CONTROL_SECONDS", 0)  # plus one second
+        os.kill(nodes[1]._supervisor.process.pid, signal.SIGSTOP)
+        await until(lambda: "to restart it: no answer to 3 requests in a row; the last: no answer" in caplog.text)
+    await until(lambda: nodes[1].counters()["p2pd restarts"] == 1)
+    assert await _meet_again(nodes[1], nodes[0]) == [b"out", b"in"]
+    assert nodes[0].counters()["p2pd restarts"] == 0
+
+
+@pytest.mark.parametrize("what", ["directory", "streams.sock"])
+async def test_a_p2pd_whose_sockets_were_removed_is_started_again_with_new_ones(
+    make: Make, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    nodes = await connected(make, 2)
+    for node in nodes:
+        await node.serve("/echo/1", echo)
+    place = nodes[1]._sockets.directory
+    if what == "directory":
+        shutil.rmtree(place)
+    else:
+        (place / what).unlink()
+    await until(lambda: nodes[1].counters()["p2pd restarts"] == 1)
+    assert (nodes[1]._sockets.directory, stat.S_IMODE(place.stat().st_mode)) == (place, 0o700)
+    assert await _meet_again(nodes[1], nodes[0]) == [b"out", b"in"]
+    assert nodes[1].counters()["p2pd restarts"] == 1
+
+
+async def _meet_again(node: P2pd, other: P2pd) -> list[bytes]:
+    async with asyncio.timeout(SECONDS):
+        while other.me not in await node.peers():
+            pass
+    return [await echoed(node, other.me, b"out"), await echoed(other, node.me, b"in")]
+
+
+async def test_a_dht_that_has_lost_p2pd_is_started_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = await connected(make, 2)
+    broken = nodes[0]._dht
+    broken.reading.cancel()
+    await until(lambda: nodes[0]._dht is not broken)
+    await nodes[1].connect(nodes[0].addresses()[0])
+    await nodes[0].announce("run", b"here", 60)
+    assert await nodes[1].look_up("run") == {nodes[0].me: b"here"}
+    assert nodes[0].counters()["p2pd restarts"] == 0
+
+
+async def test_what_is_asked_of_the_dht_just_as_p2pd_ends_fails(make: Make) -> None:
+    node = await make()
+    dht, node._dht = node._dht, None
+    with pytest.raises(TransportError, match="p2pd has just ended"):
+        await node.look_up("run")
+    node._dht = dht
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.config.node import NetworkConfig
+
+async def main():
+    network = NetworkConfig(listen=("/ip4/127.0.0.1/tcp/0",), nat=False)
+    node = await P2pd.start(Path(sys.argv[1]), network, Path(sys.argv[2]))
+    print(node._supervisor.process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_no_p2pd_outlives_a_node_that_is_killed(make: Make, tmp_path: Path) -> None:
+    Identity.make(tmp_path / "key")
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CHILD, str(tmp_path / "key"), str(make.runtime)), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        orphan = psutil.Process(int(await asyncio.wait_for(child.stdout.readline(), 60)))
+        assert orphan.name() == "p2pd"
+        assert os.getsid(orphan.pid) == orphan.pid  # Ctrl-C in our terminal does not reach it
+    finally:
+        child.kill()
+        await child.wait()
+    await until(lambda: not orphan.is_running())
+
+
+async def test_closing_ends_what_is_in_use_and_later_calls_fail(make: Make) -> None:
+    nodes = await connected(make, 2)
+    await nodes[0].serve("/echo/1", echo)
+    stream = await nodes[1].open(nodes[0].me, "/echo/1")
+    await stream.send(b"a")
+    reading = asyncio.create_task(_fails(stream))
+    await nodes[1].close()
+    await asyncio.wait_for(reading, SECONDS)
+    with pytest.raises(TransportError, match="the network was closed"):
+        await nodes[1].publish("a", b"")
+    await nodes[1].close()
+
+
+async def _fails(stream: Stream) -> None:
+    with pytest.raises(TransportError):
+        while True:
+            await stream.receive(10)
+
+
+def told_relays(node: P2pd) -> list[str]:
+    """Returns the relays on the command line of the running p2pd."""
+    command = psutil.Process(node._supervisor.process.pid).cmdline()
+    assert "-relayDiscovery=false" in command
+    told = [part.removeprefix("-trustedRelays=") for part in command if part.startswith("-trustedRelays=")]
+    assert ("-autoRelay=true" in command) == bool(told)
+    return told[0].split(",") if told else []
+
+
+async def test_p2pd_is_told_of_the_relays_that_answer_at_each_of_its_starts(make: Make) -> None:
+    one, other = [await make() for _ in range(2)]
+    with socket.socket() as closed:  # bound, but not listening
+        closed.bind(("127.0.0.1", 0))
+        gone = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{Identity(bytes(32)).peer_id}"
+        relays = (gone, *one.addresses(), *other.addresses())
+        node = await make(nat=True, trusted_relays=relays)
+        assert told_relays(node) == [*one.addresses(), *other.addresses()]
+        await one.close()
+        os.kill(node._supervisor.process.pid, signal.SIGKILL)
+        await until(lambda: node.counters()["p2pd restarts"] == 1)
+        assert told_relays(node) == other.addresses()
+        assert told_relays(await make(nat=False, trusted_relays=relays)) == []
+
+
+async def test_a_port_that_is_taken_while_relays_are_tried_is_not_shared(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await make()
+    with socket.socket() as taken:
+        port = 0
+
+        async def slow(_: object) -> list[str]:
+            taken.bind(("127.0.0.1", port))
+            taken.listen()
+            return []
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        monkeypatch.setattr(p2pd, "relays_to_use", slow)
+        with pytest.raises(ConfigError, match=f"/ip4/127.0.0.1/tcp/{port} is in use"):
+            await make((f"/ip4/127.0.0.1/tcp/{port}",), nat=True, trusted_relays=tuple(first.addresses()))
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(make: Make) -> None:
+    await make()
+    others = [child for child in psutil.Process().children() if child.name() != "p2pd"]  # from other tests
+    starting = asyncio.create_task(make())
+    await until(lambda: len(list(make.runtime.glob("*/streams.sock"))) == 2)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert [child.name() for child in psutil.Process().children() if child not in others] == ["p2pd"]
+
+
+async def test_a_p2pd_that_does_not_start_says_why(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2pd, "make_arguments", lambda *arguments, **options: ["-no-such-option"])
+    with pytest.raises(TransportError, match=r"p2pd did not start: .*flag provided but not defined: -no-such-option"):
+        await make()
+
+
+def test_importing_hivemind_leaves_logging_as_it_was() -> None:
+    assert logging.getLevelName(logging.WARNING) == "WARNING"
+    assert logging.getLogger("hivemind").handlers == []
+
+
+def test_of_hivemind_only_the_parts_are_imported_that_are_used() -> None:
+    def printed(code: str) -> str:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert "scipy" not in printed("import sys, p2ptrain.net.libp2p.p2pd; print(*sys.modules)").split()
+    from_whole = (
+        "import p2ptrain.net.libp2p.p2pd, hivemind, sys; print(hivemind.DHT is sys.modules['hivemind.dht'].DHT)"
+    )
+    assert printed(from_whole) == "True\n"
+
+
+async def test_a_message_from_p2pd_that_is_too_long_is_not_read() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"\xff\xff\xff\xff\x7f")
+    with pytest.raises(TransportError, match="sent a message of"):
+        await frames.read_message(reader, 1_000)

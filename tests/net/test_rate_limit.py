@@ -1,0 +1,113 @@
+"""The rate limit holds on average, is fair, and can be changed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from p2ptrain.digest import PIECE_BYTES
+from p2ptrain.net.rate_limit import TokenBucket
+from tests.helpers.net import skipping_time, until
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@skipping_time
+async def test_without_a_limit_nobody_waits() -> None:
+    bucket = TokenBucket(0)
+    for _ in range(100):
+        await bucket.take(2**40)
+    assert bucket.take_now(2**40)
+    assert now() == 0
+
+
+@skipping_time
+async def test_a_burst_is_a_second_or_a_piece_whichever_is_larger() -> None:
+    for rate, burst in ((10 * PIECE_BYTES, 10 * PIECE_BYTES), (PIECE_BYTES // 4, PIECE_BYTES)):
+        bucket, start = TokenBucket(rate), now()
+        await bucket.take(burst)
+        assert now() == start
+        await bucket.take(rate)
+        assert now() - start == pytest.approx(1)
+
+
+@skipping_time
+async def test_the_average_holds_whatever_the_size() -> None:
+    for size in (1_000, PIECE_BYTES, 5 * PIECE_BYTES):
+        bucket, start = TokenBucket(PIECE_BYTES), now()
+        for _ in range(20):
+            await bucket.take(size)
+        lasted = now() - start
+        assert (20 * size - PIECE_BYTES) / PIECE_BYTES - 1e-3 <= lasted + size / PIECE_BYTES
+        assert lasted <= 20 * size / PIECE_BYTES
+    assert lasted == pytest.approx(95)  # the last request may go into debt
+
+
+@skipping_time
+async def test_who_came_first_goes_first() -> None:
+    bucket, order = TokenBucket(PIECE_BYTES), list[int]()
+    await bucket.take(PIECE_BYTES - 10)
+
+    async def take(number: int) -> None:
+        await bucket.take(PIECE_BYTES if number == 0 else 1)
+        order.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(5):
+            group.create_task(take(number))
+        await asyncio.sleep(0)
+        assert not bucket.take_now(1)
+    assert order == [0, 1, 2, 3, 4]
+
+
+@skipping_time
+async def test_a_change_of_the_rate_is_felt_by_who_waits() -> None:
+    bucket = TokenBucket(PIECE_BYTES // 100)
+    await bucket.take(PIECE_BYTES)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(bucket.take(PIECE_BYTES))
+        await until(lambda: now() > 1)
+        bucket.rate = PIECE_BYTES
+    assert waiting.done()
+    assert now() == pytest.approx(2, abs=0.05)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(bucket.take(PIECE_BYTES))
+        await asyncio.sleep(0)
+        bucket.rate = 0
+    assert now() == pytest.approx(2, abs=0.05)
+    assert bucket.rate == 0
+
+
+@skipping_time
+async def test_who_is_cancelled_has_taken_nothing_and_holds_up_nobody() -> None:
+    bucket = TokenBucket(PIECE_BYTES)
+    await bucket.take(PIECE_BYTES)
+    first, second = asyncio.create_task(bucket.take(PIECE_BYTES)), asyncio.create_task(bucket.take(PIECE_BYTES // 2))
+    await until(lambda: now() > 0.25)
+    first.cancel()
+    await asyncio.wait([first, second])
+    assert first.cancelled()
+    assert now() == pytest.approx(0.5, abs=0.01)
+
+
+@skipping_time
+async def test_whoever_charges_without_end_leaves_half_to_those_who_wait() -> None:
+    limit = TokenBucket(2**20)
+    assert limit.take_now(2**20)
+    for second in range(1, 21):
+        limit.charge(2**22)
+        await limit.take(2**19)
+        assert asyncio.get_running_loop().time() == pytest.approx(second, rel=0.01)
+
+
+@skipping_time
+async def test_what_was_charged_is_paid_for() -> None:
+    limit = TokenBucket(2**20)
+    assert limit.take_now(2**20)
+    limit.charge(2**22)
+    for _ in range(12):
+        await limit.take(2**20)
+    assert asyncio.get_running_loop().time() == pytest.approx(12 + 4, rel=0.01)

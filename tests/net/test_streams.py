@@ -1,0 +1,130 @@
+"""Incoming streams: no peer or handful of peers can keep others out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.identity import ID_PREFIX
+from p2ptrain.net.frames import FrameStream
+from p2ptrain.net.libp2p import streams
+from p2ptrain.net.libp2p.streams import Streams
+from p2ptrain.net.tasks import Tasks, report_crash
+from p2ptrain.net.transport import Stream
+from tests.helpers.net import key
+
+PROTOCOL = "/echo/1"
+SECONDS = 10.0  # for a local socket
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send(await stream.receive(10))
+
+
+async def read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:
+    return ID_PREFIX + await reader.readexactly(32), PROTOCOL
+
+
+class Incoming:
+    """Opens streams the way p2pd does, on behalf of any peer."""
+
+    def __init__(self, path: Path) -> None:
+        self.counters: Counter[str] = Counter()
+        self.tasks = Tasks(report_crash)
+        self.streams = Streams(self.counters, self.tasks, read_opening)
+        self.streams.handlers[PROTOCOL] = echo
+        self._path, self._opened = path, list[FrameStream]()
+
+    async def open(self, number: int) -> FrameStream:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        writer.write(key(number))
+        self._opened.append(FrameStream(key(number), PROTOCOL, reader, writer, Counter(), lambda _: None))
+        return self._opened[-1]
+
+    async def is_answered(self, stream: FrameStream) -> bool:
+        """Returns whether a stream gets its answer; False if it was hung up."""
+        try:
+            async with asyncio.timeout(SECONDS):
+                await stream.send(b"?")
+                return await stream.receive(10) == b"?"
+        except streams.TransportError:
+            return False
+
+    async def close(self) -> None:
+        for stream in self._opened:
+            stream.abort()
+        self.streams.abort()
+        await self.tasks.cancel()
+
+
+@asynccontextmanager
+async def listening(path: Path) -> AsyncIterator[Incoming]:
+    incoming = Incoming(path / "socket")
+    async with await asyncio.start_unix_server(incoming.streams.accept, path / "socket"):
+        try:
+            yield incoming
+        finally:
+            await incoming.close()
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STREAMS_MAX", 8)
+    monkeypatch.setattr(streams, "STREAMS_OF_PEER_MAX", 4)
+
+
+async def test_whoever_has_most_gives_way_to_others_until_all_have_as_many(tmp_path: Path) -> None:
+    async with listening(tmp_path) as incoming:
+        greedy = {number: [await incoming.open(number) for _ in range(4)] for number in (1, 2)}
+        assert [await incoming.is_answered(each) for each in greedy[1] + greedy[2]] == [True] * 8
+        others = [await incoming.open(number) for number in (3, 4, 5, 6)]
+        assert [await incoming.is_answered(each) for each in others] == [True] * 4
+        answered = {number: [await incoming.is_answered(each) for each in greedy[number]] for number in (1, 2)}
+        assert answered == {1: [True, True, False, False], 2: [True, True, False, False]}  # they lost the newest
+        again = [await incoming.is_answered(await incoming.open(number)) for number in (1, 2, 3)]
+        assert again == [False] * 3
+        assert await incoming.is_answered(await incoming.open(7))
+        assert (incoming.counters["streams given up"], incoming.counters["streams refused"]) == (5, 3)
+
+
+async def test_a_peer_has_no_more_streams_than_it_may_and_may_have_others_when_some_end(tmp_path: Path) -> None:
+    async with listening(tmp_path) as incoming:
+        held = [await incoming.open(1) for _ in range(4)]
+        assert [await incoming.is_answered(each) for each in held] == [True] * 4
+        assert not await incoming.is_answered(await incoming.open(1))
+        held[0].abort()
+        async with asyncio.timeout(SECONDS):
+            while not await incoming.is_answered(await incoming.open(1)):
+                pass
+
+
+async def test_a_stream_that_was_given_up_and_ends_late_takes_no_place_from_others(tmp_path: Path) -> None:
+    async with listening(tmp_path) as incoming:
+        end = asyncio.Event()
+
+        async def linger(stream: Stream) -> None:
+            try:
+                await echo(stream)
+            except streams.TransportError:
+                await end.wait()
+
+        incoming.streams.handlers[PROTOCOL] = linger
+        first = [await incoming.open(1) for _ in range(4)]
+        rest = [await incoming.open(number) for number in (2, 2, 2, 2, 3, 4, 5, 6)]
+        assert [await incoming.is_answered(each) for each in rest[4:]] == [True] * 4
+        incoming.streams.handlers[PROTOCOL] = echo
+        end.set()
+        for stream in first:
+            stream.abort()
+        async with asyncio.timeout(SECONDS):
+            while not await incoming.is_answered(await incoming.open(1)):
+                pass
+        mine = incoming.streams._incoming_of[key(1)]
+        assert len(mine) == 1
+        assert sum(map(len, incoming.streams._incoming_of.values())) <= 8

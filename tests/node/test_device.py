@@ -1,0 +1,181 @@
+"""The device's edge: trainings that a kill has undone are repeated to the bit, with a real trainer."""
+
+from __future__ import annotations
+
+import logging
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from p2ptrain.core.messages import payload_digest
+from p2ptrain.errors import MemoryShortError, TrainingError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.node.device import Device
+from p2ptrain.store.diary import Trained
+from tests.helpers.trainer import RECIPES, embedded, make
+
+ROUNDS = 7
+NONE_OPEN: frozenset[int] = frozenset()
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return embedded(tmp_path_factory.mktemp("corpus") / "data")
+
+
+class Life:
+    """A device that is alone in its run; of round 3 it is said that nobody takes its contribution."""
+
+    def __init__(self, dataset: TokenDataset, name: str, **changes: Any) -> None:
+        self.device = Device(make(dataset, name, **changes))
+        self.diary: list[Trained] = []
+        self.payloads: dict[int, bytes] = {}
+        self.saved: dict[int, bytes] = {}
+
+    def train(self, number: int) -> None:
+        outstanding = frozenset({3}) if number == 4 else NONE_OPEN
+        _, payload, trained = self.device._train(number, 0, 1, outstanding)
+        if trained is not None:
+            self.diary.append(trained)
+        self.payloads[number] = payload
+
+    def apply(self, number: int) -> None:
+        taken = [] if number == 3 else [number]
+        payloads = [self.payloads[each] for each in taken]
+        assert self.device._apply(number, payloads, taken, bytes(32), self.device.adopted) is not None
+
+    def save(self, path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+        """All that a checkpoint holds."""
+        self.device.trainer.save(path)
+        with safe_open(path, framework="np") as file:
+            return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+    def close(self) -> None:
+        self.device.close()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("killed_in", [3, 4, 6])
+def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
+    name: str, is_trained: bool, killed_in: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole = Life(dataset, name)
+    checkpoint = tmp_path / "checkpoint"
+    for number in range(1, ROUNDS + 1):
+        whole.train(number)
+        if number == killed_in and is_trained:
+            noted = list(whole.diary)
+        if number == killed_in and not is_trained:
+            noted = whole.diary[:-1]
+        whole.apply(number)
+        if number == 2:
+            whole.save(checkpoint)
+
+    again = Life(dataset, name)
+    again.device.trainer.load(checkpoint)
+    again.device.repeat(noted[2:], noted[-1].number)
+    again.payloads = dict(whole.payloads)  # they are on the disk, or the swarm has them
+    for number in range(3, killed_in):  # what the log has is applied again
+        again.apply(number)
+    for number in range(killed_in, ROUNDS + 1):
+        again.train(number)
+        again.apply(number)
+    assert again.payloads == whole.payloads
+    assert again.save(tmp_path / "again") == whole.save(tmp_path / "whole")
+    assert [each.number for each in noted] + [each.number for each in again.diary] == list(range(1, ROUNDS + 1))
+    assert caplog.text == ""
+    for life in (whole, again):
+        life.close()
+
+
+def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(dataset, "distro")
+    life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())], life.device.trained)
+    life.train(1)
+    assert "the training of round 1 came out otherwise than before the restart" in caplog.text
+    life.close()
+
+
+def test_trainings_take_as_many_threads_as_they_are_told_and_are_repeated_with_as_many(dataset: TokenDataset) -> None:
+    life, before = Life(dataset, "distro"), torch.get_num_threads()
+    try:
+        life.device.threads = before + 1  # as `p2ptrain limit --threads` has it
+        life.train(1)
+        assert [each.threads for each in life.diary] == [before + 1]
+        again = Life(dataset, "distro")
+        torch.set_num_threads(before)
+        again.device.repeat(life.diary, life.device.trained)
+        again.device._repeat()
+        assert torch.get_num_threads() == before + 1
+        again.close()
+    finally:
+        torch.set_num_threads(before)
+    life.close()
+
+
+def test_a_training_that_diverges_contributes_nothing_and_is_counted(dataset: TokenDataset) -> None:
+    """Steps so long that the weights leave all numbers: the loss of the step after is none."""
+    life = Life(dataset, "local", inner_learning_rate=Fraction(10**15))
+    for number in (1, 2):
+        with pytest.raises(TrainingError, match="is not finite"):
+            life.train(number)
+        assert (life.device.not_finite, life.device.loss, life.diary) == (number, None, [])
+    life.close()
+
+
+def test_trainings_are_repeated_with_as_many_sequences_a_pass_as_there_was_memory_for(dataset: TokenDataset) -> None:
+    life = Life(dataset, "distro")
+    real, fails = life.device.trainer.live.model.loss, [True]
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) > 2 and fails[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(batch)
+
+    life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
+    life.train(1)
+    assert [each.sequences_per_pass for each in life.diary] == [2]
+    again = Life(dataset, "distro")
+    again.device.repeat(life.diary, life.device.trained)
+    again.device._repeat()
+    assert again.device.trainer.live.sequences_per_pass == 0, "for what comes, what the owner has set"
+    assert again.device._repeated[1][2] == life.payloads[1], "the same bits"
+    again.close()
+    life.close()
+
+
+def test_a_training_that_finds_no_memory_contributes_nothing_and_the_next_state_is_applied(
+    dataset: TokenDataset,
+) -> None:
+    life, other = Life(dataset, "local"), Life(dataset, "local")
+    other.train(1)
+    life.payloads = dict(other.payloads)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    life.device.trainer.live.model.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(MemoryShortError, match="one sequence"):
+        life.train(1)
+    assert (life.diary, life.device.trainer.live.sequences_per_pass) == ([], 1)
+    for each in (life, other):
+        each.apply(1)
+    assert life.device.trainer.root() == other.device.trainer.root()
+    life.close()
+    other.close()
+
+
+def test_a_state_that_is_taken_over_ends_repeating(dataset: TokenDataset, tmp_path: Path) -> None:
+    life = Life(dataset, "distro")
+    life.device.repeat([Trained(1, 1, 0, 0, 1, (), "0" * 64)], life.device.trained)
+    life.device._adopt(0, [life.device.trainer.state_bytes()])
+    before = life.save(tmp_path / "before")
+    life.device._repeat()
+    assert life.save(tmp_path / "after") == before
+    life.close()

@@ -1,0 +1,238 @@
+"""Getting what a run begins with, where those who tell of it first give nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.config import RunConfig
+from p2ptrain.config.node import NetworkConfig, NodeConfig, StorageConfig
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError
+from p2ptrain.identity import peer_id_of
+from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
+from p2ptrain.net import questions
+from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
+from p2ptrain.net.blobs.server import Server, bulk_protocol
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import Stream
+from p2ptrain.node.directories import run_directory
+from p2ptrain.node.find import (
+    FIND_SECONDS_MAX,
+    fetch_dataset,
+    find_dataset,
+    find_run,
+    open_dataset,
+    with_relays,
+)
+from p2ptrain.store.records import RECORDS_NAME, Records
+from tests.helpers.core import KEYS
+from tests.helpers.driver import STATE, a_dataset, root_of
+from tests.helpers.memory_network import MemoryTransport, Network
+from tests.helpers.net import at, skipping_time
+
+ME, LIAR, GOOD = KEYS[:3]
+FAR_SECONDS = 3.0  # to one who is an ocean away, or only starting: others have told of the run long before
+
+
+@dataclass
+class Swarm:
+    """A run of which two nodes tell; one of them gives what it begins with."""
+
+    network: Network
+    run: RunConfig
+    data: TokenDataset
+    config: NodeConfig
+    me: MemoryTransport
+    asked: list[bytes] = field(default_factory=list)  # who has asked for the data
+
+    def find(self, name: BlobName, peer: bytes) -> MemoryBlob:
+        self.asked.append(peer)
+        return MemoryBlob(self.data.manifest_bytes())
+
+
+@asynccontextmanager
+async def swarm(directory: Path) -> AsyncIterator[Swarm]:
+    network = Network(latency_seconds=0.01)
+    data = a_dataset(directory / "data")
+    run = RunConfig.model_validate({"name": "x"}).sealed(
+        manifest=manifest_digest(data.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[KEYS[0].hex()]
+    )
+    run_id = bytes.fromhex(run.run_id)
+
+    def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+        if isinstance(question, questions.AskRuns):
+            return questions.Runs((questions.RunInfo(run_id, "x", 1, 1),))
+        return questions.Config(run.canonical())
+
+    async def hang(stream: Stream) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    me, liar, good = (network.transport(key) for key in (ME, LIAR, GOOD))
+    config = NodeConfig(
+        network=NetworkConfig(bootstrap=(network.address(LIAR), network.address(GOOD))),
+        storage=StorageConfig(directory=str(directory / "mine")),
+    )
+    made = Swarm(network, run, data, config, me)
+    connect = me.connect
+
+    async def from_afar(address: str) -> bytes:
+        if address == network.address(GOOD):
+            await at(asyncio.get_running_loop().time() + FAR_SECONDS)
+        return await connect(address)
+
+    me.connect = from_afar  # type: ignore[method-assign]
+    for each in (liar, good):
+        await questions.serve(each, answer)
+    await liar.serve(bulk_protocol(run_id), hang)
+    async with Server(good, run_id, made, upload=TokenBucket(0), blame=lambda peer, why: None):
+        yield made
+    for node in list(network.nodes.values()):
+        await node.close()
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@skipping_time
+async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_joining(
+    tmp_path: Path, is_silent: bool
+) -> None:
+    async with swarm(tmp_path) as each:
+        if not is_silent:  # but does not even speak of data
+            each.network.nodes[LIAR]._handlers.pop(bulk_protocol(bytes.fromhex(each.run.run_id)))
+        run, tellers = await find_run(each.me, each.config, None)
+        assert (run, tellers.peers) == (each.run, [LIAR])
+        got = await fetch_dataset(each.me, each.config, run, tmp_path / "got", tellers)
+        assert got.manifest_bytes() == each.data.manifest_bytes()
+        assert each.asked == [ME]
+        assert tellers.peers == [GOOD, LIAR]  # who came late is asked first
+        assert asyncio.get_running_loop().time() < 60.0
+
+
+@skipping_time
+async def test_a_run_that_is_on_the_disk_without_its_data_is_joined_once_somebody_is_there(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as each:
+        directory = run_directory(each.config, bytes.fromhex(each.run.run_id))
+        directory.mkdir(parents=True)
+        (directory / "run.json").write_bytes(each.run.canonical())
+        with closing(Records(directory / RECORDS_NAME)) as records:
+            records.remember([each.network.address(GOOD)])
+        for peer in (LIAR, GOOD):
+            each.network.cut(ME, peer)
+        run, tellers = await find_run(each.me, each.config, None)
+        assert (run, tellers.peers) == (each.run, [])
+        fetching = asyncio.create_task(fetch_dataset(each.me, each.config, run, tmp_path / "got", tellers))
+        await at(1_000.0)
+        assert not fetching.done()
+        each.network.heal()
+        assert (await fetching).manifest_bytes() == each.data.manifest_bytes()
+        assert asyncio.get_running_loop().time() < 1_000.0 + 4 * FIND_SECONDS_MAX
+
+
+@skipping_time
+async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_run(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as each:
+        old = RunConfig.model_validate({"name": "old"}).sealed(
+            manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[5].hex()]
+        )
+        directory = run_directory(each.config, bytes.fromhex(old.run_id))
+        directory.mkdir(parents=True)
+        (directory / "run.json").write_bytes(old.canonical())
+        for peer in (LIAR, GOOD):
+            each.network.cut(ME, peer)
+        finding = asyncio.create_task(find_run(each.me, each.config, None))
+        await at(100.0)
+        assert not finding.done()
+        assert (await find_run(each.me, each.config, old.run_id[:8]))[0] == old  # which is then named
+        each.network.heal()
+        assert (await finding)[0] == each.run
+
+
+@skipping_time
+async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as each:
+        other = each.run.canonical().replace(b'"protocol":1', b'"protocol":2')
+        run_id = digest("run id", other)
+
+        def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+            if isinstance(question, questions.AskRuns):
+                return questions.Runs((questions.RunInfo(run_id, "x", 1, 1),))
+            return questions.Config(other)
+
+        for key in (LIAR, GOOD):
+            each.network.nodes[key]._handlers.pop(questions.PROTOCOL)
+            await questions.serve(each.network.nodes[key], answer)
+        with pytest.raises(ConfigError, match=r"is of protocol 2, and this release speaks 1. Install a release"):
+            await find_run(each.me, each.config, None)
+
+
+@skipping_time
+async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with swarm(tmp_path) as each:
+        other = RunConfig.model_validate({"name": "y"}).sealed(
+            manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[5].hex()]
+        )
+
+        def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+            if isinstance(question, questions.AskRuns):
+                return questions.Runs((questions.RunInfo(bytes.fromhex(each.run.run_id), "x", 1, 1),))
+            return questions.Config(other.canonical())
+
+        each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
+        await questions.serve(each.network.nodes[LIAR], answer)
+        assert (await find_run(each.me, each.config, None))[0] == each.run
+        assert f"{LIAR.hex()[:16]} sent a config that is not the run's" in caplog.text
+
+
+@skipping_time
+async def test_a_damaged_list_of_the_data_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with swarm(tmp_path) as each:
+        run, tellers = await find_run(each.me, each.config, None)
+        directory = tmp_path / "got"
+        assert open_dataset(directory, run.data.manifest) is None
+        directory.mkdir()
+        (directory / MANIFEST_NAME).write_bytes(each.data.manifest_bytes()[:-1] + b" ")
+        assert open_dataset(directory, run.data.manifest) is None
+        assert "fetching it again" in caplog.text
+        await fetch_dataset(each.me, each.config, run, directory, tellers)
+        found = open_dataset(directory, run.data.manifest)
+        assert found is not None
+        assert found.manifest_bytes() == each.data.manifest_bytes()
+
+
+def test_data_that_a_run_begun_here_has_made_is_found_under_its_other_name(tmp_path: Path) -> None:
+    config = NodeConfig(storage=StorageConfig(directory=str(tmp_path)))
+    made = a_dataset(tmp_path / "data" / "embedded")
+    name = manifest_digest(made.manifest_bytes())
+    assert find_dataset(config, name) == tmp_path / "data" / "embedded"
+    assert find_dataset(config, "0" * 64) == tmp_path / "data" / ("0" * 16)
+
+
+def test_relays_are_the_bootstraps_and_whom_a_node_reached_last_time(tmp_path: Path) -> None:
+    storage = StorageConfig(directory=str(tmp_path))
+    run = RunConfig.model_validate({"name": "x"}).sealed(
+        manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
+    )
+    hosts = ["192.168.1.7", *(f"11.0.0.{number}" for number in range(1, len(KEYS)))]
+    addresses = [f"/ip4/{host}/tcp/4001/p2p/{peer_id_of(key)}" for host, key in zip(hosts, KEYS, strict=True)]
+    config = NodeConfig(storage=storage)
+    directory = run_directory(config, bytes.fromhex(run.run_id))
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_bytes(run.canonical())
+    with closing(Records(directory / RECORDS_NAME)) as records:
+        records.remember(addresses)
+    given = NodeConfig(storage=storage, network=NetworkConfig(bootstrap=(addresses[-1],)))
+    for wanted in (None, run.run_id[:8]):
+        first, *rest = with_relays(given, wanted).trusted_relays
+        assert (first, rest[-1]) == (addresses[-1], addresses[0])  # the neighbour at home last
+        assert sorted(rest) == sorted(addresses)
+    assert len({with_relays(config, None).trusted_relays for _ in range(9)}) > 1  # in no order that peers could choose
+    named = NetworkConfig(bootstrap=(addresses[0],), trusted_relays=(addresses[-1],))
+    assert with_relays(NodeConfig(storage=storage, network=named), None) == named
+    assert with_relays(config, "0" * 65).trusted_relays == ()  # of another run's peers, none

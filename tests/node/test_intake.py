@@ -1,0 +1,145 @@
+"""The intake: what peers say is bounded, checked, and told with its blame; what is our own is never lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.messages import decode, payload_digest
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.mailbox import Deliver, HistoryQuery
+from p2ptrain.node.intake import EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
+from tests.helpers.core import KEYS, FakeSigner, announced, signed
+from tests.helpers.driver import OTHER, PAYLOAD_BYTES, PEER, THIRD, a_message, bench
+from tests.helpers.net import at, skipping_time, some_bytes, until
+
+
+@skipping_time
+async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        for number in range(EVENTS_MAX + 10):
+            each.driver.intake.hear(bytes([number % 32]) * 32, a_message(number=number))
+        each.driver.intake.hear_line(OTHER, Deliver((b"nonsense", a_message())))
+        each.driver.intake.hear_line(OTHER, HistoryQuery(bytes(32), 1))
+        own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
+        for event in own:
+            each.driver.give(event)
+        assert each.driver.counters == {"events dropped": 13}
+        async with each.running():
+            await each.heard(own[-1])
+        assert isinstance(each.node.handled[0][1], ev.Started)
+        heard = each.node.events
+        received = [event for event in heard if isinstance(event, ev.MessageReceived)]
+        assert [event.received.message.round for event in received] == list(range(EVENTS_MAX))  # type: ignore[union-attr]
+        assert heard[EVENTS_MAX : EVENTS_MAX + 3] == own
+
+
+@skipping_time
+async def test_one_peer_has_no_more_than_its_share_of_the_queue(tmp_path: Path) -> None:
+    stranger = bytes(32)
+    async with bench(tmp_path) as each, each.running():
+        for _ in range(2):  # what was handled makes room again
+            each.node.handled.clear()
+            for _ in range(EVENTS_MAX):
+                each.driver.intake.hear(stranger, a_message())
+                each.driver.intake.hear(PEER, a_message())
+            each.driver.intake.hear(OTHER, a_message())
+            await until(lambda: not each.driver.intake.events)
+            senders = Counter(event.sender for event in each.node.events)  # type: ignore[union-attr]
+            assert senders == {stranger: SHARE_MAX, PEER: SHARE_OF_MEMBER_MAX, OTHER: 1}
+        assert each.driver.intake._shares == {}
+
+
+@skipping_time
+async def test_what_does_not_decode_is_told_with_the_reason_and_ends_what_came_with_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        each.driver.intake.hear(PEER, b"nonsense")
+        with pytest.raises(RemoteProtocolError, match="not a message"):  # which closes the line, and is told once
+            each.driver.intake.hear_line(OTHER, Deliver((a_message(), bytes(1), a_message())))
+        async with each.running():
+            await until(lambda: len(each.node.events) == 2)
+        first, second = each.node.events
+        assert isinstance(first, ev.MalformedReceived) and first.sender == PEER and first.why
+        assert second == ev.MessageReceived(OTHER, decode(a_message(), FakeSigner()))
+
+
+@skipping_time
+async def test_a_history_that_does_not_decode_has_failed(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        each.driver.intake.history_came(PEER, b"nonsense")
+        await until(lambda: bool(each.node.events))
+        [event] = each.node.events
+        assert isinstance(event, ev.HistoryFailed) and event.peer == PEER and event.why
+
+
+@skipping_time
+async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        body = some_bytes(PAYLOAD_BYTES)
+        good = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        evil = b"bad" + body[3:]
+        bad = signed(announced(OTHER, payload=payload_digest(evil), payload_bytes=len(evil)), evil)
+        opened = asyncio.Event()
+        each.device.gate = opened.wait  # type: ignore[assignment]
+        async with each.running():
+            each.driver.intake.hear(PEER, good.envelope)
+            each.driver.intake.hear(THIRD, bad.envelope)
+            await at(1.0)
+            assert each.node.events == []
+            opened.set()
+            await until(lambda: len(each.node.events) == 2)
+        assert each.node.events == [ev.MessageReceived(PEER, good, True), ev.MessageReceived(THIRD, bad, False)]
+        assert each.store.payloads.get(payload_digest(body)) == body
+        assert payload_digest(bad.attachment) not in each.store.payloads
+        assert list(each.persistence.fresh) == [payload_digest(body)]
+
+
+@skipping_time
+@pytest.mark.parametrize(("author", "size"), [(KEYS[9], PAYLOAD_BYTES), (PEER, PAYLOAD_BYTES + 1)])
+async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
+    author: bytes, size: int, tmp_path: Path
+) -> None:
+    async with bench(tmp_path) as each, each.running():
+        body = some_bytes(size)
+        offer = signed(announced(author, payload=payload_digest(body), payload_bytes=size), body)
+        each.driver.intake.hear(PEER, offer.envelope)
+        await each.heard(ev.MessageReceived(PEER, offer))
+        assert (each.device.checked, each.persistence.fresh, list(each.store.payloads.names())) == ([], {}, [])
+
+
+@skipping_time
+async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -> None:
+    """Anybody can sign announcements under keys of their own, and checks take longer than a frame does to arrive."""
+    async with bench(tmp_path) as each:
+        shut, opened = some_bytes(PAYLOAD_BYTES), asyncio.Event()
+        each.device.gate = opened.wait  # type: ignore[assignment]
+        offer = signed(announced(PEER, payload=payload_digest(shut), payload_bytes=len(shut)), shut).envelope
+        async with each.running():
+            await at(0.1)
+            for _ in range(SHARE_OF_MEMBER_MAX + 10):
+                each.driver.intake.hear(PEER, offer)
+            assert each.driver.counters["events dropped"] >= 10
+            opened.set()
+            await until(lambda: len(each.device.checked) == SHARE_OF_MEMBER_MAX and not each.driver.intake.events)
+        assert (each.driver.intake._shares, each.driver.intake._checking) == ({}, 0)  # there is room again
+
+
+@skipping_time
+async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tmp_path: Path) -> None:
+    """Lines are open, and the topic is subscribed to, before the driver runs and for a while after."""
+    async with bench(tmp_path) as each:
+        body = some_bytes(PAYLOAD_BYTES)
+        offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        each.driver.intake.hear(PEER, a_message())
+        each.driver.intake.hear(PEER, offer.envelope)
+        async with each.running() as task:
+            await until(lambda: bool(each.node.events))
+            each.driver.give(ev.StopRequested())
+            await task
+            each.driver.intake.hear(PEER, offer.envelope)
+            each.driver.intake.hear(PEER, a_message())
+        assert isinstance(each.node.handled[0][1], ev.Started)

@@ -1,0 +1,106 @@
+"""What a daemon's life ends by, and with what error."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2ptrain import launch
+from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
+from p2ptrain.errors import DataError
+from p2ptrain.identity import peer_id_of
+from p2ptrain.net.tasks import Tasks, report_crash
+from tests.helpers.net import key
+
+
+def test_a_crash_in_the_network_ends_the_daemon_with_its_error() -> None:
+    async def crash() -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    async def life() -> None:
+        Tasks(report_crash).spawn(crash())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.Event().wait())
+
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        launch._run(life())
+
+
+def test_what_else_asyncio_is_told_of_ends_nothing() -> None:
+    async def life() -> str:
+        asyncio.get_running_loop().call_exception_handler({"message": "a socket was not closed"})
+        await asyncio.sleep(0)
+        return "done"
+
+    assert launch._run(life()) == "done"
+
+
+def test_an_error_in_a_group_comes_out_as_what_it_is() -> None:
+    async def fail() -> None:
+        raise DataError("no such data")
+
+    async def life() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    with pytest.raises(DataError, match="no such data"):
+        launch._run(life())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does(number: signal.Signals) -> None:
+    async def life() -> None:
+        os.kill(os.getpid(), number)
+        async with asyncio.timeout(20.0):
+            await asyncio.Event().wait()
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for what it runs in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch._run(life())
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Taker(io.StringIO):
+    """A standard output, and each write that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.written.append(text)
+        return super().write(text)
+
+
+def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under PYTHONUNBUFFERED the log's next line came between it and its end, in the file that takes both."""
+    monkeypatch.setattr(sys, "stdout", taker := Taker())
+    addresses = [f"/ip4/192.0.2.{n}/tcp/4001/p2p/{peer_id_of(key(1))}" for n in (1, 2)]
+    transport: Any = SimpleNamespace(addresses=lambda: addresses)
+    run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
+    launch._tell_how_to_join(transport, run)
+    assert [each for each in taker.written if each] == [f"p2ptrain join --bootstrap {each}\n" for each in addresses]
+
+
+def test_a_port_is_chosen_by_whoever_names_or_announces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_chosen(text: str = "", **options: object) -> bool:
+        path = tmp_path / "node.toml"
+        path.write_text(text)
+        chosen = {("network", key): value for key, value in options.items()}
+        return with_options(load_node_config(path), chosen).network.has_chosen_port
+
+    usual = [*NodeConfig().network.listen]  # but named
+    assert not is_chosen("[network]\nnat = false", bootstrap=[]) and is_chosen(listen=usual)
+    assert is_chosen(f"[network]\nlisten = {usual}") and is_chosen(f"[network]\nannounce = {usual}")
+    monkeypatch.setenv("P2PTRAIN_NETWORK__LISTEN", usual[0])
+    assert is_chosen()

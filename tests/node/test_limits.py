@@ -1,0 +1,415 @@
+"""A good guest: when the node trains, how much of the time, in how much memory; clock and battery are the test's."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
+from p2ptrain.learn import memory as memory_module
+from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
+from p2ptrain.learn.shortage import mega
+from p2ptrain.node import device as device_module
+from p2ptrain.node import limits as guest_module
+from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.node.limits import (
+    MachineLimits,
+    is_on_battery,
+    is_within,
+    over_memory,
+    reasons_to_pause,
+    refuse_too_large,
+    resident_bytes,
+    rest_seconds,
+)
+from p2ptrain.observe.build import unreadiness_of
+from p2ptrain.observe.schema import Status
+from tests.cli.test_cli import p2ptrain
+from tests.helpers.driver import ChainTrainer
+from tests.helpers.net import skipping_time, until
+from tests.node.test_memory_swarm import swarm
+
+RESTING = complaint(Code.OUTSIDE_HOURS, hours="22:00-07:00", until="22:00")
+UNPLUGGED = complaint(Code.ON_BATTERY)
+
+
+def at(text: str) -> datetime:
+    return datetime.fromisoformat(f"2026-03-29T{text}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("hours", "inside", "outside"),
+    [
+        ("", ["00:00", "12:00", "23:59"], []),
+        ("09:00-17:30", ["09:00", "12:00", "17:29:59"], ["08:59:59", "17:30", "00:00", "23:59"]),
+        ("22:00-07:00", ["22:00", "23:59", "00:00", "06:59"], ["07:00", "12:00", "21:59"]),
+        ("00:00-12:00", ["00:00", "11:59"], ["12:00", "23:59"]),
+        ("12:00-00:00", ["12:00", "23:59"], ["00:00", "11:59"]),
+    ],
+)
+def test_hours_begin_when_they_say_and_may_go_over_midnight(hours: str, inside: list[str], outside: list[str]) -> None:
+    assert [time for time in inside + outside if is_within(hours, at(time))] == inside
+
+
+def test_each_reason_to_pause_holds_for_itself() -> None:
+    limits = LimitsConfig(hours="22:00-07:00")
+    assert reasons_to_pause(limits, at("23:00"), is_on_battery=False) == []
+    assert reasons_to_pause(limits, at("12:00"), is_on_battery=False) == [RESTING]
+    assert reasons_to_pause(limits, at("23:00"), is_on_battery=True) == [UNPLUGGED]
+    assert reasons_to_pause(limits, at("12:00"), is_on_battery=True) == [RESTING, UNPLUGGED]
+    anyway = LimitsConfig(on_battery="train")
+    assert reasons_to_pause(anyway, at("12:00"), is_on_battery=True) == []
+
+
+@pytest.mark.parametrize(
+    ("worked", "percent", "rest"), [(1.0, 100, 0.0), (1.0, 50, 1.0), (2.0, 25, 6.0), (0.5, 80, 0.125), (1.0, 1, 99.0)]
+)
+def test_rest_makes_work_that_share_of_the_time(worked: float, percent: int, rest: float) -> None:
+    assert rest_seconds(worked, percent) == pytest.approx(rest)
+    assert worked / (worked + rest) == pytest.approx(percent / 100)
+
+
+def test_memory_over_its_limit_is_complained_of() -> None:
+    assert over_memory(LimitsConfig(), 10**12) is None
+    assert over_memory(LimitsConfig(memory_bytes=10**9), 10**9) is None
+    told = complaint(Code.OVER_MEMORY, used_bytes=10**9 + 1, limit_bytes=10**9)
+    assert over_memory(LimitsConfig(memory_bytes=10**9), 10**9 + 1) == told
+    assert "1,000,000,001 bytes are in use, and limits.memory_bytes allows 1,000,000,000;" in told.text
+    assert resident_bytes() > 50 * 10**6  # torch alone is more
+
+
+def config_of(memory: int) -> NodeConfig:
+    device = NodeConfig().device.model_copy(update={"name": "cpu"})
+    return NodeConfig().model_copy(update={"limits": LimitsConfig(memory_bytes=memory), "device": device})
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunConfig.model_validate({"name": "large"})
+    (main,) = rooms_of(run, config_of(0).device)
+    with caplog.at_level("INFO"):
+        refuse_too_large(run, config_of(0))
+    assert "run large takes about" in caplog.text, "what it takes is told before it is taken"
+    assert "weights 3 MB + gradient 3 MB + residual 3 MB + activations" in caplog.text
+    refuse_too_large(run, config_of(main.needed))
+    with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large takes about .*weights .* Raise it"):
+        refuse_too_large(run, config_of(main.needed - 1))
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: 0)
+    refuse_too_large(run, config_of(0))
+    assert "are free now. Close other programs" in caplog.text, "others may leave: a warning"
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
+    refuse_too_large(run, config_of(0))
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
+    with pytest.raises(TooLargeError, match=r"even with one sequence a pass, and there are .*device\.checkpointing"):
+        refuse_too_large(run, config_of(0))
+
+
+def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As much as can be said where there is none: what it would be asked is answered for it."""
+    run = RunConfig.model_validate({"name": "large", "model": {"preset": "100m"}})
+    need = need_of(run, PassSettings(autocast=True, device="cuda"))
+    least = need_of(run, PassSettings(autocast=True, device="cuda", sequences_per_pass=1))
+    there = [need.trainer, need.trainer]
+    monkeypatch.setattr(memory_module, "find_device", lambda config: (torch.device("cuda:0"), True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(there))
+    with caplog.at_level("INFO"):
+        refuse_too_large(run, NodeConfig())
+    assert f"and {mega(need.trainer)} of cuda:0 (weights 386 MB + gradient 386 MB + residual" in caplog.text
+    assert "are free now" not in caplog.text
+    there[:] = need.trainer - 1, least.trainer
+    refuse_too_large(run, NodeConfig())
+    assert "of cuda:0 are free now" in caplog.text
+    there[1] -= 1
+    with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence a pass"):
+        refuse_too_large(run, NodeConfig())
+
+    def full(device: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    with pytest.raises(DeviceError, match=r"cuda:0 cannot be opened: CUDA error: out of memory\. Close"):
+        refuse_too_large(run, NodeConfig())
+
+
+# ---------------------------------------------------------------------------------------------------
+# The machine
+
+
+@pytest.mark.parametrize(
+    ("battery", "expected"),
+    [
+        (None, False),
+        (SimpleNamespace(power_plugged=True), False),
+        (SimpleNamespace(power_plugged=False), True),
+        (SimpleNamespace(power_plugged=None), False),
+    ],
+)
+def test_only_a_battery_that_is_in_use_counts(battery: object, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest_module.psutil, "sensors_battery", lambda: battery)
+    assert is_on_battery() is expected
+
+
+def test_a_machine_that_cannot_tell_counts_as_plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(guest_module.psutil, "sensors_battery", fail)
+    assert is_on_battery() is False
+
+
+def test_a_nice_process_steps_back_with_all_that_it_starts_and_never_forward() -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "from p2ptrain.node.limits import be_nice\n"
+        "before = os.getpriority(os.PRIO_PROCESS, 0)\n"
+        "be_nice(0); assert os.getpriority(os.PRIO_PROCESS, 0) == before\n"
+        "be_nice(19)\n"
+        "be_nice(3)\n"
+        "subprocess.run([sys.executable, '-c', 'import os; print(os.nice(0))'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "19"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Guests
+
+
+class Machine:
+    """What a guest looks at."""
+
+    def __init__(self) -> None:
+        self.now, self.is_unplugged, self.resident = at("12:00"), False, 0
+
+    def machine_limits(self, limits: LimitsConfig, daemon: Any) -> MachineLimits:
+        driver = daemon.driver
+        return MachineLimits(
+            limits, driver.pauses, driver.device, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
+        )
+
+
+@skipping_time
+async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_inside_them(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        await made.reach(3)
+        node, machine = made.nodes[3], Machine()
+        daemon = node.daemon
+        daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
+        machine_limits.look()
+        await made.reach(made.newest + 6)
+        before = node.status["counters"].get("contributions taken", 0)
+        await made.reach(made.newest + 6)
+        status = node.status
+        assert status["counters"].get("contributions taken", 0) == before
+        assert status["is_paused"]
+        assert status["health"] == [RESTING.text]
+        assert "22:00-07:00: training resumes at 22:00" in RESTING.text
+        assert unreadiness_of(daemon) == []
+        assert Status.model_validate(status).limits.hours == "22:00-07:00"
+        machine.now = at("22:00")
+        machine_limits.look()
+        assert not node.status["is_paused"]
+        await until(lambda: node.status["counters"].get("contributions taken", 0) > before + 2)
+        made.compare(12)
+
+
+@skipping_time
+async def test_the_owners_pause_and_the_machines_are_lifted_each_by_itself(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        await made.reach(3)
+        daemon, machine = made.nodes[0].daemon, Machine()
+        daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
+        machine.is_unplugged = True
+        machine_limits.look()
+        told = await daemon.answer({"do": "pause"})
+        assert told["pauses"] == [RESTING.text, UNPLUGGED.text, complaint(Code.PAUSED).text]
+        assert made.nodes[0].status["health"] == told["pauses"]
+        machine.now = at("23:00")
+        machine_limits.look()
+        told = await daemon.answer({"do": "resume"})
+        assert told == {"is_paused": True, "pauses": [UNPLUGGED.text]}
+        assert daemon.driver.pauses
+        machine.is_unplugged = False
+        machine_limits.look()
+        assert await daemon.answer({"do": "resume"}) == {"is_paused": False, "pauses": []}
+        assert not daemon.driver.pauses
+
+
+@skipping_time
+async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with swarm(tmp_path) as made:
+        await made.reach(3)
+        daemon, machine = made.nodes[0].daemon, Machine()
+        daemon.machine_limits = machine.machine_limits(LimitsConfig(), daemon)
+        with caplog.at_level(logging.INFO, "p2ptrain.daemon"):
+            told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
+        assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
+        assert daemon.driver.device.percent == 25
+        assert daemon.driver.pauses  # without waiting for the next look
+        assert "limits: hours = '22:00-07:00', device_percent = 25" in caplog.text
+        for option, wrong in (("hours", "7-8"), ("hours", "07:00-07:00"), ("percent", 0), ("percent", "9"),
+                              ("percent", True), ("memory", -1), ("battery", "perhaps"), ("hours", 7)):  # fmt: skip
+            with pytest.raises(ConfigError, match=rf"^--{option}: .* is not possible\. Give ") as raised:
+                await daemon.answer({"do": "limit", "upload": 7, option: wrong})
+            assert repr(wrong) in str(raised.value)
+        assert await daemon.answer({"do": "limit"}) == told
+        told = await daemon.answer({"do": "limit", "hours": "", "percent": 100, "memory": 1_000})
+        assert not daemon.driver.pauses
+        machine.resident = 2_000
+        daemon.machine_limits.look()
+        (told,) = made.nodes[0].status["complaints"]
+        assert (told["code"], told["fields"]) == ("over_memory", {"used_bytes": 2_000, "limit_bytes": 1_000})
+        assert unreadiness_of(daemon) == []
+        await daemon.answer({"do": "limit", "memory": 0})
+        assert made.nodes[0].status["health"] == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# The device's share
+
+
+class Steps(ChainTrainer):
+    """A trainer of two steps of a second each."""
+
+    def __init__(self, time: Any) -> None:
+        super().__init__()
+        self.time = time
+        self.run = SimpleNamespace(recipe=SimpleNamespace(local_steps=2))
+
+    def train(self, number: int, place: int, places: int, on_step: Any) -> Any:
+        results = []
+        for _ in range(2):
+            self.time.now += 1.0
+            results += super().train(number, place, places, on_step)
+        return results
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = SimpleNamespace(now=0.0, naps=[])
+
+    def sleep(seconds: float) -> None:
+        made.naps.append(seconds)
+        made.now += seconds
+
+    monkeypatch.setattr(device_module, "sleep", sleep)
+    monkeypatch.setattr(device_module, "perf_counter", lambda: made.now)
+    return made
+
+
+def test_the_device_rests_between_steps_and_what_it_idled_between_rounds_counts(time: Any) -> None:
+    device = Device(Steps(time))  # type: ignore[arg-type]
+    try:
+        device._train_now(1, 0, 1, frozenset())
+        assert (time.now, time.naps) == (2.0, [])
+        device.percent = 50
+        device._train_now(2, 0, 1, frozenset({1}))
+        assert time.now == pytest.approx(
+            2 + 3
+        )  # a step, a second of rest, and a step, after which others need not wait
+        assert max(time.naps) <= device_module.NAP_SECONDS
+        device._train_now(3, 0, 1, frozenset({1, 2}))
+        assert time.now == pytest.approx(5 + 4)  # the rest that was owed comes first
+        time.now += 0.75
+        device._train_now(4, 0, 1, frozenset({1, 2, 3}))
+        assert time.now == pytest.approx(9 + 4)
+        time.now += 100.0
+        device._train_now(5, 0, 1, frozenset({1, 2, 3, 4}))
+        assert time.now == pytest.approx(113 + 3)
+        assert device.training_seconds == pytest.approx(10)  # rest is no training
+        assert device.tokens_per_second == pytest.approx(64)
+    finally:
+        device.close()
+
+
+def test_a_device_that_rests_ends_and_takes_a_new_limit_without_waiting(time: Any) -> None:
+    device = Device(Steps(time))  # type: ignore[arg-type]
+    try:
+        device.percent = 1
+        device._owed, device._stepped_at = 99.0, 0.0
+        naps = iter(range(3))
+
+        def sleep(seconds: float) -> None:
+            if next(naps, None) is None:
+                device.percent = 100
+
+        device_module.sleep = sleep  # type: ignore[attr-defined]
+        device._train_now(1, 0, 1, frozenset())
+        device.percent, device._owed = 1, 99.0
+        device_module.sleep = lambda seconds: setattr(device, "is_stopping", True)  # type: ignore[attr-defined]
+        with pytest.raises(StoppedError):
+            device._train_now(2, 0, 1, frozenset({1}))
+    finally:
+        device.close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_the_command_orders_limits_and_tells_what_holds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    orders = []
+    held = {
+        "upload_bytes_per_second": 0, "download_bytes_per_second": 5_000, "memory_bytes": 10**9,
+        "hours": "22:00-07:00", "device_percent": 25, "threads": 3, "on_battery": "pause",
+    }  # fmt: skip
+
+    def ask(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
+        orders.append(order)
+        return held if order["do"] == "limit" else {"pauses": ["paused on battery: because"]}
+
+    monkeypatch.setattr("p2ptrain.node.control.ask", ask)
+    status, out, err = p2ptrain(
+        capsys, "limit", "--data-dir", tmp_path, "--hours", "22:00-07:00", "--percent", "25", "--battery", "pause"
+    )
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "upload    no limit",
+        "download  5,000 bytes/s",
+        "hours     22:00-07:00",
+        "device    25% of the time",
+        "threads   3",
+        "memory    1,000,000,000 bytes",
+        "battery   it pauses",
+    ]
+    assert {key: value for key, value in orders[-1].items() if value is not None} == {
+        "do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "pause"
+    }  # fmt: skip
+    assert p2ptrain(capsys, "limit", "--data-dir", tmp_path, "--off")[0] == 0
+    assert orders[-1] == {"do": "limit", "upload": 0, "download": 0, "hours": "", "percent": 100, "memory": 0}
+    count = len(orders)
+    for wrong in (
+        ["--off", "--hours", ""],
+        ["--hours", "25:00-07:00"],
+        ["--hours", "07:00-07:00"],
+        ["--memory", str(2**50 + 1)],
+        ["--upload", str(10**12 + 1)],
+        ["--percent", "0"],
+        ["--battery", "x"],
+        ["--memory", "-1"],
+        ["--threads", "0"],
+    ):
+        assert p2ptrain(capsys, "limit", "--data-dir", tmp_path, *wrong)[0] == 2
+    assert len(orders) == count  # the daemon need not hear of it
+    assert p2ptrain(capsys, "resume", "--data-dir", tmp_path)[1] == "paused on battery: because\n"

@@ -1,0 +1,208 @@
+"""Checkpoints while rounds go on: what is copied when, who waits for the disk, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2ptrain.node import persistence
+from tests.helpers.driver import STATE, Bench, a_manifest, bench, root_of
+from tests.helpers.net import some_bytes
+
+NEWER = some_bytes(len(STATE), 5)
+GATE_SECONDS = 20.0  # a test that fails should not hang
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Until it is open, the disk is slow."""
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+class LazyDisk:
+    """In place of the thread that writes: it does what it was asked for when somebody waits for it, and not before."""
+
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> Any:
+        return SimpleNamespace(result=lambda: job(*arguments))
+
+    def shutdown(self) -> None: ...
+
+
+async def saved(each: Bench, number: int, **options: Any) -> None:
+    """After a round."""
+    each.trainer.round = number
+    manifest = a_manifest(each.genesis, number, [])
+    await each.persistence.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
+
+
+async def begun(each: Bench, gate: threading.Event, number: int, **options: Any) -> asyncio.Task[None]:
+    """A checkpoint that is being written until the gate is open, as is every one after it."""
+    capture, has_begun = each.trainer.capture, threading.Event()
+
+    def slow(is_copied: bool) -> Any:
+        moment = capture()
+
+        def write(path: Path) -> None:
+            has_begun.set()
+            assert gate.wait(GATE_SECONDS)
+            moment.write(path)
+
+        return SimpleNamespace(write=write, state=moment.state)
+
+    each.trainer.capture = slow  # type: ignore[method-assign]
+    saving = asyncio.create_task(saved(each, number, **options))
+    assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
+    return saving
+
+
+def failing(each: Bench, why: str, times: int = 2**62) -> list[int]:
+    """A trainer that cannot copy its state so many times; the rounds in which it was asked to."""
+    capture, tries = each.trainer.capture, []
+
+    def fail(is_copied: bool = True) -> Any:
+        tries.append(each.trainer.round)
+        if len(tries) <= times:
+            raise RuntimeError(why)
+        return capture()
+
+    each.trainer.capture = fail  # type: ignore[method-assign]
+    return tries
+
+
+def rounds_saved(each: Bench) -> list[int]:
+    return [checkpoint.round for checkpoint in each.store.checkpoints.present()]
+
+
+async def test_training_waits_for_a_copy_of_the_state_and_not_for_the_disk(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    async with bench(tmp_path) as each:
+        saving = await begun(each, gate, 4)
+        await each.device.run(each.trainer.adopt, 5, [NEWER])  # the device is free, and the state changes
+        assert not saving.done()
+        gate.set()
+        await saving
+        [checkpoint] = each.store.checkpoints.present()
+        assert (checkpoint.round, checkpoint.root) == (4, root_of(STATE))
+        assert (checkpoint.path / "state.bin").read_bytes() == STATE
+        assert each.store.checkpoints.verify(checkpoint) is None
+
+
+async def test_a_checkpoint_that_is_due_while_one_is_written_is_left_out_unless_it_is_the_last(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    async with bench(tmp_path) as each:
+        first = await begun(each, gate, 4)
+        await saved(each, 8)  # at once
+        last = asyncio.create_task(saved(each, 9, now=True))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, last)
+        assert rounds_saved(each) == [4, 9]
+
+
+async def test_what_is_trained_on_a_state_that_was_taken_over_waits_until_it_is_saved(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        each.persistence._writer.shutdown()
+        each.persistence._writer = LazyDisk()  # type: ignore[assignment]
+        each.trainer.round = 7
+        await each.persistence.checkpoint_adopted(each.device, 7, root_of(STATE))
+        assert rounds_saved(each) == [7]
+
+
+async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        made = await each.device.run(each.persistence.checkpoint_first, each.device, root_of(STATE))
+        assert each.store.checkpoints.present() == [made]
+        assert each.edges.served_blobs.states.places() == ((0, root_of(STATE)),)
+
+
+async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goes_on(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        failing(each, "can't allocate memory")
+        await saved(each, 4)
+        assert each.persistence.checkpoint_trouble == "there is no memory for a copy of the state"
+
+
+async def test_a_mistake_in_the_trainer_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        failing(each, "shapes do not fit")
+        with pytest.raises(RuntimeError, match="shapes do not fit"):
+            await saved(each, 4)
+
+
+async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
+    async with bench(tmp_path) as each:
+        copies = failing(each, "never", 0)
+        orders = [await begun(each, gate, 4, now=True)]
+        orders += [asyncio.create_task(saved(each, 4, now=True)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await each.device.run(lambda: None)
+        assert copies == [4]
+        gate.set()
+        await asyncio.gather(*orders)
+
+
+async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the kept history nothing would lead on from it."""
+    monkeypatch.setattr("p2ptrain.node.persistence.RETRY_SECONDS", 0.01)
+    async with bench(tmp_path) as each:
+        each.persistence._history_rounds = 8
+        tries = failing(each, "can't allocate memory", 3)
+        await saved(each, 5)
+        assert tries == [], "it is not time"
+        await saved(each, 7)
+        assert tries == [7] * 4
+        assert rounds_saved(each) == [7]
+
+
+async def test_a_payload_that_came_after_its_round_was_decided_lasts_once_that_is_applied(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        payload = some_bytes(1_000)
+        manifest = a_manifest(each.genesis, 1, [payload])
+        name = manifest.taken[0].payload
+        each.persistence.put(name, payload)
+        assert each.store.payloads.fleeting([name]) == [name]
+        await each.persistence.let_go(manifest)
+        assert (each.store.payloads.directory / name.hex()).read_bytes() == payload
+
+
+async def test_the_room_on_the_disk_is_what_the_disk_says_and_unknown_where_it_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each:
+        assert each.persistence.free_bytes is None, "nobody has looked"
+        await each.persistence.look_for_room()
+        disk = os.statvfs(each.store.directory)
+        assert each.persistence.free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, abs=2**30)
+        monkeypatch.setattr(each.store, "directory", each.store.directory / "gone")
+        await each.persistence.look_for_room()
+        assert each.persistence.free_bytes is None
+
+
+async def test_a_disk_that_does_not_tell_its_room_holds_up_nothing_that_is_said(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of the network that is away."""
+
+    def slow(path: Path) -> SimpleNamespace:
+        assert gate.wait(GATE_SECONDS)
+        return SimpleNamespace(free=7)
+
+    monkeypatch.setattr(persistence, "disk_usage", slow)
+    async with bench(tmp_path) as each:
+        looking = asyncio.create_task(each.persistence.look_for_room())
+        await each.persistence.on_disk(int)
+        assert not looking.done()
+        gate.set()
+        await looking
+        assert each.persistence.free_bytes == 7

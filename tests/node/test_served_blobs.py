@@ -1,0 +1,88 @@
+"""What a node serves, while its trainer's thread saves states and the disk's thread prunes them."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2ptrain.digest import PIECE_BYTES, leaf_digests
+from p2ptrain.errors import DataError
+from p2ptrain.net.blobs.blob import BlobName, verified
+from p2ptrain.node.served_blobs import STATES_SERVED, SavedStates, ServedBlobs, StateBlob
+from tests.helpers.net import some_bytes
+
+NOBODY = b"n" * 32
+
+
+@pytest.fixture
+def library() -> ServedBlobs:
+    nothing: Any = None  # what is not a state is served from elsewhere
+    return ServedBlobs(nothing, nothing, SavedStates(), nothing, nothing)
+
+
+def checkpoint(directory: Path, number: int) -> Any:
+    path = directory / str(number)
+    path.mkdir(exist_ok=True)
+    return SimpleNamespace(round=number, root=number.to_bytes(32, "big"), path=path, state_bytes=10)
+
+
+def test_the_last_states_that_were_saved_and_are_there_are_served(library: ServedBlobs, tmp_path: Path) -> None:
+    made = [checkpoint(tmp_path, number) for number in range(STATES_SERVED + 3)]
+    for each in made[:-1]:
+        library.states.offer(each, b"")
+    assert library.states.places() == tuple((each.round, each.root) for each in made[-2:1:-1])
+    pruned, last = made[-2], made[-1]
+    shutil.rmtree(pruned.path)
+    assert library.states.places() == tuple((each.round, each.root) for each in made[-3:1:-1])
+    assert library.states.find(pruned.root) is None
+    assert library.find(BlobName("state", pruned.root), NOBODY) is None
+    library.states.offer(last, b"")  # in the place of what was pruned, and not of another
+    library.states.offer(last, b"")
+    assert library.states.places() == ((last.round, last.root), *((each.round, each.root) for each in made[-3:1:-1]))
+    found = library.states.find(last.root)
+    assert found is not None and found.checkpoint is last
+    assert library.find(BlobName("state", last.root), NOBODY) is not None
+
+
+def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, tmp_path: Path) -> None:
+    """Between any two steps of who answers, the trainer's thread may save a state."""
+    numbers = itertools.count(STATES_SERVED)
+    before = [checkpoint(tmp_path, number) for number in range(STATES_SERVED)]
+    for each in before:
+        library.states.offer(each, b"")
+
+    class Watched:
+        """A path; when the one who answers looks at it, another state is saved, which looks as well."""
+
+        is_asked = True
+
+        def exists(self) -> bool:
+            if Watched.is_asked:
+                Watched.is_asked = False
+                library.states.offer(checkpoint(tmp_path, next(numbers)), b"")
+                Watched.is_asked = True
+            return True
+
+    for each in before:
+        each.path = Watched()
+    assert library.states.places() == tuple((each.round, each.root) for each in before[::-1])
+    assert next(numbers) == 2 * STATES_SERVED
+    assert [number for number, _ in library.states.places()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][::-1]
+
+
+def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served() -> None:
+    """Its files were not read whole when the node started."""
+    state = some_bytes(2 * PIECE_BYTES)
+    pieces = [state[:PIECE_BYTES], state[PIECE_BYTES:-1] + bytes([state[-1] ^ 1])]
+    kept: Any = SimpleNamespace(round=3, state_bytes=len(state), read_piece=lambda index: pieces[index])
+    blob = StateBlob(kept, b"".join(leaf_digests(state)))
+    assert blob.read(0) == pieces[0]
+    with pytest.raises(DataError, match="the saved state of round 3 is damaged in piece 1"):
+        blob.read(1)
+    with pytest.raises(DataError, match="damaged in piece 1"):
+        list(verified(blob))

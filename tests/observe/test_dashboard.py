@@ -1,0 +1,365 @@
+"""The dashboard before a node that says what a test wants: numbers, what changes, and what is hard to show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Browser, Page, Route
+
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.observe import events
+from p2ptrain.observe.guard import Guard
+from tests.helpers.dashboard import (
+    CHARTS,
+    GONE,
+    NO_LIBRARY,
+    PHONE,
+    REFUSED,
+    Node,
+    a_browser,
+    a_node,
+    a_page,
+    hurried,
+    in_a_browser,
+    is_as_wide_as_the_screen,
+    lively_peers,
+    lively_rounds,
+    numbers_in,
+    numbers_on,
+    until_drawn,
+    until_number,
+    until_shown,
+    until_text,
+)
+from tests.helpers.web import ME, PEER, a_round, every_complaint, told_of
+
+pytestmark = in_a_browser
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+RIGHT_TO_LEFT = "\u202egnol si siht\u202c שלום مرحبا"
+LONG = "w" * 1_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with a_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with a_node() as node:
+        yield node
+
+
+def text_of(page: Page, element: str) -> str:
+    return page.locator(f"#{element}").inner_text()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node: Node) -> None:
+    node.told.now["mine"]["energy_joules"] = 4.5e6
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        told = json.loads(page.request.get(f"{node.url}/status").text())
+        assert numbers_on(page) == numbers_in(told)
+        shown = {name: text_of(page, name) for name in ("loss", "tokens-per-second", "mine-share", "mine-hours")}
+        assert shown == {"loss": "2.5000", "tokens-per-second": "123", "mine-share": "25%", "mine-hours": "0.02"}
+        assert text_of(page, "run-name") == told["run_name"]
+        assert text_of(page, "state-root") == told["state_root"]
+        assert text_of(page, "doing") == "Round 8: agreeing, try 2, 2 contributions here."
+        assert page.locator("#phases [aria-current]").get_attribute("data-phase") == "agree"
+        assert "at least 2 members signed that after round 6 they had bit for bit the model of this node." in text_of(
+            page, "agreement"
+        )
+        assert "A small run" in text_of(page, "health") and told["health"][0] in text_of(page, "health")
+        assert page.locator("#traffic tbody tr").first.inner_text().split() == ["gossip", "1", "B", "10", "B"]
+        assert "upload at most 1.0 kB/s, download no limit" in text_of(page, "limits")
+        assert text_of(page, "energy") == "1.25 kWh"
+        assert "42 ms" in page.locator("#peers tbody tr").first.inner_text()
+        node.change(mine=told["mine"] | {"energy_joules": None})
+        until_text(page, "energy", "not reported")
+
+
+def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: Node) -> None:
+    node.told.lived = [a_round(1) | {"loss": 2.25}, a_round(2) | {"loss": None, "mine_taken": []}, a_round(3)]
+    with a_page(browser, node.url, draws=True) as page:
+        until_shown(page)
+        until_text(page, "shown", "3 rounds on this page")
+        rows = page.locator("#rounds tbody tr").all_inner_texts()
+        assert [row.split("\t") for row in rows] == [
+            ["3", "2.5000", "1.88", "2", "taken", "1", "030303030303"],
+            ["2", "–", "1.88", "2", "not in it", "1", "020202020202"],
+            ["1", "2.2500", "1.88", "2", "taken", "1", "010101010101"],
+        ]
+        assert text_of(page, "c-loss") == "2.5000 in round 3; the lowest is 2.2500, in round 1."
+        assert text_of(page, "c-bytes") == "9.0 kB sent and received in 3 rounds, 3.0 kB each."
+        assert text_of(page, "c-phases") == "Round 3: train 1.00 s, collect 0.25 s, agree 0.13 s, apply 0.50 s."
+        assert text_of(page, "c-speed") == "Round 3, waiting included: this node 273, the swarm 546."
+        assert text_of(page, "c-bandwidth") == "Round 3: 533 B/s sent, 1.1 kB/s received."
+        assert text_of(page, "c-taken") == "Round 3: 2 taken, 0 too late, none refused."
+        until_drawn(page, 3)
+        drawn = page.evaluate(
+            "(names) => names.map((name) => document.getElementById(`chart-${name}`).data.map((each) => [...each.y]))",
+            list(CHARTS),
+        )
+        assert drawn[0] == drawn[1] == [[2.25, None, 2.5]]
+        assert drawn[2] == [[1.0] * 3, [0.25] * 3, [0.125] * 3, [0.5] * 3]
+        assert drawn[3] == [[1_024 / 1.875] * 3, [512 / 1.875] * 3]
+        assert drawn[4] == [[1_000 / 1.875] * 3, [2_000 / 1.875] * 3]
+        assert drawn[5] == [[2] * 3, [0] * 3, [0] * 3]
+        moved = page.evaluate("() => [...document.getElementById('chart-bytes').data[0].x]")
+        assert moved == [3_000, 6_000, 9_000]
+
+
+def test_a_frame_says_that_the_library_of_its_chart_loads_until_it_is_there(browser: Browser, node: Node) -> None:
+    asked: list[Route] = []
+    states = "[...document.querySelectorAll('.chart')].map((each) => each.dataset.state)"
+    with a_page(browser, node.url) as page:
+        page.route("**/plotly.min.js", lambda route: asked.append(route))  # noqa: PLW0108  # playwright marks it
+        page.reload()
+        until_shown(page)
+        while not asked:
+            page.evaluate("() => new Promise(requestAnimationFrame)")
+        assert set(page.evaluate(f"() => {states}")) == {"The library that draws this chart loads …"}
+        shown = page.evaluate("() => getComputedStyle(document.querySelector('.chart'), '::before').content")
+        assert "loads" in shown
+        asked[0].fulfill(body=NO_LIBRARY, content_type="text/javascript")
+        page.wait_for_function(f"() => {states}.every((each) => each === '')")
+    with a_page(browser, node.url, expected=("Failed to load resource", "net::ERR_FAILED")) as page:
+        page.route("**/plotly.min.js", lambda route: route.abort())
+        page.reload()
+        page.wait_for_function(f"() => {states}.every((each) => each.includes('could not be loaded'))")
+
+
+def test_what_happens_shows_without_a_reload(browser: Browser, node: Node) -> None:
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        until_text(page, "shown", "7 rounds")
+        page.evaluate("() => { window.mine = 'still here' }")
+        node.change(applied_round=8, round=9, phase="train", step=4, loss=2.25)
+        node.live(a_round(8) | {"loss": 2.25, "refused": {"bad payload": 2}})
+        node.say("somebody got a seat: 3 members")
+        until_number(page, "applied-round", 8)
+        until_text(page, "doing", "Round 9: step 4 of training")
+        until_text(page, "c-loss", "2.2500 in round 8")
+        until_text(page, "c-taken", "refused: bad payload 2")
+        until_text(page, "log", "somebody got a seat: 3 members")
+        node.told.known = [PEER | {"refused": {"too many at once": 7}}]
+        until_text(page, "peers", "too many at once 7")
+        node.change(**told_of(complaint(Code.STALLED)))
+        until_text(page, "state-text", "Needs a look")
+        node.change(**told_of())
+        until_text(page, "state-text", "All is well")
+        assert page.evaluate("() => window.mine") == "still here"
+        assert numbers_on(page) == numbers_in(node.told.now)
+
+
+def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(browser: Browser, node: Node) -> None:
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        for change, verdict, words in (
+            ({"certified_round": 0}, "unknown", "certified no round so far"),
+            ({"certified_round": 5}, "unknown", "cannot compare"),
+            ({"certified_round": 7}, "same", "after round 7"),
+            (
+                {"quorum": 5, "fault_tolerance": {"liars": 2, "crashes": 2, "mode": "byzantine"}},
+                "same",  # of whom two may lie
+                "at least 3 members signed that after round 7 they had bit for bit the model of this node, and",
+            ),
+            ({"roster": [ME]}, "same", "Yes: this node alone has a vote, and signed its own model after round 7."),
+            (told_of(complaint(Code.QUARANTINED)), "other", "differs from the certified"),
+        ):
+            node.change(**change)
+            until_text(page, "agreement", words)
+            assert page.locator("#agreement").get_attribute("data-verdict") == verdict
+
+
+# ---------------------------------------------------------------------------------------------------
+# The line to the node
+
+
+def test_a_node_that_starts_is_waited_for(browser: Browser, node: Node) -> None:
+    node.told.is_starting = True
+    with a_page(browser, node.url, expected=REFUSED) as page:
+        until_text(page, "banner", "The node is starting")
+        assert text_of(page, "state-text") == "Starting"
+        node.told.is_starting = False
+        until_shown(page)
+        page.wait_for_function("() => document.getElementById('banner').textContent === ''")
+        assert numbers_on(page) == numbers_in(node.told.now)
+
+
+def test_a_page_without_a_place_at_the_events_asks(
+    browser: Browser, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "WATCHERS_MAX", 0)
+    with a_page(browser, node.url, expected=REFUSED) as page:
+        until_text(page, "banner", "perhaps because too many watch it already")
+        until_text(page, "shown", "7 rounds")
+        until_text(page, "peers", "42 ms")
+        node.told.now["loss"] = 1.125
+        until_number(page, "loss", 1.125)
+        monkeypatch.undo()
+        page.wait_for_function("() => document.getElementById('banner').textContent === ''")
+
+
+def test_what_is_told_twice_shows_once(browser: Browser, node: Node) -> None:
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        until_text(page, "shown", "7 rounds")
+        for _ in range(2):
+            node.live(a_round(7), a_round(8))
+            node.say("once")
+        until_text(page, "shown", "8 rounds")
+        until_text(page, "log", "once")
+        node.say("the last")
+        until_text(page, "log", "the last")
+        assert page.locator("#log li").all_inner_texts() == ["12:00:00\nthe last", "12:00:00\nonce"]
+        assert page.locator("#rounds tbody tr").count() == 8
+
+
+def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(browser: Browser, node: Node) -> None:
+    with a_page(browser, node.url, expected=GONE) as page:
+        hurried(page, SILENT=300, LOOK=100, ANSWER=1_000)
+        until_shown(page)
+        page.evaluate("() => { window.mine = 'still here' }")
+        with node.frozen():
+            until_text(page, "banner", "The node does not answer")
+            assert text_of(page, "state-text") == "Away"
+            assert page.locator("body.old").count() == 1
+        page.wait_for_function("() => document.getElementById('banner').textContent === ''")
+        node.change(applied_round=9)
+        until_number(page, "applied-round", 9)
+        assert page.evaluate("() => window.mine") == "still here"
+
+
+def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: Browser, node: Node) -> None:
+    app, token = node.site.app, b"a-secret-of-its-owner"
+    with a_page(browser, node.url, expected=REFUSED) as page:
+        until_shown(page)
+        app.guard = Guard("127.0.0.1", node.site.port, token=token)
+        node.hang_up()
+        until_text(page, "banner", "The node asks for its token. Open this page once with ?token=")
+        assert text_of(page, "state-text") == "Locked"
+        assert page.locator("body.old").count() == 1
+        page.goto(f"{node.url}/?token={quote(token)}")
+        until_shown(page)
+        assert (page.url, text_of(page, "banner")) == (f"{node.url}/", "")
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is hard to show
+
+
+def test_every_complaint_is_in_words_for_people_and_in_its_own(browser: Browser, node: Node) -> None:
+    told = every_complaint()
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        node.change(**told_of(*told))
+        until_text(page, "health", told[-1].text)
+        rows = page.locator("#health li")
+        assert rows.locator("b").all_inner_texts() == [each.title for each in told]
+        assert rows.locator("span:not(.raw)").all_inner_texts() == [each.advice for each in told]
+        assert rows.locator(".raw").all_inner_texts() == [each.text for each in told]
+        assert [row.get_attribute("data-severity") for row in rows.all()] == [each.severity for each in told]
+
+
+def test_a_run_without_rounds_or_peers_says_so(browser: Browser, node: Node) -> None:
+    node.told.lived, node.told.known = [], []
+    node.told.now |= {
+        "applied_round": 0, "certified_round": 0, "round": 1, "view": 0, "state_root": "", "loss": None, "roots": {},
+        "swarm_tokens_per_second": None, "since_applied_seconds": None, "peers": [], "roster": [],
+        "mine": {"applied": 0, "applied_of_all": 0, "share": 0.0, "tokens": 0, "training_seconds": 0.0,
+                 "energy_joules": None},
+    }  # fmt: skip
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        page.wait_for_function("() => !document.getElementById('peers-empty').hidden")
+        assert page.locator("#rounds-empty").is_visible() and not page.locator("#rounds").is_visible()
+        assert not page.locator("#peers").is_visible()
+        assert numbers_on(page) == numbers_in(node.told.now)
+        assert (text_of(page, "loss"), text_of(page, "state-root")) == ("–", "none yet")
+        words = page.locator("body").inner_text()
+        assert not [wrong for wrong in ("NaN", "undefined", "null", "Infinity", "[object") if wrong in words]
+        node.live(a_round(1))
+        until_text(page, "c-loss", "2.5000 in round 1")
+
+
+def test_two_hundred_peers_are_all_there_and_the_worst_stands_first(browser: Browser, node: Node) -> None:
+    node.told.known = lively_peers(200)
+    ids = [each["peer_id"] for each in node.told.known]
+    node.told.now |= {"peers": ids[:160], "roster": ids[:100], "quorum": 67}
+    with a_page(browser, node.url, screen=PHONE) as page:
+        until_shown(page)
+        until_text(page, "peers-note", "160 connected, 200 known")
+        assert page.locator("#peers tbody tr").count() == 200
+        first = page.locator("#peers tbody tr").first.inner_text()
+        assert ids[3][-8:] in first and "bad payload 2" in first and "2.15 points" in first
+        assert page.locator("#roster li").count() == 65
+        assert text_of(page, "roster").endswith("and 36 more")
+        assert is_as_wide_as_the_screen(page)
+        same = page.locator("#peers tbody tr").nth(150).element_handle()
+        node.told.known = [each | ({"late": 12_345} if n == 0 else {}) for n, each in enumerate(node.told.known)]
+        until_text(page, "peers", "12,345")
+        assert page.evaluate("(row) => row.isConnected", same), "what has not changed stays as it is"
+
+
+@pytest.mark.parametrize("screen", [PHONE, {"width": 1280, "height": 900}], ids=["phone", "desk"])
+def test_what_peers_say_is_text_and_nothing_else(browser: Browser, node: Node, screen: dict[str, int]) -> None:
+    peers = [
+        PEER | {
+            "peer_id": f"{text}{n}", "addresses": [text], "refused": {text: 3, f"{text}!": 1}, "observed": {text: 2},
+        }
+        for n, text in enumerate((HOSTILE, RIGHT_TO_LEFT, LONG))
+    ]  # fmt: skip
+    node.told.known = peers
+    node.told.now |= {
+        "run_name": HOSTILE + LONG, "release": LONG, "roster": [each["peer_id"] for each in peers],
+        **told_of(complaint(Code.DEGRADED, why=HOSTILE)),
+        "peer_id": HOSTILE,
+    }  # fmt: skip
+    with a_page(browser, node.url, screen=screen) as page:
+        until_shown(page)
+        page.wait_for_function("() => document.querySelectorAll('#peers tbody tr').length === 3")
+        for n, text in enumerate((HOSTILE, RIGHT_TO_LEFT, LONG)):
+            node.say(text, at=f"2026-01-01T12:00:0{n}.000+00:00")
+        node.live(a_round(8) | {"refused": {HOSTILE: 1}, "contributors": [HOSTILE, LONG]})
+        until_text(page, "log", LONG[:400])
+        until_text(page, "c-taken", "refused: <img src=x")
+        until_text(page, "log", HOSTILE)
+        assert HOSTILE in text_of(page, "health")
+        assert page.title().startswith("<img src=x")
+        assert page.evaluate("() => document.querySelectorAll('img, body script, #log script').length") == 0
+        assert page.evaluate("() => window.hacked") is None
+        assert is_as_wide_as_the_screen(page)
+
+
+def test_an_hour_of_rounds_makes_the_page_no_larger(browser: Browser, node: Node) -> None:
+    node.told.lived = lively_rounds(400)
+    with a_page(browser, node.url, draws=True) as page:
+        until_shown(page)
+        until_text(page, "shown", "400 rounds")
+        for first in range(401, 1_201, 100):
+            node.live(*lively_rounds(100, first))
+            until_text(page, "shown", f"{first + 99:,} rounds")
+        for n in range(250):
+            node.say(f"line {n}", at=f"2026-01-01T12:{n // 60:02}:{n % 60:02}.000+00:00")
+        until_text(page, "log", "line 249")
+        assert page.locator("#log li").count() == 200
+        assert "a point is the mean of 4" in text_of(page, "shown")
+        until_drawn(page, 1_200)
+        points = page.evaluate("() => document.getElementById('chart-loss').data[0].x.length")
+        assert points == 300
+        sent = sum(each["bytes_sent"] + each["bytes_received"] for first in (1,) for each in lively_rounds(400, first))
+        sent += sum(
+            each["bytes_sent"] + each["bytes_received"]
+            for first in range(401, 1_201, 100)
+            for each in lively_rounds(100, first)
+        )
+        assert page.evaluate("() => document.getElementById('chart-bytes').data[0].x.at(-1)") == sent

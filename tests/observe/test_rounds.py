@@ -1,0 +1,489 @@
+"""The records of rounds: they add up, they say what the core knows, and a disk that fails loses no round but them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config.node import StorageConfig
+from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.core.tally import AUTHORS_MAX, Tallies
+from p2ptrain.core.view import PeerView
+from p2ptrain.daemon import Daemon, save_last
+from p2ptrain.errors import DataError
+from p2ptrain.identity import Identity, peer_id_of
+from p2ptrain.learn.data import manifest_digest
+from p2ptrain.node.assembly import Launch
+from p2ptrain.observe import peer_history
+from p2ptrain.observe import rounds as module
+from p2ptrain.observe.build import complaints_of, peers_of, status_of, unreadiness_of
+from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
+from p2ptrain.observe.schema import Mine, PeerRecord, RoundRecord
+from p2ptrain.store.records import Batch, Past, Records
+from tests.helpers.core import KEYS, RUN, Bench, announced, payload, root_of, signed
+from tests.helpers.driver import STATE, ChainTrainer, LoopDevice, a_dataset
+from tests.helpers.driver import root_of as root_of_state
+from tests.helpers.memory_network import Network
+from tests.helpers.net import skipping_time, until
+from tests.helpers.records import lived
+
+ME, A, B, C = KEYS[:4]
+NOW = 1_700_000_000.0
+
+
+class NotedKeeping:
+    """A disk that takes everything, or nothing."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = SimpleNamespace(directory=directory, records=Records(directory / "records.sqlite"))
+        self.takes, self.batches = True, list[Batch]()
+
+    async def record(self, batch: Batch) -> bool:
+        self.batches.append(batch)
+        if self.takes:
+            self.store.records.write(batch)
+        return self.takes
+
+
+class Watched:
+    """A core whose fellow members the test plays, and what is recorded of it."""
+
+    def __init__(self, tmp_path: Path, past: Past | None = None, **changes: Any) -> None:
+        self.bench = Bench(4, **changes)
+        self.device: Any = SimpleNamespace(loss=None, tokens=0, training_seconds=0.0)
+        self.traffic = {"bytes sent": 100, "bytes received": 200, "sent bulk": 50, "received bulk": 60}
+        self.persistence = NotedKeeping(tmp_path)
+        persistence: Any = self.persistence
+        device: Any = self.device
+        self.rounds = Recorder(
+            self.bench.node,
+            device,
+            persistence,
+            lambda: dict(self.traffic),
+            "bulk",
+            past or Past(),
+            lambda: NOW + self.bench.now,
+        )
+        handle = self.bench.node.handle
+
+        def handled(event: ev.Event, now: float) -> list[ev.Effect]:
+            effects = handle(event, now)
+            self.rounds.note(now, event)
+            return effects
+
+        self.bench.node.handle = handled  # type: ignore[method-assign]
+        self.bench.tick(0.0)
+
+    def round(self) -> None:
+        """Ten seconds of training, five until all is agreed, two until it is applied."""
+        bench = self.bench
+        offers = bench.collect()
+        bench.tick(bench.now + 5.0)
+        bench.agree(offers, apply=False)
+        self.apply()
+
+    def apply(self) -> None:
+        at = self.bench.state
+        self.bench.do(ev.Applied(at.branch, at.round, root_of(at.round)), self.bench.now + 2.0)
+
+
+def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent bulk": 350, "received bulk": 460}
+    watched.device.loss, watched.device.tokens, watched.device.training_seconds = 2.5, 640, 8.0
+    watched.round()
+    entry = watched.bench.node.chain.entry(1)
+    assert entry is not None
+    (record,) = watched.rounds.last()
+    assert record == lived(
+        1,
+        branch=RUN,
+        applied_at=NOW + 17.0,
+        root=root_of(1),
+        manifest=entry.manifest.digest,
+        contributors=KEYS[:4],
+        mine_taken=(1,),
+        train_seconds=10.0,
+        collect_seconds=0.0,
+        agree_seconds=5.0,
+        apply_seconds=2.0,
+        bytes_sent=1_000,
+        bytes_received=2_000,
+        bulk_bytes_sent=300,
+        bulk_bytes_received=400,
+        loss=2.5,
+        tokens=640,
+        tokens_per_second=80.0,
+        late=0,
+        refused={},
+    )
+    told = json.loads(record.model_dump_json())
+    assert told["contributors"] == [peer_id_of(key) for key in KEYS[:4]]
+    assert told["root"] == root_of(1).hex()
+
+
+def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.traffic, watched.device.loss, watched.device.tokens = {"bytes sent": 1_100}, 2.5, 640
+    watched.device.training_seconds = 8.0
+    watched.round()
+    watched.round()
+    first, second = watched.rounds.last()
+    assert (first.round, first.bytes_sent, first.tokens) == (1, 1_000, 640)
+    assert (second.round, second.bytes_sent, second.tokens, second.loss) == (2, 0, 0, None)
+    assert (second.tokens_per_second, second.seconds) == (0.0, 17.0)
+
+
+def test_the_phases_of_a_round_add_up_to_its_time(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    bench = watched.bench
+    watched.round()
+    mine = announced(ME, 2)
+    others = [announced(key, 2, inline=True) for key in bench.others]
+    began, bench.now = bench.now, bench.now + 5.0
+    bench.train(2)  # before the others: then the node collects
+    for offer in others:
+        bench.now += 1.0
+        bench.hear_offer(offer)
+    bench.now += 4.0
+    bench.agree((*others, mine), apply=False)
+    watched.apply()
+    record = watched.rounds.last()[-1]
+    assert (record.train_seconds, record.collect_seconds) == (5.0, 3.0)
+    assert (record.agree_seconds, record.apply_seconds) == (4.0, 2.0)
+    assert record.seconds == bench.now - began
+
+
+def test_the_views_that_agreeing_took_are_counted_from_one(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.round()
+    assert [each.views for each in watched.rounds.last()] == [1]
+
+
+def test_a_state_that_was_applied_on_a_line_that_was_left_is_no_round(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    bench = watched.bench
+    bench.agree(bench.collect(), apply=False)
+    bench.do(ev.Applied(b"o" * 32, 1, root_of(1)))
+    assert watched.rounds.last() == []
+    watched.apply()
+    assert [each.round for each in watched.rounds.last()] == [1]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Peers
+
+
+def test_contributions_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    bench = watched.bench
+    watched.round()
+    bench.hear(announced(A, 1, b"again"))  # a repetition: of round 1 it has been heard
+    offers = bench.collect()
+    bench.hear_offer(announced(B, 2, b"another", inline=True), which=b"another")
+    bad = announced(C, 3, inline=True)
+    bench.hear(bad, attachment=payload(C, 3), good=False)
+    bench.agree(offers, apply=False)
+    bench.hear(announced(KEYS[9], 1))  # nobody who was admitted
+    watched.apply()
+    counts = {
+        each.peer: (each.offered, each.applied, each.late, each.refused)
+        for each in watched.rounds.peers.by_key.values()
+    }
+    assert counts == {
+        ME: (2, 2, 0, {}),
+        A: (2, 2, 0, {}),
+        B: (3, 2, 0, {"two for one round": 1}),
+        C: (3, 2, 0, {"bad payload": 1}),
+    }
+    assert [each.refused for each in watched.rounds.last()] == [{}, {"two for one round": 1, "bad payload": 1}]
+    assert watched.rounds.peers.by_key[C].observed == {"malformed": 1}
+    assert (watched.rounds.mine.applied, watched.rounds.mine.applied_of_all, watched.rounds.mine.share) == (2, 8, 0.25)
+
+
+def test_a_contribution_that_comes_too_late_is_counted_once(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    bench = watched.bench
+    watched.round()
+    offers = [announced(key, 2, inline=True) for key in (A, B)]
+    for offer in offers:
+        bench.hear_offer(offer)
+    bench.train(2)
+    bench.wait(60.0)  # for the third, which is too late
+    bench.agree((*offers, announced(ME, 2)), apply=False)
+    late = announced(C, 2, inline=True)
+    for _ in range(3):
+        bench.hear_offer(late)
+    watched.apply()
+    assert [each.late for each in watched.rounds.last()] == [0, 1]
+    assert {each.peer: each.late for each in watched.rounds.peers.by_key.values() if each.late} == {C: 1}
+
+
+def test_my_own_that_comes_too_late_is_counted(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    bench = watched.bench
+    watched.round()
+    offers = tuple(announced(key, 2, inline=True) for key in bench.others)
+    for offer in offers:
+        bench.hear_offer(offer)
+    bench.wait(60.0)
+    bench.agree(offers, apply=False)
+    bench.train(2)
+    watched.apply()
+    record = watched.rounds.last()[-1]
+    assert (record.mine_taken, record.late, watched.rounds.peers.by_key[ME].late) == ((), 1, 1)
+
+
+def test_points_get_a_row_when_they_have_grown_and_not_when_they_decay(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    for malformed in (1, 0, 0, 2):
+        for _ in range(malformed):
+            watched.bench.do(ev.MalformedReceived(A, "junk"))
+        watched.round()
+    asyncio.run(watched.rounds.save())
+    rows = watched.persistence.store.records.points_of(A)
+    assert [(each["observed"], round(each["points"], 1)) for each in rows] == [
+        ({"malformed": 1}, 1.0),
+        ({"malformed": 3}, 3.0),
+    ]
+    assert watched.persistence.store.records.points_of(B) == []
+
+
+def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
+    bench = Bench(4)
+    bench.do(ev.PeerSeen(KEYS[9]), 0.0)
+    bench.do(ev.PeerLost(B))
+    bench.do(ev.MalformedReceived(KEYS[9], "junk"))
+    bench.hear_offer(announced(A, inline=True))  # so quickly that nobody else is waited for
+    assert bench.node.view().standings() == [
+        PeerView(A, True, True, True, 0.0, False, 1, 0, 0, {}, {}),
+        PeerView(C, True, True, True, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
+        PeerView(KEYS[9], True, False, False, 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
+    ]
+
+
+def test_an_author_of_too_many_rounds_at_once_is_refused_what_is_too_much() -> None:
+    bench = Bench(4, agreement={"staleness_rounds_max": 4, "overlap_rounds": 1})
+    offers = tuple(announced(key, inline=True) for key in (A, B))
+    bench.train()
+    for offer in offers:
+        bench.hear_offer(offer)
+    bench.agree((*offers, announced(ME)))
+    for number in (1, 2, 3, 4):
+        bench.hear(announced(C, number, base_round=0, base_root=bytes(32)))
+    tally = bench.node.context.tallies.by_author[C]
+    assert (tally.offered, tally.refused) == (3, {"too many at once": 1})
+
+
+def test_what_was_counted_before_a_restart_is_not_counted_again() -> None:
+    bench = Bench(4)
+    bench.node.inbox.announcement(ME, signed(announced(A)), asked_for=True)  # from what backs a vote of ours
+    assert [*bench.node.context.offers.by_author] == [A]
+    assert bench.node.context.tallies.by_author == {}
+
+
+def test_a_round_lets_go_of_authors_who_are_gone_when_there_are_many() -> None:
+    bench = Bench(4)
+    tallies = bench.node.context.tallies
+    bench.decide()
+    for number in range(AUTHORS_MAX - 4):
+        tallies.of(number.to_bytes(32, "big"))
+    bench.decide()
+    assert len(tallies.by_author) == AUTHORS_MAX // 2
+    assert [tallies.of(key).applied for key in KEYS[:4]] == [2, 2, 2, 2]
+
+
+def test_authors_come_and_go_and_the_tallies_stay_bounded() -> None:
+    tallies = Tallies()
+    for generation in range(5):
+        admitted = {(1_024 * generation + number).to_bytes(32, "big") for number in range(1_024)}
+        tallies.forget(admitted)
+        for author in sorted(admitted):
+            tallies.of(author).offered += 1
+        (size, most) = tallies.limits()["authors tallied"]
+        assert size <= most == AUTHORS_MAX
+        assert admitted <= tallies.by_author.keys()
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is kept
+
+
+def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -> None:
+    first = Watched(tmp_path)
+    first.device.tokens, first.device.training_seconds = 64, 7_200.0
+    first.bench.do(ev.MalformedReceived(A, "junk"))
+    first.round()
+    first.round()
+    asyncio.run(first.rounds.save(all_of_it=True))
+    first.persistence.store.records.close()
+    records = Records(tmp_path / "records.sqlite")
+    second = Watched(tmp_path, records.past(ROUNDS_KEPT))
+    assert second.rounds.last() == first.rounds.last()
+    assert second.rounds.peers.by_key == first.rounds.peers.by_key
+    assert second.rounds.mine == Mine(applied=2, applied_of_all=8, tokens=64, training_seconds=7_200.0)
+    for _ in range(3):  # the first two again, as after a checkpoint of the beginning
+        second.round()
+    assert [each.round for each in second.rounds.last()] == [1, 2, 3]
+    assert second.rounds.last()[:2] == first.rounds.last()
+    assert second.rounds.last()[2].seconds == 17.0, "what was done again is not of the next round"
+
+
+def test_more_rounds_than_are_in_memory_come_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROUNDS_KEPT", 3)
+    watched = Watched(tmp_path)
+    for number in range(1, 8):
+        watched.round()
+        if number <= 5:
+            asyncio.run(watched.rounds.save())
+    assert [each.round for each in watched.rounds.last(2)] == [6, 7]
+    assert [each.round for each in watched.rounds.last(3)] == [5, 6, 7]
+    assert [each.round for each in watched.rounds.last(6)] == [2, 3, 4, 5, 6, 7]
+    assert [each.round for each in watched.rounds.last(100)] == [1, 2, 3, 4, 5, 6, 7]
+    assert watched.rounds.last(0) == []
+
+
+def test_what_a_disk_does_not_take_waits_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROUNDS_KEPT", 3)
+    watched = Watched(tmp_path)
+    watched.persistence.takes = False
+    for _ in range(5):
+        watched.round()
+        asyncio.run(watched.rounds.save(all_of_it=True))
+    watched.persistence.takes = True
+    asyncio.run(watched.rounds.save(all_of_it=True))
+    past = watched.persistence.store.records.past(100)
+    assert [each["round"] for each in past.rounds] == [3, 4, 5]
+    assert {each["peer"]: each["applied"] for each in past.peers} == dict.fromkeys(KEYS[:4], 5)
+    assert Mine.of(past.mine) == watched.rounds.mine
+    count = len(watched.persistence.batches)
+    asyncio.run(watched.rounds.save(all_of_it=True))
+    assert len(watched.persistence.batches) == count, "nothing is new"
+
+
+def test_what_happens_while_the_disk_is_at_it_is_written_the_next_time(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    record = watched.persistence.record
+    watched.round()
+
+    async def slow(batch: Batch) -> bool:
+        watched.persistence.record = record  # type: ignore[method-assign]
+        watched.round()
+        return await record(batch)
+
+    watched.persistence.record = slow  # type: ignore[method-assign]
+    asyncio.run(watched.rounds.save(all_of_it=True))
+    asyncio.run(watched.rounds.save(all_of_it=True))
+    past = watched.persistence.store.records.past(9)
+    assert [[each["round"] for each in batch.rounds] for batch in watched.persistence.batches] == [[1], [2]]
+    assert ([*map(RoundRecord.of, past.rounds)], Mine.of(past.mine)) == (watched.rounds.last(), watched.rounds.mine)
+    assert {each["peer"]: each["applied"] for each in past.peers} == dict.fromkeys(KEYS[:4], 2)
+
+
+def test_peers_beyond_the_bound_are_forgotten_the_longest_unchanged_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_history, "PEERS_MAX", 6)
+    before = [PeerRecord(peer=key, offered=1).row for key in (A, *KEYS[8:12])]
+    watched = Watched(tmp_path, Past(peers=before))
+    watched.round()
+    assert [*watched.rounds.peers.by_key] == [KEYS[10], KEYS[11], *KEYS[:4]]
+    assert watched.rounds.peers.by_key[A].offered == 2
+
+
+def test_the_speed_of_the_swarm_is_that_of_what_was_taken(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    assert watched.rounds.swarm_tokens_per_second is None
+    watched.round()
+    tokens = 8 * 256  # a step of one pass of eight sequences
+    assert watched.rounds.swarm_tokens_per_second == 4 * tokens / 17.0
+
+
+# ---------------------------------------------------------------------------------------------------
+# A whole daemon
+
+
+async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
+    """A swarm by itself, until so many rounds are applied."""
+    me = Identity(bytes(31) + b"\1")
+    dataset = a_dataset(root / "data")
+    run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(
+        manifest=manifest_digest(dataset.manifest_bytes()),
+        initial_root=root_of_state(STATE).hex(),
+        founders=[me.key.hex()],
+    )
+    transport, device = Network().transport(me.key), LoopDevice(ChainTrainer(dataset))
+    stack.push_async_callback(transport.close)
+    stack.callback(device.close)
+    config = NodeConfig(storage=StorageConfig(directory=str(root / "node"), checkpoint_every_rounds=3))
+    daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), device=device)
+    running = asyncio.create_task(daemon.driver.run(daemon.started))
+    stack.push_async_callback(asyncio.wait, [running])
+    stack.callback(running.cancel)
+    await daemon.driver.has_begun.wait()
+    await until(lambda: running.done() or daemon.driver.node.view().applied_round >= rounds)
+    if running.done():
+        running.result()
+    return daemon
+
+
+@skipping_time
+async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        daemon = await taking_part(tmp_path, stack, 5)
+        await daemon.records.save(all_of_it=True)
+        first = daemon.records.last()[:5]
+        assert [each.round for each in first] == [1, 2, 3, 4, 5]
+        me = daemon.driver.node.view().me
+        assert all((each.contributors, each.loss, each.tokens) == ((me,), 1.0, 64) for each in first)
+        assert all(each.train_seconds > 0 and each.mine_taken == (each.round,) for each in first)
+        assert [each.root for each in first] == [daemon.driver.node.view().roots[number] for number in range(1, 6)]
+        monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
+        daemon.driver.device.not_finite = 3
+        status = status_of(daemon).model_dump()
+        assert status["counters"]["trainings not finite"] == 3
+        assert status["mine"]["applied"] >= 5
+        assert (status["mine"]["share"], status["mine"]["tokens"]) == (1.0, 64 * status["applied_round"])
+        assert status["swarm_tokens_per_second"] > 0
+        assert peers_of(daemon).me.applied == status["mine"]["applied"]
+    async with AsyncExitStack() as stack:
+        daemon = await taking_part(tmp_path, stack, 8)
+        await save_last(daemon)
+        numbers = [each.round for each in daemon.records.last()]
+        assert numbers == [*range(1, numbers[-1] + 1)]
+        assert daemon.records.last()[:5] == first
+        past = daemon.edges.persistence.store.records.past(100)
+        assert [*map(RoundRecord.of, past.rounds)] == daemon.records.last()
+
+
+@skipping_time
+async def test_records_that_cannot_be_written_are_told_and_stop_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Records, batch: Batch) -> None:
+        raise DataError("records.sqlite: cannot be written")
+
+    async with AsyncExitStack() as stack:
+        daemon = await taking_part(tmp_path, stack, 3)
+        driver = daemon.driver
+        with monkeypatch.context() as patch:
+            patch.setattr(Records, "write", refuse)
+            await daemon.records.save()
+            told = complaint(Code.RECORDS_NOT_WRITTEN, why="records.sqlite: cannot be written")
+            assert told in complaints_of(daemon)
+            assert Code.DEGRADED not in {each.code for each in complaints_of(daemon)}
+            assert told.text not in unreadiness_of(daemon)
+            await until(lambda: driver.node.view().applied_round >= 6)
+        await daemon.records.save()
+        assert told not in complaints_of(daemon)
+        assert len(daemon.edges.persistence.store.records.past(100).rounds) >= 6

@@ -1,0 +1,140 @@
+"""What the daemon says of itself: the small parts that need no swarm."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from p2ptrain.net import questions
+from p2ptrain.net.address_book import Origin
+from p2ptrain.net.addresses import kind_of_address
+from p2ptrain.net.transport import Stream
+from p2ptrain.observe import build as status
+from p2ptrain.observe.build import latency_of, rounds_of, traffic_of
+from p2ptrain.observe.http import LINES_KEPT, LINES_WAITING_MAX, LogTail
+from p2ptrain.observe.schema import RoundRecord
+from tests.helpers.connections import ME, A, B, Seen, now
+from tests.helpers.memory_network import Network
+from tests.helpers.net import at, skipping_time, until
+from tests.helpers.records import lived
+
+ID = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("/ip4/127.0.0.1/tcp/4001", "loopback"),
+        ("/ip6/::1/tcp/4001", "loopback"),
+        ("/ip4/192.168.1.7/tcp/4001", "private"),
+        ("/ip4/10.0.0.7/udp/4001/quic-v1", "private"),
+        ("/ip6/fe80::1/tcp/4001", "private"),
+        ("/ip4/8.8.8.8/tcp/4001", "public"),
+        ("/ip6/2606:4700::1/udp/4001/quic-v1", "public"),
+        ("/dns4/node.example.org/tcp/4001", "name"),
+        ("/dns/node.example.org/tcp/4001", "name"),
+        (f"/ip4/8.8.8.8/tcp/4001/p2p/{ID}/p2p-circuit", "relay"),
+        ("/ip4/nonsense/tcp/1", "unknown"),
+        ("/unix/x", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_an_address_has_a_kind_for_people(address: str, kind: str) -> None:
+    assert kind_of_address(f"{address}/p2p/{ID}") == kind
+
+
+@skipping_time
+async def test_the_latency_of_a_peer_is_the_median_of_its_last_answers_while_it_is_connected() -> None:
+    network = Network()
+    node, asked = Seen(network), network.transport(A)
+    takes = [0.2, 0.2, 0.4, 0.3, 0.1, 9.0]  # seconds; the first is forgotten when the sixth has come
+
+    async def slow(stream: Stream) -> None:
+        await stream.receive(questions.QUESTION_BYTES_MAX)
+        if takes:
+            await at(now() + takes.pop(0))
+            await stream.send(msgspec.msgpack.encode(questions.Peers()))
+
+    await asked.serve(questions.PROTOCOL, slow)
+    node.connections.add(network.address(A), Origin.USER)
+    assert latency_of(node.connections, A) is None, "it is not known yet"
+    assert latency_of(node.connections, B) is None, "nothing is known of it"
+    async with node.running() as connections:
+        await until(lambda: A in connections.linked and bool(connections.known[A].answered_in))
+        assert latency_of(connections, A) == 0.2
+        await until(lambda: not takes)
+        await at(now() + 600.0)  # no answer is no latency
+        assert latency_of(connections, A) == 0.3
+        network.cut(ME, A)
+        await until(lambda: A not in connections.linked)
+        assert latency_of(connections, A) is None, "it is away"
+
+
+def record(number: int, contributors: int) -> RoundRecord:
+    keys = tuple(each.to_bytes(32, "big") for each in range(contributors))
+    return lived(number, contributors=keys)
+
+
+def daemon_of(records: Sequence[RoundRecord]) -> Any:
+    return SimpleNamespace(records=SimpleNamespace(last=lambda count: list(records[-count:])))
+
+
+def test_rounds_are_told_the_newest_last() -> None:
+    found = rounds_of(daemon_of([record(number, 2) for number in range(5)]), 3)
+    assert [each.round for each in found] == [2, 3, 4]
+
+
+def test_an_answer_has_only_so_many_contributors_in_all_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "CONTRIBUTORS_TOLD", 25)
+    records = [record(number, 10) for number in range(5)]
+    assert [each.round for each in rounds_of(daemon_of(records), 5)] == [3, 4]
+    assert [each.round for each in rounds_of(daemon_of([record(7, 100)]), 5)] == [7], "one in any case"
+
+
+def test_what_the_node_says_is_kept_for_pages_within_bounds_and_rounds_are_not_said_twice() -> None:
+    lines = LogTail()
+
+    def say(name: str, level: int, text: str) -> None:
+        record = logging.LogRecord(name, level, "", 0, text, (), None)
+        if record.levelno >= lines.level:
+            lines.handle(record)
+
+    say("p2ptrain.daemon", logging.WARNING, "the \x1b[31mdisk\u202e is full")
+    say("p2ptrain.progress", logging.INFO, "round 7")
+    say("p2ptrain.daemon", logging.DEBUG, "detail")
+    (line,) = lines.lately
+    assert (line.level, line.message) == ("warning", "the ?[31mdisk? is full")
+    for number in range(1_000):
+        say("p2ptrain.daemon", 35, f"{number} {'x' * 10_000}")
+    assert (len(lines.lately), len(lines.waiting)) == (LINES_KEPT, LINES_WAITING_MAX)
+    assert (lines.lately[-1].level, len(lines.lately[-1].message)) == ("warning", 2_000)
+
+
+def test_bytes_are_told_by_what_they_were_for() -> None:
+    counted = {
+        "bytes sent": 1_000, "bytes received": 2_000, "sent gossip": 100, "received gossip": 200,
+        "sent /line": 60, "received /line": 70, f"sent {questions.PROTOCOL}": 5, "sent /bulk": 500,
+    }  # fmt: skip
+    bulk = {"sent payload": 300, "sent state": 100, "sent data": 10, "sent manifest": 20, "received tokenizer": 30}
+    edges: Any = SimpleNamespace(
+        transport=SimpleNamespace(counters=lambda: counted),
+        lines=SimpleNamespace(protocol="/line", history_bytes=Counter({"sent": 40, "received": 50})),
+        bulk_bytes=lambda: Counter(bulk),
+    )
+    found = {purpose: each.model_dump() for purpose, each in traffic_of(edges).items()}
+    assert found == {
+        "gossip": {"sent": 100, "received": 200},
+        "messages": {"sent": 20, "received": 20},
+        "histories": {"sent": 40, "received": 50},
+        "payloads": {"sent": 300, "received": 0},
+        "states": {"sent": 100, "received": 0},
+        "data": {"sent": 30, "received": 30},
+        "questions": {"sent": 5, "received": 0},
+        "other": {"sent": 405, "received": 1_700},
+    }

@@ -1,0 +1,112 @@
+"""The benchmarks run, cover what they promise, and write what others read."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))  # as for a script that lies there: benchmarks share modules
+    specification = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_the_codec_benchmark_measures_both_sides_and_reaches_its_sizes() -> None:
+    result = load("codec").measure("1m", 32, 10, 1, 1)
+    named = {"parameters", "k", "peers", "threads", "bits_per_coefficient", "payload_bytes", "ours_ms", "float_ms"}
+    assert named | {"payload_ratio", "entropy_bits_per_coefficient"} <= set(result)
+    assert (result["k"], result["peers"], result["threads"]) == (32, 10, 1)
+    assert 9.318 < result["bits_per_coefficient"] <= 9.9
+    assert result["payload_ratio"] >= 9
+    assert all(result[name] > 0 for name in ("ours_ms", "float_ms", "matmul_ms", "time_ratio"))
+
+
+def test_our_decode_of_its_own_payload_is_the_float_demos_within_rounding() -> None:
+    """The two sides do the same work: what DeMo would add for one sender is what our votes stand for."""
+    codec = load("codec")
+    shapes = [(128, 192)]
+    gradient = codec.torch.randn(shapes[0], generator=codec.torch.Generator().manual_seed(1))
+    ours, floats = codec.Ours(shapes, 32), codec.FloatDeMo(shapes, 32, matmul=False)
+    contribution = ours.encode([gradient])
+    ((indices, values),) = floats.encode([gradient])
+    for chunk in range(6):
+        theirs = dict(zip(indices[chunk].tolist(), values[chunk].sign().tolist(), strict=True))
+        mine = dict(zip(contribution.indices[chunk].tolist(), contribution.values[chunk].tolist(), strict=True))
+        assert len(theirs.items() & mine.items()) >= 31  # the weakest may be chosen otherwise
+    one, other = codec.torch.zeros(shapes[0]), codec.torch.zeros(shapes[0])
+    ours.aggregate([contribution], [one])
+    floats.decode([[(indices, values.sign())]], [other])
+    assert (one.sign() == other.sign()).float().mean() > 0.95
+
+
+def test_the_learning_benchmark_covers_every_method_at_three_rates() -> None:
+    learning = load("learning")
+    methods = {setting.method: (setting, rates) for setting, rates in learning.grid()}
+    assert len(methods) == len(learning.grid())
+    assert all(len(set(rates)) >= 3 for _, rates in methods.values())
+    settings = [setting for setting, _ in methods.values()]
+    assert {setting.recipe for setting in settings} == {"adamw", "demo", "distro", "local"}
+    assert {setting.local_steps for setting in settings if setting.recipe == "local"} == {5, 10, 30}
+    assert {setting.peers for setting in settings} == {4, 32}
+    assert {(one.outer, one.k) for one in settings if one.recipe == "distro" and one.peers == 4} == {
+        (outer, k) for outer in ("normalised", "mean", "sign") for k in (8, 32, 128)
+    }
+    assert any(setting.delay for setting in settings)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recipe": "adamw", "learning_rate": "3/1000"},
+        {"recipe": "distro", "outer": "sign"},
+        {"recipe": "local", "outer": "mean", "local_steps": 5, "delay": 1},
+    ],
+)
+def test_a_simulated_run_learns_and_reports(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learning = load("learning")
+    monkeypatch.setattr(learning, "CACHE", tmp_path / "corpus")
+    monkeypatch.setattr(learning, "STEPS", 30)
+    learning.prepare_corpus()
+    result = learning.run(learning.Setting(**changes))
+    named = {"recipe", "outer", "k", "learning_rate", "seed", "steps", "bytes_per_peer_step", "validation_loss"}
+    assert named <= set(result)
+    assert result["steps"] == 30
+    assert result["curve"][0][1] == pytest.approx(math.log(256), abs=0.2)
+    assert result["validation_loss"] < result["curve"][0][1] - 0.5
+    learning.plot([result | {"seed": 0}], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_checkpoint_benchmark_writes_and_copies_the_same_bytes(tmp_path: Path) -> None:
+    benchmark = load("checkpoint")
+    result = benchmark.turn(benchmark.a_trainer("1m", tmp_path), tmp_path, 1)
+    assert set(result) == {"bytes", "copy", "pause", "write", "cp"}
+    assert all(value > 0 for value in result.values())
+    assert result["bytes"] > 3 * 4 * 1_000_000  # weights twice, and the residual
+    assert not list((tmp_path / "checkpoints").iterdir())  # turns do not fill the disk
+
+
+def test_the_benchmark_of_copies_finds_each_payload_hashed_and_unpacked_once(tmp_path: Path) -> None:
+    """A peer hashes a payload once and unpacks it once, and so does its author."""
+    copies = load("copies")
+    found = asyncio.run(copies.a_round("1m", tmp_path, 2))
+    assert [found[f"{name} hashed"] for name in ("author", "peer")] == [1.0, 1.0]
+    assert found["unpacked"] == 1.0

@@ -1,0 +1,305 @@
+"""The documentation: what its pages say is so, what they link to is there, and what they have one type works.
+
+The reference is made again and compared. Every command of README.md and docs/ is run, in the order of its page, with
+real daemons; those that are not are listed here, with the reason that the page gives.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+
+from p2ptrain.cli import app, exits
+from p2ptrain.core.complaints import MEANINGS
+from tests.helpers.daemons import TEST_SECONDS, swarm_in
+from tests.helpers.docs import PAGES, ROOT, boxes_of, is_seen, outside_boxes, reader_in
+
+DOCS = ROOT / "docs"
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+# Boxes with commands that no test runs, and why. A new one is a decision.
+EXCEPTIONS: dict[tuple[str, str], list[str]] = {
+    ("README.md", "minutes"): ["make demo", "make test"],
+    ("README.md", "yours"): [".venv/bin/p2ptrain start my-run.toml --data my-data"],
+    ("docs/tutorial.md", "network"): ["make setup"],
+    ("docs/how-to/on-a-gpu-server.md", "gpu"): [
+        "p2ptrain doctor",
+        "p2ptrain join --bootstrap ADDR --config gpu.toml --data-dir gpu1",
+    ],
+    ("docs/how-to/on-a-gpu-server.md", "wheels"): ["make gpu-wheels"],
+    ("docs/how-to/run-a-bootstrap.md", "root"): ["sudo ufw allow 4001/tcp"],
+    ("docs/how-to/recover.md", "root"): ["sudo timedatectl set-ntp true"],
+    ("docs/how-to/recover.md", "chosen"): [
+        "mv ~/.local/share/p2ptrain/runs/RUN runs.old",
+        "p2ptrain join --bootstrap ADDR --trust HEAD",
+    ],
+}
+# Pages that are read one after the other by one reader, and whether somebody else has a run already.
+SITTINGS: dict[str, tuple[bool, list[str]]] = {
+    "readme": (False, ["README.md"]),
+    "tutorial": (False, ["docs/tutorial.md"]),
+    "invitations": (False, ["docs/how-to/invite-only-runs.md"]),
+    "how-to": (
+        True,
+        [
+            "docs/how-to/join-from-home.md",
+            "docs/how-to/run-a-bootstrap.md",
+            "docs/how-to/behind-nat.md",
+            "docs/how-to/on-a-gpu-server.md",
+            "docs/how-to/recover.md",
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------------------------------------------
+# The reference
+
+
+def test_the_reference_is_what_the_code_says(generate: ModuleType) -> None:
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "reference").iterdir()}
+    made = generate.pages()
+    assert sorted(kept) == sorted(made)
+    for name, text in made.items():
+        assert kept[name] == text, f"docs/reference/{name} is not current: make docs"
+
+
+def test_the_reference_has_every_command_key_metric_and_address(generate: ModuleType) -> None:
+    made = generate.pages()
+    assert [line[3:] for line in made["cli.md"].splitlines() if line.startswith("## ")] == [
+        " ".join(["p2ptrain", *words]) for words in generate.command_names()
+    ]
+    for key in ("on_quorum_loss", "device_percent", "keys", "token_file"):
+        assert f"| `{key}` |" in made["config.md"]
+    for metric in ("p2ptrain_applied_round", "p2ptrain_traffic_bytes_total", "p2ptrain_loss_nats", "p2ptrain_health"):
+        assert f"| `{metric}` |" in made["metrics.md"]
+    for address in ("/status", "/readyz", "/events"):
+        assert f"| `{address}` |" in made["http.md"]
+    for text in made.values():
+        assert "None" not in text
+        assert str(ROOT) not in text
+
+
+def test_every_exit_status_and_every_command_that_chooses_one_are_told(generate: ModuleType) -> None:
+    assert [*exits.MEANINGS] == [*exits.ExitStatus]
+    assert {*exits.FOUND} <= {" ".join(words) for words in generate.command_names()}
+    sources = "".join(path.read_text() for path in Path(exits.__file__).parent.glob("*.py"))
+    functions = re.findall(
+        r"^def _?(\w+)\((?:(?!^def )(?:.|\n))*?typer\.Exit\(ExitStatus\.FAILED\)", sources, re.MULTILINE
+    )
+    assert {name.split("_")[0] for name in functions} == {words.split()[-1] for words in exits.FOUND}
+    assert sources.count("Exit(") == sources.count("Exit(ExitStatus.FAILED)"), "by their names"
+
+
+def test_writing_the_reference_twice_changes_nothing(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "HERE", tmp_path)
+    assert generate.main() == 1
+    assert generate.main() == 0
+
+
+# ---------------------------------------------------------------------------------------------------
+# What pages say
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as forges make them."""
+    titles = [re.sub(r"`|\[|\]|\*", "", line.lstrip("# ")) for _, line in outside_boxes(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def links(page: Path) -> Iterator[tuple[int, str]]:
+    for number, line in outside_boxes(page):
+        for target in re.findall(r"\]\(([^)\s]+)\)", line):
+            yield number, target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    page, broken = ROOT / name, []
+    for number, target in links(page):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(f"{name}:{number}: {target}")
+    assert broken == []
+
+
+def test_the_index_leads_to_every_page() -> None:
+    found = {(DOCS / target).resolve() for _, target in links(DOCS / "README.md")}
+    assert [page for page in sorted(DOCS.rglob("*.md")) if page not in found and page.name != "README.md"] == []
+
+
+def test_every_box_says_what_it_is_and_every_command_that_is_not_run_is_listed() -> None:
+    left: dict[tuple[str, str], list[str]] = {}
+    for box in (box for page in PAGES for box in boxes_of(page)):
+        where = f"{box.page}:{box.line}"
+        assert box.kind in ("console", "text", "toml"), where
+        assert box.kind != "console" or box.commands or "^C" in box.lines, f"{where}: nothing to do"
+        if box.kind == "text" and (box.commands or box.word):
+            assert box.word, f"{where}: commands, and no word on why nobody runs them"
+            left.setdefault((box.page, box.word), []).extend(box.commands)
+    assert left == EXCEPTIONS
+
+
+def test_every_page_with_commands_is_read_in_a_sitting() -> None:
+    read = [name for _, names in SITTINGS.values() for name in names]
+    assert len(read) == len(set(read))
+    assert sorted(read) == sorted({box.page for page in PAGES for box in boxes_of(page) if box.kind == "console"})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "/reference/" not in name])
+def test_commands_in_the_text_are_there_with_their_options(name: str) -> None:
+    """Those between backticks, and those in boxes that no test runs."""
+    page, wrong = ROOT / name, []
+    spoken = [(n, each) for n, line in outside_boxes(page) for each in re.findall(r"`([^`]*)`", line)]
+    spoken += [(box.line, command) for box in boxes_of(page) if box.kind == "text" for command in box.commands]
+    for number, text in spoken:
+        words = text.replace("\\|", "|").split()  # as tables write it
+        if words and words[0].rpartition("/")[2] == "p2ptrain" and (problem := _problem(words[1:])):
+            wrong.append(f"{name}:{number}: {text}: {problem}")
+    assert wrong == []
+
+
+def _problem(words: list[str]) -> str:
+    """What is wrong with a command as it is spoken of; alternatives are written with |."""
+    place = typer.main.get_command(app)
+    for word in words:
+        commands = getattr(place, "commands", {})
+        if word.startswith("-"):
+            options = {option for each in place.params for option in each.opts} | {"--help"}
+            if word.rstrip(",") not in options:
+                return f"no option {word}"
+        elif commands and "|" in word:
+            return "" if all(each in commands for each in word.split("|")) else f"not all of {word}"
+        elif commands:
+            if word.rstrip(",") not in commands:
+                return f"no command {word}"
+            place = commands[word.rstrip(",")]
+    return ""
+
+
+def test_a_command_that_is_not_there_would_be_found() -> None:
+    assert _problem(["join", "--bootstrap", "ADDR"]) == ""
+    assert _problem(["checkpoint", "list|verify"]) == ""
+    assert _problem(["jion"]) == "no command jion"
+    assert _problem(["join", "--bootstarp", "ADDR"]) == "no option --bootstarp"
+    assert _problem(["checkpoint", "lsit|verify"]) == "not all of lsit|verify"
+
+
+def test_recover_tells_of_every_complaint() -> None:
+    rows = [line for _, line in outside_boxes(DOCS / "how-to" / "recover.md") if line.startswith("| `")]
+    told = [line.split("`")[1] for line in rows]
+    heads = [re.split("[:,]", meaning.text)[0] for meaning in MEANINGS.values()]
+    assert [each for each in heads if each not in told] == []
+
+
+def test_what_is_seen_is_compared_line_by_line() -> None:
+    text = "one  two\n  three four\nfive\n"
+    assert is_seen(("one two", "five"), text)
+    assert is_seen(("one ...", "...four"), text)
+    assert is_seen((), text)
+    assert not is_seen(("five", "one two"), text)
+    assert not is_seen(("one",), text)
+    assert not is_seen(("five", "five"), text)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The documents as a whole
+
+HOUSE = [
+    *PAGES,
+    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/README.md", "deploy/README.md")),
+]
+LINES_MAX = {"README.md": 130, "ARCHITECTURE.md": 350}  # what is read before anything else, and at one sitting
+FOLDERS = (ROOT, ROOT / "p2ptrain", ROOT / "deploy")  # from which a page may name a file, besides its own
+FILE = re.compile(r"[A-Za-z][\w.-]*(?:/[\w.-]+)*/[\w-]+\.(?:py|toml|json|md|js|yml|yaml|png|service|conf)")
+MADE_AT_WORK = re.compile(r"(runs|out|checkpoints)/")  # in a data directory, or by a command
+SELECTED = re.compile(r"pytest [^`]*-k ([\w]+)")
+
+
+@pytest.mark.parametrize(("name", "lines"), LINES_MAX.items())
+def test_what_is_read_first_is_short(name: str, lines: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
+
+
+def test_every_entry_of_the_log_opens_with_its_result_in_one_line() -> None:
+    entries = (ROOT / "LOG.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert [entry.splitlines()[0] for entry in entries if not re.match(r".+\n\nResult: .{10,112}\n\n", entry)] == []
+
+
+@pytest.mark.parametrize("page", HOUSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    """Between backticks, from the root of the project, the package, deploy/ or the page's own folder."""
+    missing = []
+    for number, line in outside_boxes(page):
+        for text in re.findall(r"`([^`]*)`", line):
+            for name in FILE.findall(text):
+                is_named = not MADE_AT_WORK.match(name) and name in text.split()  # else it is a part of something
+                if is_named and not any((folder / name).exists() for folder in (*FOLDERS, page.parent)):
+                    missing.append(f"{number}: {name}")
+    assert missing == []
+
+
+def test_every_module_that_the_layout_lists_is_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paragraphs = re.findall(r"^\*\*(core|learn|net|node|store)\.\*\* (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    listed = [(package, name) for package, told in paragraphs for name in re.findall(r"`(\w+)`", told)]
+    assert len(listed) > 80
+    assert [each for each in listed if not [*(ROOT / "p2ptrain" / each[0]).rglob(f"{each[1]}.py")]] == []
+
+
+def test_tests_that_a_page_selects_are_there() -> None:
+    tests = list((ROOT / "tests").rglob("test_*.py"))
+    for page in HOUSE:
+        for word in SELECTED.findall(page.read_text(encoding="utf-8")):
+            found = any(word in path.stem or f"{word}" in path.read_text(encoding="utf-8") for path in tests)
+            assert found, f"{page.relative_to(ROOT)}: -k {word}"
+
+
+def test_the_plot_shows_the_figures_that_the_page_tells() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for row in json.loads((ROOT / "benchmarks" / "figures" / "learning.json").read_text())["results"]:
+        loss = f"{row['loss']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else "")
+        assert loss in page
+        assert f"{row['bytes_per_step']:,}" in page
+
+
+def test_the_pictures_are_small() -> None:
+    assert sum(path.stat().st_size for path in (DOCS / "pictures").iterdir()) < 200_000
+
+
+# ---------------------------------------------------------------------------------------------------
+# What pages have one type
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(TEST_SECONDS)
+@pytest.mark.parametrize("sitting", SITTINGS)
+def test_what_the_pages_say_works(sitting: str, tmp_path: Path) -> None:
+    needs_run, names = SITTINGS[sitting]
+    folder = tmp_path / "checkout"
+    with swarm_in(tmp_path) as swarm:
+        address = swarm.first("theirs").start().until_up().address if needs_run else ""
+        with reader_in(folder, address) as reader:
+            for name in names:
+                reader.read(ROOT / name)

@@ -1,0 +1,118 @@
+"""House rules about seams: nobody matches another part's prose, or reads its internals."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import pytest
+
+from p2ptrain.core.complaints import MEANINGS
+from p2ptrain.core.node import Node
+from tests.project.test_house_rules import MODULES, Finding, Rule, dotted, layer, parsed
+
+HEADS = re.compile("|".join(re.escape(re.split("[:,]", each.text)[0]) for each in MEANINGS.values()))
+
+
+def nobody_looks_into_the_words_of_a_complaint(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+            given = [each.value for argument in node.args for each in ast.walk(argument) if type(each) is ast.Constant]
+            if any(isinstance(each, str) and HEADS.match(each) for each in given):
+                yield node.lineno, "go by the code of a complaint, not by its words"
+
+
+# A liar is the honest node around which it stands, and lies with what that node knows.
+INSIDE = {f"p2ptrain/sim/{name}.py" for name in ("rewriting", "round_lies", "branch_lies", "noise", "collusion")}
+WINDOW = {"handle", "deadline", "view", "limits"}
+
+
+def parts_of_the_core() -> set[str]:
+    """All that a node has and others are not to look at."""
+    tree = parsed(PurePosixPath("p2ptrain/core/node.py"))
+    own = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute) and dotted(each.value) == "self"]
+    return {each.attr for each in own if not each.attr.startswith("_")} - WINDOW
+
+
+def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
+    """`node.chain`, `driver.node.work`, `core.here`: what the core is made of is its own business."""
+    if layer(path) == "core" or str(path) in INSIDE:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in PARTS:
+            whose = dotted(node.value).split(".")[-1]
+            if whose in ("node", "core", "_node", "_core"):
+                yield node.lineno, f"{whose}.{node.attr}: ask {whose}.view()"
+
+
+# Where objects are made and joined: what is set on one there was missing when it was made.
+JOINTS = {"p2ptrain/node/assembly.py", "p2ptrain/launch.py", "p2ptrain/daemon.py"}
+BEGINS_WITH_AN_EVENT = PurePosixPath("p2ptrain/core/node.py")  # a node is made of what its first event tells
+
+
+def an_object_is_whole_when_it_is_made(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        target = node.target if isinstance(node, ast.AnnAssign) and node.value is None else None
+        if isinstance(target, ast.Attribute) and path != BEGINS_WITH_AN_EVENT:
+            yield node.lineno, f"{dotted(target)} has no value yet"
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and str(path) in JOINTS and dotted(node.value) != "self":
+            yield node.lineno, f"{dotted(node)} is set from outside: hand it over when it is made"
+
+
+PARTS = parts_of_the_core()
+RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # what breaks each, and what does not
+    nobody_looks_into_the_words_of_a_complaint: (
+        [
+            ("p2ptrain/cli.py", 'small = [each for each in health if each.startswith("crash-only")]'),
+            ("p2ptrain/node/a.py", 'text.startswith(("paused on battery", "new"))'),
+        ],
+        [("p2ptrain/cli.py", 'name.startswith("p2ptrain")\nmode = "crash-only"')],
+    ),
+    the_core_is_seen_through_its_window: (
+        [
+            ("p2ptrain/node/a.py", "round = driver.node.chain.state.round"),
+            ("p2ptrain/node/a.py", "def f(node):\n    return node.work.is_quarantined"),
+            ("p2ptrain/sim/checkers.py", "view = core.here.agreement.view"),
+            ("benchmarks/a.py", "node.context.now"),
+        ],
+        [
+            ("p2ptrain/node/a.py", "driver.node.view().state; node.handle(event, now); node.deadline; self.line = 1"),
+            ("p2ptrain/core/inbox.py", "self.node.chain.state"),
+            ("p2ptrain/sim/noise.py", "core.here"),
+        ],
+    ),
+    an_object_is_whole_when_it_is_made: (
+        [
+            ("p2ptrain/node/driver.py", "class A:\n    def __init__(self):\n        self.edges: Edges"),
+            ("p2ptrain/node/assembly.py", "driver.edges = edges"),
+            ("p2ptrain/launch.py", "owner.daemon = http.daemon = daemon"),
+        ],
+        [
+            ("p2ptrain/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
+            ("p2ptrain/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
+            ("p2ptrain/node/orders.py", "bucket.rate = rate"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule: Rule) -> None:
+    modules = [path for path in MODULES if path.parts[0] != "tests"]
+    assert [f"{path}:{line}: {what}" for path in modules for line, what in rule(path, parsed(path))] == []
+
+
+def test_the_exceptions_and_the_window_are_there() -> None:
+    assert {*map(PurePosixPath, INSIDE | JOINTS), BEGINS_WITH_AN_EVENT} <= {*MODULES}
+    assert {"context", "chain", "here", "work"} <= PARTS
+    assert all(hasattr(Node, name) for name in WINDOW - {"deadline"})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_broken_rule_is_reported_and_a_look_alike_is_not(rule: Rule) -> None:
+    broken, harmless = RULES[rule]
+    assert [source for path, source in broken if not list(rule(PurePosixPath(path), ast.parse(source)))] == []
+    assert [source for path, source in harmless if list(rule(PurePosixPath(path), ast.parse(source)))] == []

@@ -1,0 +1,56 @@
+"""Where a node is reached: over QUIC alone, or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.net import questions
+from tests.helpers.daemons import TEST_SECONDS, Swarm, swarm_in
+from tests.helpers.p2pd import nodes_in
+
+ROUNDS = 3
+QUIC = "/ip4/127.0.0.1/udp/0/quic-v1"
+ANSWERS = 50  # of which two thirds were once lost
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    with swarm_in(tmp_path) as swarm:
+        yield swarm
+
+
+@pytest.mark.parametrize("listen", [(QUIC,), ("/ip4/127.0.0.1/tcp/0",), ()])
+async def test_the_last_frame_of_a_stream_arrives_over_quic_too(listen: tuple[str, ...], tmp_path: Path) -> None:
+    """p2pd lets go of a stream when one end has no more to say, and over QUIC what is on its way goes with it."""
+    async with nodes_in(tmp_path) as make:
+        server, client = await make((QUIC,)), await make(listen)
+        run = questions.RunInfo(bytes(32), "answers", 1, 1)
+        await questions.serve(server, lambda peer, question: questions.Runs((run,) * questions.RUNS_MAX))
+        await client.connect(server.addresses()[0])
+        for _ in range(ANSWERS):
+            assert await questions.ask_runs(client, server.me) == (run,) * questions.RUNS_MAX
+
+
+def test_nodes_that_speak_quic_and_one_that_is_reached_nowhere_train_together(swarm: Swarm) -> None:
+    first = swarm.first(listen=QUIC).start().until_up()
+    assert "/quic-v1/p2p/" in first.address
+    config = swarm.directory / "nowhere.toml"
+    config.write_text("[network]\nlisten = []\n")
+    second = swarm.joiner("second", first.address, listen=QUIC).start()
+    nowhere = swarm.joiner("nowhere", first.address, listen="")
+    nowhere.arguments += ["--config", str(config)]
+    nowhere.start()
+    nodes = [first, second, nowhere]
+    for node in nodes:
+        node.until(lambda node=node: (node.peers, len(node.status().get("roster", ()))) == (2, 3))
+    assert nowhere.status()["addresses"] == []
+    assert "no address that others could use" in nowhere.text
+    number = max(node.applied for node in nodes) + ROUNDS
+    for node in nodes:
+        node.until_applied(number)
+    assert swarm.compared() > ROUNDS

@@ -1,0 +1,94 @@
+"""What no restart mends has an exit status of its own, so that whoever starts nodes again does not try for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from p2ptrain import launch
+from p2ptrain.cli.exits import ExitStatus
+from p2ptrain.errors import DataError, DeviceError, TooLargeError, UnusableError
+from p2ptrain.files import DiskError
+from p2ptrain.identity import Identity
+from p2ptrain.learn.data import TokenDataset
+from tests.cli.test_cli import p2ptrain
+from tests.helpers.deploy import DEPLOY, read_yaml
+from tests.store.test_crash_points import dataset, lived  # noqa: F401  # a fixture
+
+
+def damage_log(directory: Path) -> None:
+    (log,) = (directory / "wal").iterdir()
+    content = bytearray(log.read_bytes())
+    content[100] ^= 1
+    log.write_bytes(content)
+
+
+def damage_trust(directory: Path) -> None:
+    (directory / "trust").write_bytes(b"nobody\n")
+
+
+def make_newer_checkpoint(directory: Path) -> None:
+    (stamp,) = (directory / "checkpoints").glob("*-round-0/checkpoint.json")
+    stamp.write_bytes(b'{"format":"p2ptrain checkpoint 2"}')
+
+
+def make_newer_diary(directory: Path) -> None:
+    (directory / "diary.jsonl").write_bytes(b'{"format":2}\n')
+
+
+@pytest.mark.parametrize("spoil", [damage_log, damage_trust, make_newer_checkpoint, make_newer_diary])
+def test_a_node_whose_files_no_start_can_go_on_with_ends_alike_each_time(
+    spoil: Callable[[Path], None],
+    tmp_path: Path,
+    dataset: TokenDataset,  # noqa: F811
+) -> None:
+    lived(tmp_path / "node", dataset, 2)
+    (directory,) = (tmp_path / "node" / "runs").iterdir()
+    spoil(directory)
+    for _ in range(2):
+        with pytest.raises(UnusableError):
+            lived(tmp_path / "node", dataset, 4)
+
+
+def test_a_disk_that_cannot_be_read_now_may_be_mended_meanwhile(
+    tmp_path: Path,
+    dataset: TokenDataset,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise DiskError(tmp_path, "cannot be read", OSError(5, "Input/output error"))
+
+    monkeypatch.setattr("p2ptrain.node.assembly.Store", broken)
+    with pytest.raises(DiskError):
+        lived(tmp_path / "node", dataset, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UnusableError("damaged"), ExitStatus.OWNER_NEEDED),
+        (TooLargeError("too large", fix="Take a smaller one"), ExitStatus.OWNER_NEEDED),
+        (DataError("a peer's"), ExitStatus.FAILED),
+        (DeviceError("no driver yet", fix="Wait"), ExitStatus.FAILED),
+    ],
+)
+def test_its_status_tells_it_from_what_may_go_better_the_next_time(
+    error: Exception, status: ExitStatus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "join", end)
+    address = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity(bytes(range(32))).peer_id}"
+    assert p2ptrain(capsys, "join", "--bootstrap", address)[::2] == (status, f"{error}\n")
+    assert ExitStatus.OWNER_NEEDED == 5, "systemd's unit has the number"
+
+
+def test_containers_of_nodes_are_not_started_again_for_ever() -> None:
+    services = read_yaml(DEPLOY / "compose.yaml")["services"]
+    policies = {name: service["restart"] for name, service in services.items()}
+    nodes = {name for name in services if name == "bootstrap" or name.startswith("node")}
+    assert {policies[name] for name in nodes} == {"on-failure:5"}
+    assert {policies[name] for name in services.keys() - nodes} == {"no", "unless-stopped"}
