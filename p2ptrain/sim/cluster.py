@@ -6,7 +6,8 @@ deliveries a minute possible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from p2ptrain.core.events import Effect, Event, Started, Tick
 from p2ptrain.core.messages import Received, decode
@@ -25,45 +26,36 @@ from p2ptrain.sim.rewriting import ToSome
 from p2ptrain.sim.scenario import Scenario
 from p2ptrain.sim.setup import Setup
 from p2ptrain.sim.topology import Topology
-from p2ptrain.sim.watch import CheckEvery, Watch
+from p2ptrain.sim.watch import Watch
 
 DECODED_MAX = 20_000  # messages whose decoded form is kept: those of a few rounds
 TICKS_MAX = 200  # in a row that are due at once: more is a busy loop
 
 
-class Decoder:
-    """Decodes and verifies a message once for all nodes."""
+def decoder(verifier: FakeSigner) -> Callable[[bytes], Received | None]:
+    """Make a function that decodes and verifies each message once for all nodes; it returns None for a bad one."""
 
-    def __init__(self, verifier: FakeSigner) -> None:
-        self._verifier = verifier
-        self._known: dict[bytes, Received] = {}
+    @lru_cache(DECODED_MAX)
+    def decoded(envelope: bytes) -> Received | None:
+        try:
+            return decode(envelope, verifier)
+        except RemoteProtocolError:
+            return None
 
-    def __call__(self, envelope: bytes) -> Received | None:
-        """Returns None if nobody takes it."""
-        received = self._known.get(envelope)
-        if received is None:
-            try:
-                received = decode(envelope, self._verifier)
-            except RemoteProtocolError:
-                return None
-            if len(self._known) >= DECODED_MAX:
-                for old in list(self._known)[: DECODED_MAX // 2]:
-                    del self._known[old]
-            self._known[envelope] = received
-        return received
+    return decoded
 
 
 class Cluster:
     """A swarm of simulated nodes."""
 
     def __init__(
-        self, seed: int, scenario: Scenario, checkers: Sequence[Checker] = (), check_every: CheckEvery = "event"
+        self, seed: int, scenario: Scenario, checkers: Sequence[Checker] = (), is_sparing: bool = False
     ) -> None:
         self.setup = Setup(seed, scenario)
         self.rng = self.setup.stream("cluster")
         self.calendar = Calendar(self.rng)
-        self.decode = Decoder(FakeSigner(self.setup.run_id, b""))
-        self.watch = Watch(checkers, check_every)
+        self.decode = decoder(FakeSigner(self.setup.run_id, b""))
+        self.watch = Watch(checkers, is_sparing)
         self.metrics = Measurements()
         self.network = LinkModel(scenario.links, self.setup.stream("network"))
         self.nodes: list[SimNode] = []

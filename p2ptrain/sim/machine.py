@@ -58,16 +58,14 @@ class ModelState:
     applied: list[tuple[bytes, int, bytes, bytes]] = field(default_factory=list)  # branch, round, manifest, root
     moved_at: float = 0.0  # when it last changed
 
-    def become(self, number: int, root: bytes, head: bytes, kept: int) -> None:
+    def become(self, number: int, root: bytes, head: bytes, kept: int, now: float | None = None) -> None:
+        """Go to another state; `now` is left out at a start, which is no progress."""
         self.round, self.root, self.head = number, root, head
+        self.moved_at = self.moved_at if now is None else now
         self.kept.pop((number, root), None)
         self.kept[number, root] = None
         while len(self.kept) > kept:
             del self.kept[next(iter(self.kept))]
-
-    def moved(self, now: float) -> None:
-        """Note when the state changed."""
-        self.moved_at = now
 
     def mend(self) -> None:
         """A state was fetched: no bit is wrong any more."""
@@ -86,15 +84,6 @@ class Accelerator:
     catching: CatchUp | None = None  # the last attempt
     stalled_until: float = 0.0
     busy_until: float = 0.0  # with applying and fetching, one after the other
-
-    def begin(self, effect: Train) -> None:
-        self.training = effect
-
-    def finish(self) -> None:
-        self.training = None
-
-    def catch_up(self, effect: CatchUp) -> None:
-        self.catching = effect
 
     def book(self, now: float, seconds: float) -> float:
         """Take so long for one more job, after those before it; returns when it is done."""

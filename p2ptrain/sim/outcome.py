@@ -22,7 +22,6 @@ from p2ptrain.sim.checkers import Checker, Violation
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import Expect, Links, Scenario, Workload
-from p2ptrain.sim.watch import CheckEvery
 
 CHECK_ROUNDS_FROM = 64  # nodes: from here on checkers look once a node and round, below after every event
 
@@ -46,8 +45,7 @@ def simulate(
     scenario: Scenario, seed: int, checkers: Sequence[Checker] = (), prepare: Prepare | None = None
 ) -> Outcome:
     """Run a scenario; its failures are sentences. `prepare` may look at the cluster before it starts."""
-    check_every: CheckEvery = "round" if scenario.nodes >= CHECK_ROUNDS_FROM else "event"
-    cluster = Cluster(seed, scenario, checkers, check_every)
+    cluster = Cluster(seed, scenario, checkers, is_sparing=scenario.nodes >= CHECK_ROUNDS_FROM)
     if prepare is not None:
         prepare(cluster)
     faults.begin(cluster)
@@ -148,9 +146,8 @@ def _over_time(cluster: Cluster, expect: Expect) -> Iterator[str]:
                     f"expected {progress.rounds} at least"
                 )
     if expect.resumed_seconds_max is not None:
-        took = (
-            None if cluster.goal.resumed_at is None else cluster.goal.resumed_at - cluster.setup.scenario.end_of_faults
-        )
+        resumed_at, ended_at = cluster.goal.resumed_at, cluster.setup.scenario.end_of_faults
+        took = None if resumed_at is None else resumed_at - ended_at
         if took is None or took > expect.resumed_seconds_max:
             words = "not at all" if took is None else f"after {took:.1f} s"
             yield f"rounds resumed {words}, expected within {expect.resumed_seconds_max:g} s of the faults' end"

@@ -23,12 +23,9 @@ def watch(cluster: Cluster, index: int, log: EventLog) -> None:
             return
         if node.life != life:
             life = node.life
-            run = cluster.setup.run_config.canonical().decode()
-            log.begin(
-                Header(
-                    FORMAT, run, cluster.setup.run_id, node.key, cluster.setup.rng_name("node", index, life), SIMULATED
-                )
-            )
+            setup = cluster.setup
+            run, rng = setup.run_config.canonical().decode(), setup.rng_name("node", index, life)
+            log.begin(Header(FORMAT, run, setup.run_id, node.key, rng, SIMULATED))
         log.note(local, event, effects)
 
     cluster.watch.observers.append(note)

@@ -15,6 +15,7 @@ NAMED_MAX = 12  # nodes that a line names one by one
 def summary(outcome: Outcome, seed: int) -> str:
     """The outcome, line by line."""
     cluster, metrics, calendar = outcome.cluster, outcome.cluster.metrics, outcome.cluster.calendar
+    swarm = f"{len(cluster.nodes)}, seed {seed}, {calendar.now:.1f} virtual seconds"
     scenario, decided = cluster.setup.scenario, history(cluster)
     rounds, lost = max(1, len(decided)), len(metrics.manifests) - len(decided)
     losers = f", and {lost} on branches that lost" if lost else ""
@@ -26,10 +27,7 @@ def summary(outcome: Outcome, seed: int) -> str:
     empty = sum(not manifest.taken for manifest in decided)
     lines = [
         ("scenario", scenario.sentence),
-        (
-            "nodes",
-            f"{nodes}, seed {seed}, {calendar.now:.1f} virtual seconds, {calendar.deliveries:,} messages arrived",
-        ),
+        ("nodes", f"{swarm}, {calendar.deliveries:,} messages arrived"),
         ("rounds", f"{len(decided)} decided{losers}, {rate(cluster):.1f} a minute{share}"),
         ("views", f"{later} rounds took more than one, the longest {max(views, default=0) + 1}"),
         ("taken", f"{taken:,} contributions, {taken / rounds:.1f} a round; {empty} empty rounds"),
@@ -95,9 +93,8 @@ def plot(outcome: Outcome, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
     for fault in cluster.setup.scenario.fault:
         until = getattr(fault, "until", None) or fault.at
-        axes.axvspan(
-            fault.at, max(until, fault.at + 0.002 * cluster.calendar.now), color="tab:red", alpha=0.08, linewidth=0
-        )
+        until = max(until, fault.at + 0.002 * cluster.calendar.now)
+        axes.axvspan(fault.at, until, color="tab:red", alpha=0.08, linewidth=0)
     for node in cluster.nodes:
         applied = cluster.metrics.timeline.get(node.index, [])
         times, numbers = [0.0, *(at for at, _ in applied)], [0, *(number for _, number in applied)]

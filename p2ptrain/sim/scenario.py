@@ -199,21 +199,9 @@ class Lie(Fault, frozen=True, tag="liar"):
 
 
 AnyFault: TypeAlias = (
-    Crash
-    | Storm
-    | Partition
-    | Clog
-    | Lossy
-    | Lose
-    | Sleep
-    | Clock
-    | Stall
-    | Flip
-    | SlowDisk
-    | Newcomers
-    | Departure
+    Crash | Storm | Partition | Clog | Lossy | Lose | Sleep | Clock | Stall | Flip | SlowDisk | Newcomers | Departure
     | Lie
-)
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ only what decides or applies a round.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from p2ptrain.core.events import Applied, Certified, Effect, Event, MessageReceived, Persist
 from p2ptrain.core.state import AgreedState
@@ -22,17 +22,15 @@ SWALLOWED_BETWEEN = 512  # messages that a node only takes in, for each that che
 
 Observer = Callable[[SimNode, Event, Sequence[Effect | ToSome] | None, float], None]  # None: it did not survive
 
-CheckEvery = Literal["event", "round"]
-
 
 class Watch:
     """The checkers and observers of one simulation."""
 
-    def __init__(self, checkers: Sequence[Checker], check_every: CheckEvery) -> None:
+    def __init__(self, checkers: Sequence[Checker], is_sparing: bool) -> None:
         self.checkers = tuple(checkers)
         self.observers: list[Observer] = []
         self.is_beyond = False  # more than f members of a roster were faulty: at most one history is promised
-        self.is_sparing = check_every == "round"  # look only when a round was decided or applied
+        self.is_sparing = is_sparing  # look only when a round was decided or applied
 
     def observe(self, node: SimNode, event: Event, effects: Sequence[Effect | ToSome] | None, local: float) -> None:
         for observer in self.observers:

@@ -208,7 +208,7 @@ def test_a_liar_without_a_lie_is_honest(monkeypatch: pytest.MonkeyPatch) -> None
     def watch(liar: Liar, effects: Sequence[Effect], said: Sequence[Said]) -> None:
         changed.extend([said] if list(said) != list(effects) else [])
 
-    assert (watched(cluster, watch, monkeypatch).is_done, changed) == (True, [])
+    assert (watched(cluster, watch, monkeypatch).calendar.is_over, changed) == (True, [])
 
 
 def test_evidence_that_a_forger_makes_up_convicts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +230,6 @@ def test_false_histories_are_told_and_refused(monkeypatch: pytest.MonkeyPatch) -
         nonlocal told
         told += sum(isinstance(effect, SendHistory) for effect in said)
 
-    assert (watched(cluster, watch, monkeypatch).is_done, told > 0) == (True, True)
+    assert (watched(cluster, watch, monkeypatch).calendar.is_over, told > 0) == (True, True)
     cores = [node.core for node in cluster.nodes if node.honest and node.core is not None]
     assert sum(core.context.counters["histories refused"] for core in cores) > 0
