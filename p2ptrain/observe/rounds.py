@@ -27,7 +27,7 @@ from p2ptrain.errors import DataError
 from p2ptrain.node.device import Device
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.observe.peer_history import PeerHistory
-from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, StoredModel
+from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, Stored
 from p2ptrain.store.records import Batch, Past, Row, read_rounds
 
 ROUNDS_KEPT = 1_000  # in memory: what a page shows; of 1,024 contributors each they take 10 MB
@@ -219,7 +219,7 @@ def tokens_of(run: RunConfig) -> int:
     return recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length
 
 
-def _rows(records: Iterable[StoredModel]) -> Iterator[Row]:
+def _rows(records: Iterable[Stored]) -> Iterator[Row]:
     return (each.row for each in records)
 
 

@@ -18,6 +18,9 @@ from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
 
 PHASES = ("train", "collect", "agree", "apply")
+LIAR, CRASH = ((("fault", fault),) for fault in ("liar", "crash"))  # labels of metrics
+SENT, RECEIVED = ((("direction", way),) for way in ("sent", "received"))
+TRAFFIC = "Bytes by purpose, as the node counts them: without what libp2p adds or passes on."
 Phase = Literal["train", "collect", "agree", "apply"]
 Purpose = Literal["gossip", "messages", "histories", "payloads", "states", "data", "questions", "other"]
 Direction = Literal["sent", "received"]
@@ -41,7 +44,7 @@ class Answer(Part):
     version: Literal[1] = Field(1, description="of this description; a field is renamed or removed only in another")
 
 
-class StoredModel(Part):
+class Stored(Part):
     """A row of records.sqlite."""
 
     @classmethod
@@ -58,15 +61,9 @@ class FaultTolerance(Part):
     """What the roster survives."""
 
     liars: Annotated[
-        Count,
-        Figure(
-            "may lie",
-            metric="tolerated_members",
-            labels=(("fault", "liar"),),
-            text="Members that may fail so without harm.",
-        ),
+        Count, Figure("may lie", metric="tolerated_members", labels=LIAR, text="Members that may fail so without harm.")
     ] = Field(description="members that may lie without harm")
-    crashes: Annotated[Count, Figure("may crash", metric="tolerated_members", labels=(("fault", "crash"),))] = Field(
+    crashes: Annotated[Count, Figure("may crash", metric="tolerated_members", labels=CRASH)] = Field(
         description="members that may be away, and rounds still go on"
     )
     mode: Literal["byzantine", "crash-only"] = Field(description="crash-only: no liar is tolerated")
@@ -75,20 +72,12 @@ class FaultTolerance(Part):
 class Traffic(Part):
     """Bytes of one purpose, as this node counts them: each message once, without what libp2p adds or passes on."""
 
-    sent: Annotated[
-        Count,
-        Figure(
-            "sent",
-            "bytes",
-            "traffic_bytes",
-            "counter",
-            "Bytes by purpose, as the node counts them: without what libp2p adds or passes on.",
-            (("direction", "sent"),),
-        ),
-    ] = Field(description="bytes")
-    received: Annotated[
-        Count, Figure("received", "bytes", "traffic_bytes", "counter", labels=(("direction", "received"),))
-    ] = Field(description="bytes")
+    sent: Annotated[Count, Figure("sent", "bytes", "traffic_bytes", "counter", TRAFFIC, SENT)] = Field(
+        description="bytes"
+    )
+    received: Annotated[Count, Figure("received", "bytes", "traffic_bytes", "counter", labels=RECEIVED)] = Field(
+        description="bytes"
+    )
 
 
 class Limits(Part):
@@ -97,15 +86,11 @@ class Limits(Part):
     upload_bytes_per_second: Annotated[
         Count,
         Figure(
-            "upload limit",
-            "bytes/s",
-            "limit_bytes_per_second",
-            text="What the owner allows; 0: no limit.",
-            labels=(("direction", "sent"),),
+            "upload limit", "bytes/s", "limit_bytes_per_second", text="What the owner allows; 0: no limit.", labels=SENT
         ),
     ] = Field(description="0: no limit")
     download_bytes_per_second: Annotated[
-        Count, Figure("download limit", "bytes/s", "limit_bytes_per_second", labels=(("direction", "received"),))
+        Count, Figure("download limit", "bytes/s", "limit_bytes_per_second", labels=RECEIVED)
     ] = Field(description="0: no limit")
     memory_bytes: Count = Field(description="of main memory; 0: no limit")
     hours: str = Field(
@@ -116,7 +101,7 @@ class Limits(Part):
     on_battery: Literal["pause", "train"] = Field(description="what it does on the machine's battery")
 
 
-class Mine(StoredModel):
+class Mine(Stored):
     """What this node has done in the run, over all its starts."""
 
     applied: Annotated[Count, Figure("my contributions applied")] = Field(
@@ -247,36 +232,36 @@ class Status(Answer):
         dict[str, int],
         Figure(
             "own results that were wrong", metric="root_mismatches", kind="counter", key="root mismatches",
-            text="States that came out wrong here.",
+            text="States that came out wrong here."
         ),
         Figure(
             "my contributions taken", metric="contributions", kind="counter", key="contributions taken",
-            labels=(("outcome", "taken"),), text="This node's own contributions, by what became of them.",
+            labels=(("outcome", "taken"),), text="This node's own contributions, by what became of them."
         ),
         Figure(
             "expired", metric="contributions", kind="counter", key="contributions expired",
-            labels=(("outcome", "expired"),),
+            labels=(("outcome", "expired"),)
         ),
         Figure(
             "too late", metric="contributions", kind="counter", key="contributions too late",
-            labels=(("outcome", "too_late"),),
+            labels=(("outcome", "too_late"),)
         ),
         Figure(
             "trainings failed", metric="contributions", kind="counter", key="trainings failed",
-            labels=(("outcome", "failed"),),
+            labels=(("outcome", "failed"),)
         ),
         Figure(
             "trainings not finite", metric="trainings_not_finite", kind="counter", key="trainings not finite",
-            text="Trainings ended by a loss or gradient that is not finite.",
+            text="Trainings ended by a loss or gradient that is not finite."
         ),
         Figure(
             "damaged files", metric="damaged_files", kind="counter", key="damaged files",
-            text="Files of this node that were found damaged, and done without.",
+            text="Files of this node that were found damaged, and done without."
         ),
         Figure(
             "occurrences", kind="counter", metric="occurrences", label="what",
-            text="What else happened, by name; names come from the code.",
-        ),
+            text="What else happened, by name; names come from the code."
+        )
     ] = Field(description="what happened how often, by name, in this life")  # fmt: skip
     observed: Annotated[
         dict[str, int],
@@ -290,7 +275,7 @@ class Status(Answer):
     ] = Field(description="faults of peers that were noted, by reason, in this life")
 
 
-class PeerRecord(StoredModel):
+class PeerRecord(Stored):
     """What became of a peer's contributions, over all starts of this node, and what it did wrong."""
 
     peer: PeerId = Field(exclude=True)
@@ -305,7 +290,7 @@ class PeerRecord(StoredModel):
     points: float = Field(0.0, ge=0, description="against it, for what was observed; they halve each hour")
 
 
-class Points(StoredModel):
+class Points(Stored):
     """The points against a peer, when they had grown: a row of their own."""
 
     peer: PeerId
@@ -344,7 +329,7 @@ class PeerList(Answer):
     me: Peer = Field(description="this node itself, as far as that makes sense")
 
 
-class RoundRecord(Answer, StoredModel):
+class RoundRecord(Answer, Stored):
     """A round that was applied here, as this node lived it.
 
     Its four phases add up to the time since the round before was applied. Bytes, tokens and lateness are those of that

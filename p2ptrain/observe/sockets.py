@@ -46,15 +46,13 @@ class Slots:
 
     def __init__(self, most: int = CONNECTIONS_MAX) -> None:
         self.most = most
-        self.open: dict[Unrequested | Connection, None] = {}
+        self.open: dict[Arriving | Connection, None] = {}
         self.turned_away = 0  # connections that had to go for others, or found no place
-        self.lines: dict[
-            Unrequested | Connection, asyncio.Transport
-        ] = {}  # of those too that have left, until they close
+        self.lines: dict[Arriving | Connection, asyncio.Transport] = {}  # of those too that have left, until they close
         self.is_over = False
         self._are_closed = asyncio.Event()
 
-    def take(self, connection: Unrequested) -> bool:
+    def take(self, connection: Arriving) -> bool:
         if len(self.open) >= self.most and not self._make_room():
             self.turned_away += 1
             return False
@@ -63,22 +61,22 @@ class Slots:
 
     def _make_room(self) -> bool:
         for each in self.open:
-            if isinstance(each, Unrequested) and each.is_silent():
+            if isinstance(each, Arriving) and each.is_silent():
                 each.turn_away(NO_LONGER)
                 self.turned_away += 1
                 return True
         return False
 
-    def hand_over(self, waiting: Unrequested, connection: Connection) -> None:
+    def hand_over(self, waiting: Arriving, connection: Connection) -> None:
         """From one that has sent its request to what answers it."""
         del self.open[waiting]
         self.open[connection] = None
         self.lines[connection] = self.lines.pop(waiting)
 
-    def leave(self, connection: Unrequested | Connection) -> None:
+    def leave(self, connection: Arriving | Connection) -> None:
         self.open.pop(connection, None)
 
-    def forget(self, connection: Unrequested | Connection) -> None:
+    def forget(self, connection: Arriving | Connection) -> None:
         """It is closed."""
         self.leave(connection)
         del self.lines[connection]
@@ -95,7 +93,7 @@ class Slots:
             await self._are_closed.wait()
 
 
-class Unrequested(asyncio.Protocol):
+class Arriving(asyncio.Protocol):
     """A connection whose request is not there yet. There may come thousands a second, so it is light."""
 
     __slots__ = ("_bytes", "_line", "_make", "_slots", "_timer")
@@ -253,9 +251,7 @@ class HttpListener:
         server = self._runner.server
         assert isinstance(server, web.Server)
         self._server = await loop.create_server(
-            lambda: Unrequested(self.slots, lambda: Connection(server, self.slots, loop)),
-            sock=listener,
-            backlog=BACKLOG,
+            lambda: Arriving(self.slots, lambda: Connection(server, self.slots, loop)), sock=listener, backlog=BACKLOG
         )
 
     async def close(self) -> None:
@@ -267,7 +263,7 @@ class HttpListener:
             await asyncio.sleep(0)  # what asyncio has taken from the kernel it makes no connection of after close()
             self._server.close()
         for waiting in [*self.slots.open]:
-            if isinstance(waiting, Unrequested):
+            if isinstance(waiting, Arriving):
                 waiting.turn_away(b"")
         await self._runner.cleanup()
         await self.slots.close()

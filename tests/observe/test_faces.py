@@ -38,7 +38,7 @@ def another(value: Any) -> Any:
             return []
         case int():
             return 2 * value + 70_001
-    return (value or 0.0) + 864_000.5
+    return (value or 0.0) + 864_000.0  # whole, for those that have to be
 
 
 def changed(told: dict[str, Any], figure: Shown) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def changed(told: dict[str, Any], figure: Shown) -> dict[str, Any]:
     if figure.figure.key:
         place[last] |= {figure.figure.key: 70_001}
     else:
-        place[last] = another(place[last])
+        place[last] = another(place.get(last))
     return told
 
 

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from p2ptrain.observe import sockets
-from p2ptrain.observe.sockets import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Connection, Unrequested
+from p2ptrain.observe.sockets import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Arriving, Connection
 from tests.helpers.web import Site, on_both_loops, site, status_in, until, until_closed
 
 
@@ -86,7 +86,7 @@ async def test_a_request_that_has_arrived_is_not_the_one_to_go_whether_it_was_re
         with socket.create_connection(("127.0.0.1", here.port)) as client:
             await until(lambda: here.server.slots.open)
             (connection,) = here.server.slots.open
-            assert isinstance(connection, Unrequested)
+            assert isinstance(connection, Arriving)
             assert connection.is_silent()
             client.sendall(whole)  # and the loop has no turn to read it
             assert not connection.is_silent()
@@ -95,7 +95,7 @@ async def test_a_request_that_has_arrived_is_not_the_one_to_go_whether_it_was_re
         reader, _ = await here.connect()
         await until(lambda: here.server.slots.open)
         (connection,) = here.server.slots.open
-        assert isinstance(connection, Unrequested)
+        assert isinstance(connection, Arriving)
         connection.data_received(whole[:10])
         assert connection.is_silent(), "a part of a request is none"
         connection.data_received(whole[10:])  # and the loop has no turn to answer it
@@ -285,7 +285,7 @@ async def test_a_connection_that_comes_when_the_server_has_ended_is_not_left_beh
                 late.setblocking(False)
                 await here.server.close()
                 loop = asyncio.get_running_loop()
-                await loop.connect_accepted_socket(lambda: Unrequested(here.server.slots, pytest.fail), late)
+                await loop.connect_accepted_socket(lambda: Arriving(here.server.slots, pytest.fail), late)
                 assert here.server.slots.open == {}
                 await until(lambda: not here.server.slots.lines)
                 assert has_ended(client)
