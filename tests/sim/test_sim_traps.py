@@ -41,7 +41,7 @@ def heavier_branch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longer history is followed, whoever signed it."""
 
     def weigh(self: catchup.CatchingUp, asked: catchup.HistoryRequest, history: Any) -> catchup.Verified | None:
-        line = self.line
+        line = self.chain
         common = common_branch(line.lineage, history.lineage)
         if common is None or history.round <= line.state.round:
             return None
@@ -156,7 +156,7 @@ def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
         close(self)
 
     def apply_next(self: LocalWork) -> None:
-        entry = self.line.entry(self.applied_round + 1)
+        entry = self.chain.entry(self.applied_round + 1)
         assert entry is not None, "nobody lags in this scenario"
         mine = held[self.context.me, entry.manifest.round]
         taken = tuple(each for each in entry.manifest.taken if each.payload in mine)
@@ -227,10 +227,10 @@ def test_nothing_that_is_contributed_changes_who_proposes(monkeypatch: pytest.Mo
     begin, order = core_round.Round.__init__, roster.proposers
     head = b""
 
-    def keyed_by_head(self: core_round.Round, context: Any, parts: Any, state: Any) -> None:
+    def keyed_by_head(self: core_round.Round, context: Any, state: Any) -> None:
         nonlocal head
         head = state.head
-        begin(self, context, parts, state)
+        begin(self, context, state)
 
     monkeypatch.setattr(core_round.Round, "__init__", keyed_by_head)
     monkeypatch.setattr(core_round, "proposers", lambda run_id, branch, *rest: order(run_id, head, *rest))
