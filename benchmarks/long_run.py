@@ -4,7 +4,8 @@
         [--keep] [--json FILE]
 
 A line for each so many rounds. At the end the memory of each node and of its p2pd is compared with what it was after
-`--settled` rounds (medians of five looks): exit status 1 if one has grown by more than 3 %, or the descriptors by more than a tenth.
+`--settled` rounds (medians of five looks): exit status 1 if one has grown by more than 3 %, or the descriptors by more
+than a tenth.
 """
 
 from __future__ import annotations
