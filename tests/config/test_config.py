@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from p2ptrain import config as config_module
 from p2ptrain.config import (
     MODEL_PRESETS,
     RECIPES,
@@ -23,6 +22,7 @@ from p2ptrain.config import (
     NodeConfig,
     RecipeConfig,
     RunConfig,
+    load,
     load_config,
     load_node_config,
     load_run_config,
@@ -325,15 +325,13 @@ TOML_VALUES = st.recursive(
 
 @given(data=st.data())
 def test_any_value_in_any_key_is_taken_or_refused_with_a_config_error(data: st.DataObject) -> None:
-    model, load = data.draw(
-        st.sampled_from([(RunConfig, config_module._run_config), (NodeConfig, config_module._node_config)])
-    )
+    model, check = data.draw(st.sampled_from([(RunConfig, load._run_config), (NodeConfig, load._node_config)]))
     table: dict[str, Any] = {"name": "a"} if model is RunConfig else {}
     for section, key, _ in data.draw(st.lists(st.sampled_from(list(fields(model))), min_size=1, max_size=3)):
         (table.setdefault(section, {}) if section else table)[key] = data.draw(TOML_VALUES)
     table |= data.draw(st.dictionaries(st.text(max_size=5), TOML_VALUES, max_size=1))
     try:
-        load(table, Path("FILE"))
+        check(table, Path("FILE"))
     except ConfigError as error:
         assert all(line.startswith("FILE: ") for line in str(error).splitlines())
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from p2ptrain import config as config_module
 from p2ptrain.config import (
+    BASIS_PEAK,
     CONFIG_BYTES_MAX,
     EXACT_MAX,
     AdmissionConfig,
@@ -25,6 +25,7 @@ from p2ptrain.config import (
     RecipeConfig,
     RunConfig,
     TokenizerConfig,
+    load,
 )
 from p2ptrain.config.text import sections, to_toml
 from p2ptrain.errors import ConfigError, RemoteProtocolError
@@ -102,7 +103,7 @@ def test_a_run_comes_back_from_its_canonical_encoding(run: RunConfig) -> None:
 
 @given(run=runs())
 def test_a_run_comes_back_from_its_file(run: RunConfig) -> None:
-    assert config_module._run_config(tomllib.loads(to_toml(run), parse_float=Decimal), Path("FILE")) == run
+    assert load._run_config(tomllib.loads(to_toml(run), parse_float=Decimal), Path("FILE")) == run
 
 
 def test_the_canonical_encoding_is_the_same_in_every_release() -> None:
@@ -188,7 +189,7 @@ def test_the_largest_config_fits_its_limit() -> None:
 def test_the_exact_bound_is_that_of_the_arithmetic() -> None:
     run = RunConfig(name="a")
     votes = run.admission.contributors_max * run.recipe.k * run.recipe.vote_max
-    assert votes * config_module.BASIS_PEAK**2 < EXACT_MAX
+    assert votes * BASIS_PEAK**2 < EXACT_MAX
 
 
 def altered(**changes: Any) -> bytes:

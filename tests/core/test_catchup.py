@@ -301,7 +301,7 @@ def test_a_parting_older_than_the_kept_rounds_leaves_a_store_from_which_one_can_
     assert (store.state, [each.step for each in store.history]) == (line.state, [each.step for each in line.steps])
     again = bench.make()
     again.handle(ev.Started(store.saved()), bench.now)
-    assert (again.line.state, again.line.lineage) == (line.state, line.lineage)
+    assert (again.chain.state, again.chain.lineage) == (line.state, line.lineage)
 
 
 def test_what_was_applied_on_a_branch_that_lost_is_fetched_anew() -> None:

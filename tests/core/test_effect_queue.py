@@ -127,9 +127,9 @@ async def by_the_daemon(folder: Path, batches: Sequence[Sequence[ev.Effect]]) ->
 def by_the_simulator(batches: Sequence[Sequence[ev.Effect]]) -> list[Any]:
     done: list[Any] = []
     cluster, _ = scripted(1, disk={"fsync_seconds": 1.0})
-    write = cluster.driver.write
-    cluster.driver.write = lambda node, given: (done.append([*given]), write(node, given))  # type: ignore[method-assign]
-    cluster.driver._actions[ev.Return] = lambda node, effect: done.append(effect.round)
+    write = cluster.executor.write
+    cluster.executor.write = lambda node, given: (done.append([*given]), write(node, given))  # type: ignore[method-assign]
+    cluster.executor._actions[ev.Return] = lambda node, effect: done.append(effect.round)
     for batch in batches:
         do(cluster, 0, *batch)
     cluster.run()

@@ -162,7 +162,7 @@ def test_a_history_of_which_peers_keep_the_end_alone_is_adopted_with_what_proves
     again = bench.make()
     again.handle(ev.Started(bench.saved(base=first.trunk.base, history=tuple(
         record for record in persisted if isinstance(record, ev.Certified)), trunk=first.trunk)), 0.0)  # fmt: skip
-    assert again.line.state == honest.state
+    assert again.chain.state == honest.state
     assert again.trust is None
 
 

@@ -89,7 +89,7 @@ async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Cal
             tasks.append(asyncio.create_task(daemon.edges.connections.run()))
             tasks.append(asyncio.create_task(daemon.driver.run(daemon.started)))
             daemons.append(daemon)
-            await until(lambda: hasattr(daemon.driver.node, "line"))
+            await until(lambda: daemon.driver.node.view().has_started)
 
         def is_over() -> bool:
             for task in tasks:

@@ -323,7 +323,7 @@ async def test_a_port_in_use_that_nobody_chose_gives_way_and_the_other_is_told(
     port, other = first._listen[0].rpartition("/")[2], second._listen[0]
     assert f"port {port} is taken, perhaps by another node: this one listens on {other}" in caplog.text
     assert await first.connect(f"{other}/p2p/{peer_id_of(second.me)}") == second.me
-    with pytest.raises(ConfigError, match="is no address of this machine"):
+    with pytest.raises(ConfigError, match="is not an address of this machine"):
         await make(("/ip4/203.0.113.7/tcp/4001",), is_chosen=False)
 
 

@@ -124,7 +124,7 @@ def test_bytes_are_told_by_what_they_were_for() -> None:
     bulk = {"sent payload": 300, "sent state": 100, "sent data": 10, "sent manifest": 20, "received tokenizer": 30}
     edges: Any = SimpleNamespace(
         transport=SimpleNamespace(counters=lambda: counted),
-        lines=SimpleNamespace(protocol="/line", history_bytes=Counter({"sent": 40, "received": 50})),
+        mailboxes=SimpleNamespace(protocol="/line", history_bytes=Counter({"sent": 40, "received": 50})),
         bulk_bytes=lambda: Counter(bulk),
     )
     found = {purpose: each.model_dump() for purpose, each in traffic_of(edges).items()}

@@ -104,7 +104,7 @@ def test_a_disk_replaces_what_came_after_the_state_that_a_round_follows() -> Non
     assert (disk.base, disk.history) == (first.state, [other, third, fourth])
     fifth = certified(fourth.state, b"5")
     ahead = certified(fifth.state, b"6")
-    with pytest.raises(AssertionError, match="follows a state that is saved"):
+    with pytest.raises(AssertionError, match="follows a saved state"):
         disk.write(ahead, None)
     disk.write(replace(ahead, trunk=ev.Trunk((), (), (), fifth.state)), None)  # a jump
     assert (disk.base, disk.state) == (fifth.state, ahead.state)

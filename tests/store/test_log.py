@@ -122,7 +122,7 @@ def test_a_record_that_does_not_follow_is_our_mistake_and_never_reaches_the_disk
     base, records = some_records()
     certified = [record for record in records if isinstance(record, ev.Certified)]
     log = begun(tmp_path, [certified[0]], base)
-    with pytest.raises(AssertionError, match="follows a state that is saved"):
+    with pytest.raises(AssertionError, match="follows a saved state"):
         log.append([certified[1], certified[3]])
     assert log.journal == folded(base, [certified[0]])
     log.close()
