@@ -204,7 +204,7 @@ def test_a_log_beyond_the_limit_is_not_read(directory: Path, monkeypatch: pytest
     path, _ = log_of(directory)
     monkeypatch.setattr(log, "READ_BYTES_MAX", path.stat().st_size - 1)
     report = audit(directory)
-    assert any("and at most" in str(finding) and str(path) in str(finding) for finding in found(report, Grade.OPEN))
+    assert any("the limit is" in str(finding) and str(path) in str(finding) for finding in found(report, Grade.OPEN))
 
 
 @pytest.mark.parametrize("name", ["state", "trainer"])
