@@ -122,7 +122,7 @@ def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseMo
         return Problem(key, f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
     if kind == "too_long":
         return Problem(key, f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
-    return Problem(key, f"{found} is not possible", f"Choose {allowed(field)}")
+    return Problem(key, f"{found} is not valid", f"Choose {allowed(field)}")
 
 
 def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseModel]) -> Problem:

@@ -54,10 +54,10 @@ def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any])
     for name, rate in rates.items():
         if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= RATE_MAX:
             fix = f"Give bytes a second, from 0 (no limit) to {RATE_MAX:,}"
-            raise ConfigError(f"{rate!r} is not possible", key=f"--{name}", fix=fix)
+            raise ConfigError(f"{rate!r} is not valid", key=f"--{name}", fix=fix)
     threads = order.get("threads")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1_024):
-        raise ConfigError(f"{threads!r} is not possible", key="--threads", fix="Give a number from 1 to 1,024")
+        raise ConfigError(f"{threads!r} is not valid", key="--threads", fix="Give a number from 1 to 1,024")
     machine_limits.change(order)
     if threads is not None:
         driver.device.threads = threads

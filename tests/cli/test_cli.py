@@ -131,7 +131,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ["data", "prepare", "out", "--held-out", "100"],
-            "Invalid value for --held-out: 100 is not possible, choose 0 to below 100\n"
+            "Invalid value for --held-out: 100 is not valid, choose 0 to below 100\n"
             "Try: p2ptrain data prepare --help\n",
         ),
         (["data", "prepare", "out", "--held-out", "x"], "Try: p2ptrain data prepare --help\n"),

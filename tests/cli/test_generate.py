@@ -106,12 +106,12 @@ def test_a_prompt_may_come_on_stdin(p2ptrain: Command, node: Node, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("a", "--tokens", "0"), "tokens: 0 is not possible. Choose 1 to 4,096\n"),
-        (("a", "--tokens", "4097"), "tokens: 4097 is not possible. Choose 1 to 4,096\n"),
+        (("a", "--tokens", "0"), "tokens: 0 is not valid. Choose 1 to 4,096\n"),
+        (("a", "--tokens", "4097"), "tokens: 4097 is not valid. Choose 1 to 4,096\n"),
         (("a", "--tokens", "many"), "Invalid value for '--tokens'"),
-        (("a", "--seed", "-1"), "seed: -1 is not possible."),
-        (("a", "--temperature", "nan"), "temperature: nan is not possible."),
-        (("a", "--temperature", "-1"), "temperature: -1.0 is not possible."),
+        (("a", "--seed", "-1"), "seed: -1 is not valid."),
+        (("a", "--temperature", "nan"), "temperature: nan is not valid."),
+        (("a", "--temperature", "-1"), "temperature: -1.0 is not valid."),
         (("a\udcff",), "prompt: not text. Write it in UTF-8\n"),
         (("x" * 8_193,), "prompt: more than 8,192 bytes. "),
         (("a", "--run", "none"), "--data-dir: no run none in "),
@@ -226,8 +226,8 @@ async def test_the_daemon_and_its_checkpoint_write_the_same(lived: Lived, p2ptra
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tokens": 4_097}, "tokens: 4097 is not possible"),
-        ({"tokens": 0}, "tokens: 0 is not possible"),
+        ({"tokens": 4_097}, "tokens: 4097 is not valid"),
+        ({"tokens": 0}, "tokens: 0 is not valid"),
         ({"tokens": True}, "sample: Expected `int`, got `bool`"),
         ({"tokens": 1.0}, "sample: Expected `int`, got `float`"),
         ({"tokens": "1"}, "sample: Expected `int`, got `str`"),
@@ -235,7 +235,7 @@ async def test_the_daemon_and_its_checkpoint_write_the_same(lived: Lived, p2ptra
         ({"prompt": "a\udcff"}, "prompt: not text"),
         ({"prompt": "ß" * 4_097}, "prompt: more than 8,192 bytes"),
         ({"seed": 2**63}, "seed: "),
-        ({"temperature": float("nan")}, "temperature: nan is not possible"),
+        ({"temperature": float("nan")}, "temperature: nan is not valid"),
         ({"temperature": "hot"}, "sample: Expected `float`, got `str`"),
         ({"more": 1}, "sample: Object contains unknown field `more`"),
     ],

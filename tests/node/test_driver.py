@@ -119,8 +119,8 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
         assert each.persistence.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
     told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
     assert told == [
-        "the disk is full; nothing is said or applied until it can be saved",
-        "the disk takes data again",
+        "the disk is full; the node sends and applies nothing until this can be written",
+        "the disk can be written again",
     ]
 
 
@@ -135,7 +135,7 @@ async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_disk_that_takes_no
             assert not life.done()
             each.node.seen.is_stopping = True
             await now_is(4 * DISK_SECONDS)
-            assert life.result() == "the disk takes nothing: the disk is full"
+            assert life.result() == "the disk cannot be written: the disk is full"
 
 
 @skipping_time

@@ -103,10 +103,10 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     (main,) = rooms_of(run, config_of(0).device)
     with caplog.at_level("INFO"):
         refuse_too_large(run, config_of(0))
-    assert "run large takes about" in caplog.text, "what it takes is told before it is taken"
+    assert "run large needs about" in caplog.text, "what it takes is told before it is taken"
     assert "weights 3 MB + gradient 3 MB + residual 3 MB + activations" in caplog.text
     refuse_too_large(run, config_of(main.needed))
-    with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large takes about .*weights .* Raise it"):
+    with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large needs about .*weights .* Raise it"):
         refuse_too_large(run, config_of(main.needed - 1))
     monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: 0)
     refuse_too_large(run, config_of(0))
@@ -114,7 +114,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
     refuse_too_large(run, config_of(0))
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
-    with pytest.raises(TooLargeError, match=r"even with one sequence a pass, and there are .*device\.checkpointing"):
+    with pytest.raises(TooLargeError, match=r"even with one sequence per pass, but there are only .*device\.checkpointing"):
         refuse_too_large(run, config_of(0))
 
 
@@ -136,7 +136,7 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     refuse_too_large(run, NodeConfig())
     assert "of cuda:0 are free now" in caplog.text
     there[1] -= 1
-    with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence a pass"):
+    with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence per pass"):
         refuse_too_large(run, NodeConfig())
 
     def full(device: object) -> None:
@@ -267,7 +267,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
         assert "limits: hours = '22:00-07:00', device_percent = 25" in caplog.text
         for option, wrong in (("hours", "7-8"), ("hours", "07:00-07:00"), ("percent", 0), ("percent", "9"),
                               ("percent", True), ("memory", -1), ("battery", "perhaps"), ("hours", 7)):  # fmt: skip
-            with pytest.raises(ConfigError, match=rf"^--{option}: .* is not possible\. Give ") as raised:
+            with pytest.raises(ConfigError, match=rf"^--{option}: .* is not valid\. Give ") as raised:
                 await daemon.answer({"do": "limit", "upload": 7, option: wrong})
             assert repr(wrong) in str(raised.value)
         assert await daemon.answer({"do": "limit"}) == told

@@ -130,7 +130,7 @@ async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goe
     async with bench(tmp_path) as each:
         failing(each, "can't allocate memory")
         await saved(each, 4)
-        assert each.persistence.checkpoint_trouble == "there is no memory for a copy of the state"
+        assert each.persistence.checkpoint_trouble == "not enough memory for a copy of the state"
 
 
 async def test_a_mistake_in_the_trainer_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:

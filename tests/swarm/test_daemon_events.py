@@ -54,7 +54,7 @@ def test_a_log_that_cannot_be_written_ends_with_a_warning(tmp_path: Path, caplog
     events, _ = file_in(tmp_path / "events")
     events.note(1.0, ev.Tick(), [])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no log of events" in caplog.text
+    assert "cannot write the event log" in caplog.text
 
 
 @skipping_time

@@ -143,7 +143,7 @@ def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:
 def test_a_run_that_does_not_fit_is_refused_on_both_ways_in_before_anything_is_made(swarm: Swarm) -> None:
     """Of memory one byte is allowed; who is allowed enough tells what the run takes before it takes it."""
     first = swarm.first().start().until_up()
-    assert first.text.index("takes about") < first.text.index("p2ptrain join --bootstrap")
+    assert first.text.index("needs about") < first.text.index("p2ptrain join --bootstrap")
     assert " of main memory (weights " in first.text
     limit = {"P2PTRAIN_LIMITS__MEMORY_BYTES": "1"}
     beginning = swarm.add("beginning", "start", swarm.run_file("other"), **limit).start()

@@ -244,7 +244,7 @@ def test_a_directory_that_becomes_read_only_degrades_one_node_and_stops_no_other
     opened_at, number = monotonic(), first.applied
     victim.until(lambda: victim.applied >= number and victim.is_member)
     swarm.note("caught up after its directory could be written again", monotonic() - opened_at)
-    victim.until_says("the disk takes data again")
+    victim.until_says("the disk can be written again")
     goes_on(first, second, victim)
     victim.until(lambda: not is_degraded(victim))
 
@@ -275,6 +275,6 @@ def test_a_laptop_asleep_for_ten_minutes_catches_up(swarm: Swarm) -> None:
     swarm.note(f"caught up with {slept} rounds after {ASLEEP_SECONDS:.0f} s of sleep", monotonic() - woke_at)
     goes_on(first, second, laptop)
     seat = f"{laptop.ask()['peer_id']} got a seat: 3 members"
-    said = ("nothing ran here for ", "lost a seat or left: 2 members", "took over the state of round ", seat)
+    said = ("nothing ran here for ", "lost a seat or left: 2 members", "adopted the state of round ", seat)
     places = [laptop.text.rfind(each) for each in said]
     assert places[0] > 0 and places == sorted(places), laptop.text[-5_000:]
