@@ -231,7 +231,7 @@ class Persistence:
         await device.run(save)
 
     async def note(self, trained: Trained) -> None:
-        """Notes a training so that a restart can repeat it. If that fails, a restart is inexact, but no round is lost."""
+        """Notes a training so that a restart can repeat it. If that fails, a restart is only inexact."""
         try:
             await self.on_disk(self.store.diary.note, trained)
         except DataError as error:

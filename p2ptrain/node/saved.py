@@ -139,7 +139,9 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
                     path, number = other.checkpoint.path, other.checkpoint.round
                     log.warning("skipped: %s: %s; choose it with --round %d", path, other.judgement, number)
         return each
-    raise DataError(f"{checkpoints.directory}: no undamaged checkpoint" + ("" if number is None else f" of round {number}"))
+    raise DataError(
+        f"{checkpoints.directory}: no undamaged checkpoint" + ("" if number is None else f" of round {number}")
+    )
 
 
 def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Chosen]]:

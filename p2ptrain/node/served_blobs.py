@@ -54,7 +54,9 @@ class ServedBlobs:
         self, run: RunConfig, store: Store, states: SavedStates, dataset: TokenDataset, fetcher: Fetcher
     ) -> None:
         self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
-        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads; several threads use it, in single atomic operations
+        self._leaves: OrderedDict[bytes, bytes] = (
+            OrderedDict()
+        )  # of payloads; several threads use it, in single atomic operations
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         match name.kind:
@@ -82,7 +84,7 @@ class ServedBlobs:
 
 
 class PayloadBlob:
-    """A contribution, in memory or on the disk. If its file is damaged, it is not served, or the receiver rejects it."""
+    """A contribution, in memory or on the disk. If its file is damaged, the receiver rejects it."""
 
     def __init__(self, payloads: PayloadStore, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
         self._payloads, self._name, self.size, self._known = payloads, name, size, leaves

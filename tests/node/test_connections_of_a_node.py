@@ -181,7 +181,7 @@ async def test_a_bootstrap_of_another_run_is_told_apart_and_said_so(caplog: pyte
     first.connections.add(other.address, Origin.USER)
     with caplog.at_level(logging.WARNING):
         async with running(first, other):
-            await until(lambda: "answers, but" in caplog.text)
-    told = f"{other.address} answers, but takes part in another run: elsewhere ({OTHER_RUN.hex()[:16]})"
+            await until(lambda: "is reachable, but" in caplog.text)
+    told = f"{other.address} is reachable, but takes part in another run: elsewhere ({OTHER_RUN.hex()[:16]})"
     assert [record.message for record in caplog.records] == [told]
     assert (first.seen, other.seen) == ([], [])

@@ -98,7 +98,7 @@ def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, capl
     life = Life(dataset, "distro")
     life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())], life.device.trained)
     life.train(1)
-    assert "the training of round 1 came out otherwise than before the restart" in caplog.text
+    assert "the training of round 1 came out differently than before the restart" in caplog.text
     life.close()
 
 

@@ -244,7 +244,7 @@ async def test_of_a_state_that_came_out_wrong_only_what_differs_is_fetched(
         await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
         assert each.trainer.state == NEWER
         assert server.server.counters()["pieces"] == 1
-        assert "1 pieces of my own state were wrong, each of 1 MiB: 1" in caplog.text
+        assert "1 pieces (1 MiB each) of this node's own state were wrong: 1" in caplog.text
         assert list((tmp_path / "fetching").iterdir()) == []
 
 
@@ -269,8 +269,8 @@ async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_w
         each.persistence.put(NAME, BODY)
         doing(each, ev.Apply(manifest))
         await each.heard(ev.Applied(manifest.branch, 9, root_of(right)))
-        assert ("1 pieces differ, each of 1 MiB: 1" in caplog.text) == bool(flipped)
-        assert ("round 9 came out again as it was" in caplog.text) == (not flipped)
+        assert ("1 pieces (1 MiB each) differ: 1" in caplog.text) == bool(flipped)
+        assert ("round 9, wrong before, came out the same again" in caplog.text) == (not flipped)
 
 
 @skipping_time
@@ -313,7 +313,7 @@ async def test_when_nobody_has_a_state_that_would_do_catching_up_has_failed(tmp_
         await until(lambda: bool(each.node.events))
         [failed] = each.node.events
         assert isinstance(failed, ev.CatchUpFailed) and failed.attempt == 1
-        assert failed.why == "none of 2 peers has a state of the 1 that would do"
+        assert failed.why == "none of 2 peers has one of the 1 states that would do"
 
 
 @skipping_time

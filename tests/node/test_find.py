@@ -166,7 +166,7 @@ async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path)
         for key in (LIAR, GOOD):
             each.network.nodes[key]._handlers.pop(questions.PROTOCOL)
             await questions.serve(each.network.nodes[key], answer)
-        with pytest.raises(ConfigError, match=r"is of protocol 2, and this release speaks 1. Install a release"):
+        with pytest.raises(ConfigError, match=r"uses protocol 2, and this release speaks 1. Install a release"):
             await find_run(each.me, each.config, None)
 
 

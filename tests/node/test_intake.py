@@ -23,8 +23,8 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
     async with bench(tmp_path) as each:
         for number in range(EVENTS_MAX + 10):
             each.driver.intake.hear(bytes([number % 32]) * 32, a_message(number=number))
-        each.driver.intake.hear_line(OTHER, Deliver((b"nonsense", a_message())))
-        each.driver.intake.hear_line(OTHER, HistoryQuery(bytes(32), 1))
+        each.driver.intake.hear_mail(OTHER, Deliver((b"nonsense", a_message())))
+        each.driver.intake.hear_mail(OTHER, HistoryQuery(bytes(32), 1))
         own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
         for event in own:
             each.driver.give(event)
@@ -59,7 +59,7 @@ async def test_what_does_not_decode_is_told_with_the_reason_and_ends_what_came_w
     async with bench(tmp_path) as each:
         each.driver.intake.hear(PEER, b"nonsense")
         with pytest.raises(RemoteProtocolError, match="not a message"):  # which closes the line, and is told once
-            each.driver.intake.hear_line(OTHER, Deliver((a_message(), bytes(1), a_message())))
+            each.driver.intake.hear_mail(OTHER, Deliver((a_message(), bytes(1), a_message())))
         async with each.running():
             await until(lambda: len(each.node.events) == 2)
         first, second = each.node.events

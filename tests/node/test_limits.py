@@ -114,7 +114,9 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
     refuse_too_large(run, config_of(0))
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
-    with pytest.raises(TooLargeError, match=r"even with one sequence per pass, but there are only .*device\.checkpointing"):
+    with pytest.raises(
+        TooLargeError, match=r"even with one sequence per pass, but there are only .*device\.checkpointing"
+    ):
         refuse_too_large(run, config_of(0))
 
 

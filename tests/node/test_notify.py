@@ -175,7 +175,7 @@ def lives_under(supervisor: Supervisor, swarm: Swarm, name: str, *prefix: str) -
     assert node.until_ended() == 0
     assert supervisor.was_told("STOPPING") == ["1", "1"]
     assert "leaving the run" in supervisor.was_told("STATUS")
-    assert supervisor.was_told("STATUS")[-1].endswith(": it saves its state and ends")
+    assert supervisor.was_told("STATUS")[-1].endswith(": saving the state")
 
 
 @pytest.mark.timeout(TEST_SECONDS)

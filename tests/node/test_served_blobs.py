@@ -82,7 +82,7 @@ def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served() -> None:
     kept: Any = SimpleNamespace(round=3, state_bytes=len(state), read_piece=lambda index: pieces[index])
     blob = StateBlob(kept, b"".join(leaf_digests(state)))
     assert blob.read(0) == pieces[0]
-    with pytest.raises(DataError, match="the saved state of round 3 is damaged in piece 1"):
+    with pytest.raises(DataError, match="the saved state of round 3 is damaged: piece 1"):
         blob.read(1)
-    with pytest.raises(DataError, match="damaged in piece 1"):
+    with pytest.raises(DataError, match="damaged: piece 1"):
         list(verified(blob))

@@ -263,8 +263,8 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
         ([{"type": "Silence", "branch": b"", "round": 1}], "does not begin with a snapshot"),
         ([None, {"type": "Promise"}], "not a record that this version knows"),
         ([None, {"type": "Silence", "branch": 5}], "not a record that this version knows"),
-        ([None, {"type": "Said", "envelope": b"?"}], "what this version would not say"),
-        ([None, None], "a second snapshot"),
+        ([None, {"type": "Said", "envelope": b"?"}], "this version would not send"),
+        ([None, None], "the segment has a second snapshot"),
     ],
 )
 def test_what_stands_under_its_digest_and_is_no_record_is_refused(tmp_path: Path, bodies: list[Any], why: str) -> None:

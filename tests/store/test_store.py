@@ -160,7 +160,7 @@ def test_a_damaged_payload_is_named_and_removed(tmp_path: Path) -> None:
     again = PayloadStore(tmp_path)
     with structlog.testing.capture_logs() as said:
         assert again.get(named(1)) is None
-    assert [(each["event"], each["path"]) for each in said] == [("payload damaged and removed", str(path))]
+    assert [(each["event"], each["path"]) for each in said] == [("removed a damaged payload", str(path))]
     assert not path.exists()
     again.put(named(1), content_of(1))
     assert again.keep([named(1)]) == []

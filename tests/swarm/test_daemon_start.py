@@ -85,7 +85,7 @@ def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
         swarm.note("says that nobody is there", took)
     owner = ("--data-dir", searching[2].directory)
     status, _, err = p2ptrain("status", *owner)
-    assert (status, err) == (1, "it is starting, or looks for the run: its log says what it waits for\n")
+    assert (status, err) == (1, "the node is starting or looking for the run; see its log\n")
     assert p2ptrain("leave", *owner)[0] == 0
     assert searching[2].until_ended(SECONDS_TO_END) == 130
     for each, number, status in zip(searching, (signal.SIGINT, signal.SIGTERM), (130, 130), strict=False):
