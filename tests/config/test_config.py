@@ -1,4 +1,4 @@
-"""What a config file may say, what a user is told who says something else, and what a peer may send."""
+"""Config files: valid values, the errors for others, and configs sent by peers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(path: Path, text: str | bytes) -> Path:
 
 
 def complaint(load: Any, path: Path | None) -> str:
-    """The error of loading `path`, with its name shortened."""
+    """Returns the error of loading `path`, with the path shortened."""
     with pytest.raises(ConfigError) as caught:
         load(path)
     return str(caught.value).replace(str(path), "FILE")

@@ -1,4 +1,4 @@
-"""Who a node is connected with, on a network in memory: what it believes about addresses, and whom it waits for."""
+"""A node's connections over the in-memory network: which addresses it trusts, and which peers it waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 20.0
 
 
 class Node:
-    """A transport with its connections, and what an `ask` answers."""
+    """A transport with its connections and its answers to questions."""
 
     def __init__(self, network: Network, key: bytes, run_id: bytes = RUN) -> None:
         self.network, self.key, self.run_id = network, key, run_id

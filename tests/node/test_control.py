@@ -1,4 +1,4 @@
-"""The owner's line to the daemon: what comes over it, and what it says when nobody is there."""
+"""The control socket: requests and answers, and the errors when no daemon answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def asked(data: Path, request: dict[str, Any], seconds: float = 20.0) -> d
 
 
 async def raw(made: Control, request: bytes) -> bytes:
-    """What comes back for these bytes."""
+    """Returns the reply to these bytes."""
     reader, writer = await asyncio.open_unix_connection(made.socket)
     try:
         writer.write(request)
@@ -145,7 +145,7 @@ def test_a_socket_on_which_nobody_listens_is_no_daemon(place: str, tmp_path: Pat
 
 @asynccontextmanager
 async def saying(data: Path, *parts: bytes, ends: bool = True) -> AsyncIterator[None]:
-    """Something listens there, and says this."""
+    """Listens on the control socket and replies with these bytes."""
     over = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -181,7 +181,7 @@ async def test_an_answer_that_is_none_is_no_daemon(parts: tuple[bytes, ...], why
 
 
 async def test_a_mistake_in_the_daemon_is_not_called_its_absence(tmp_path: Path) -> None:
-    """Whoever reads that none runs starts a second one, or takes the run for over."""
+    """A user told that no daemon runs would start a second one, or think that the run is over."""
     said: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context.get("exception")))
 

@@ -1,4 +1,4 @@
-"""The driver: effects in order, the disk before the word, and the core's deadline kept."""
+"""The driver: effects in order, the disk before sending, and the core's deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def send(number: int, peer: bytes = PEER) -> ev.Send:
 
 
 def said(number: int, peer: bytes = PEER) -> tuple[str, bytes, Deliver]:
-    """What `send` comes to."""
+    """Returns the events that a message leads to."""
     return ("post", peer, Deliver((bytes([number]),)))
 
 
@@ -34,7 +34,7 @@ def persist(number: int) -> ev.Persist:
 
 
 def answering(each: Bench, effects: dict[bytes, list[ev.Effect]]) -> None:
-    """When a peer is seen, do this."""
+    """Makes the core answer `PeerSeen` with these effects."""
     each.node.answer = lambda event: effects.get(event.peer, []) if isinstance(event, ev.PeerSeen) else []
 
 
@@ -43,7 +43,7 @@ async def now_is(moment: float) -> None:
 
 
 def iterations(counts: list[int]) -> None:
-    """Count how often the loop goes round."""
+    """Counts the loop's iterations."""
     loop: Any = asyncio.get_running_loop()
     select = loop._clock.select
 
@@ -268,7 +268,7 @@ async def test_the_deadline_wakes_the_core_without_any_event_and_without_a_busy_
 
 @skipping_time
 async def test_a_timer_that_comes_early_is_set_again(tmp_path: Path) -> None:
-    """uvloop rounds to milliseconds: of its timers, every third comes before its time."""
+    """uvloop rounds to milliseconds: every third of its timers fires early."""
     async with bench(tmp_path) as each:
         loop: Any = asyncio.get_running_loop()
         call_at = loop.call_at

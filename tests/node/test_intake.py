@@ -1,4 +1,4 @@
-"""The intake: what peers say is bounded, checked, and told with its blame; what is our own is never lost."""
+"""The intake: peers' messages are bounded, checked and attributed; our own events are never dropped."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
 
 @skipping_time
 async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -> None:
-    """Anybody can sign announcements under keys of their own, and checks take longer than a frame does to arrive."""
+    """Anyone can sign announcements with new keys, and a check takes longer than a frame takes to arrive."""
     async with bench(tmp_path) as each:
         shut, opened = some_bytes(PAYLOAD_BYTES), asyncio.Event()
         each.device.gate = opened.wait  # type: ignore[assignment]
@@ -130,7 +130,7 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
 
 @skipping_time
 async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tmp_path: Path) -> None:
-    """Lines are open, and the topic is subscribed to, before the driver runs and for a while after."""
+    """Mailboxes are open and the topic is subscribed to slightly before and after the driver runs."""
     async with bench(tmp_path) as each:
         body = some_bytes(PAYLOAD_BYTES)
         offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)

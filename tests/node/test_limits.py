@@ -1,4 +1,4 @@
-"""A good guest: when the node trains, how much of the time, in how much memory; clock and battery are the test's."""
+"""The limits: when the node trains, for what share of the time, and in how much memory. Clock and battery are fakes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
 def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As much as can be said where there is none: what it would be asked is answered for it."""
+    """Without a GPU here, the test fakes the answers to the queries."""
     run = RunConfig.model_validate({"name": "large", "model": {"preset": "100m"}})
     need = need_of(run, PassSettings(autocast=True, device="cuda"))
     least = need_of(run, PassSettings(autocast=True, device="cuda", sequences_per_pass=1))
@@ -194,7 +194,7 @@ def test_a_nice_process_steps_back_with_all_that_it_starts_and_never_forward() -
 
 
 class Machine:
-    """What a guest looks at."""
+    """The fake clock, battery and memory."""
 
     def __init__(self) -> None:
         self.now, self.is_unplugged, self.resident = at("12:00"), False, 0
@@ -289,7 +289,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
 
 
 class Steps(ChainTrainer):
-    """A trainer of two steps of a second each."""
+    """A trainer with two steps of one second each."""
 
     def __init__(self, time: Any) -> None:
         super().__init__()

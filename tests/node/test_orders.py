@@ -1,4 +1,4 @@
-"""What the owner orders while a node runs, in a swarm in memory: pause, limits, a checkpoint now."""
+"""The owner's orders to a running node of an in-memory swarm: pause, limits, a checkpoint now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is taken or kept: what the node's own log certifies, and never what it contradicts."""
+"""Choosing checkpoints: the node's own log certifies the right one, and those it contradicts are never chosen."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def checkpoint_of(node: Node, number: int) -> Checkpoint:
 
 
 def log_of(node: Node, **known: Any) -> None:
-    """The node's log, which begins with an agreed state that says this."""
+    """Makes a node's log that begins with a given agreed state."""
     first = genesis(bytes.fromhex(node.run.run_id), tuple(sorted(KEYS[:3])), bytes(32))
     Log(node.run_directory / "wal", msgspec.structs.replace(first, **known), kept=64).close()
 
 
 def certify(node: Node, number: int, root: bytes | None = None, last: int = 30) -> None:
-    """Let the log name a root of a round; without one, that of the checkpoint."""
+    """Makes the log certify a root of a round, by default the checkpoint's."""
     root = checkpoint_of(node, number).root if root is None else root
     log_of(node, round=last, head=b"l" * 32, root_round=number, root=root)
 
@@ -82,7 +82,7 @@ def test_the_newest_that_the_log_certifies_is_taken_and_said(
 def test_another_root_than_the_certified_one_is_not_taken(
     p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its files are what its stamp says, and its stamp says what the swarm did not agree on."""
+    """Its files match its stamp, but the stamp's root is not the agreed one."""
     certify(node, 24, b"r" * 32)
     wrong, out = checkpoint_of(node, 24), tmp_path / "out"
     told = f"round 16 of x, root {short(node, 16)}, not certified: the log has no certified root for round 16"
@@ -218,7 +218,7 @@ def test_what_a_node_prunes_while_it_is_read_is_not_missed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A running node saves a newer one and removes those before, at any moment of the reading."""
+    """A running node may save a newer one and remove older ones at any moment."""
     seen: list[str] = []
 
     def goes_on() -> None:

@@ -1,4 +1,4 @@
-"""A machine that miscalculates: it is found out over restarts, and ends with an error until its owner has looked."""
+"""A machine that computes wrong states is detected across restarts, and refuses to run until its owner intervenes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 async def miscalculate(tmp_path: Path, number: int) -> None:
-    """One start of a node, which comes to one wrong state."""
+    """Starts a node that computes one wrong state."""
     async with bench(tmp_path) as each, each.running():
         each.node.answer = lambda event: [ev.NoteWrongState(number)] if event == ev.PeerSeen(PEER) else []
         each.driver.give(ev.PeerSeen(PEER))

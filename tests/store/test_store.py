@@ -1,4 +1,4 @@
-"""The store: one process in a directory, an identity that knows whether it has spoken, payloads, and all together."""
+"""The store: one process per directory, an identity that knows whether it has sent messages, and payloads."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_payload_that_could_not_be_kept_is_still_here(tmp_path: Path, monkeypa
 
 
 def held(store: Store, records: list[ev.Record]) -> None:
-    """Have the payloads that records rest on; of a simulation only their names are known."""
+    """Stores fake payloads for records of a simulation, which has only their names."""
     for record in records:
         names = record.payloads if isinstance(record, ev.Said) else ()
         if isinstance(record, ev.Certified) and isinstance(record.step, Entry):

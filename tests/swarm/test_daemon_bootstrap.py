@@ -1,4 +1,4 @@
-"""Bootstraps that are not what one hopes for: down, someone else, of another run or of no run at all."""
+"""Bootstrap addresses that do not work: down, another peer's, of another run, or of no p2ptrain node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second signal ends a daemon at once, whatever it is at, and what it leaves is whole."""
+"""A second signal ends a daemon at once, whatever it is doing, and its files stay consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of events is there when it is needed: after a node that failed, and after one that hung and was killed."""
+"""The event log is complete after a node crashed, and after one hung and was killed."""
 
 from __future__ import annotations
 

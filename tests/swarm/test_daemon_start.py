@@ -1,4 +1,4 @@
-"""Starts that fail, or are broken off: what is said, the exit status, and that the next start finds nothing amiss."""
+"""Starts that fail or are interrupted: the message, the exit status, and a clean next start."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused_on_both_ways_in_before_anything_is_made(swarm: Swarm) -> None:
-    """Of memory one byte is allowed; who is allowed enough tells what the run takes before it takes it."""
+    """With a limit of one byte it is refused; with enough memory, its need is logged before it is allocated."""
     first = swarm.first().start().until_up()
     assert first.text.index("needs about") < first.text.index("p2ptrain join --bootstrap")
     assert " of main memory (weights " in first.text

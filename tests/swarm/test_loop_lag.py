@@ -1,4 +1,4 @@
-"""The daemon's own parts: what watches the event loop."""
+"""The daemon's measurement of the event loop's lag."""
 
 from __future__ import annotations
 
