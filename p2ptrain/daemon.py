@@ -91,13 +91,13 @@ class Faces:
 class Daemon:
     """A running node of one run, with its outputs."""
 
-    def __init__(self, parts: Assembled, records: Recorder, faces: Faces) -> None:
-        self.run, self.edges, self.records = parts.launch.run, parts.edges, records
-        self.driver = driver = parts.drive(records.note)
-        self.started = parts.started
+    def __init__(self, assembled: Assembled, records: Recorder, faces: Faces) -> None:
+        self.run, self.edges, self.records = assembled.launch.run, assembled.edges, records
+        self.driver = driver = assembled.drive(records.note)
+        self.started = assembled.started
         self.http, self.lines = faces.http, faces.lines
         self.lag = Lag()
-        self.machine_limits = MachineLimits(parts.launch.config.limits, driver.pauses, driver.device)
+        self.machine_limits = MachineLimits(assembled.launch.config.limits, driver.pauses, driver.device)
         device = driver.device.trainer.device
         self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.pauses)
         self.is_leaving = self.keeps_place = False
@@ -109,12 +109,12 @@ class Daemon:
     ) -> Daemon:
         """Builds a daemon that is about to start; closing `stack` closes it. A `device` of the caller's stays open."""
         faces = faces or Faces()
-        parts = await assemble(stack, launch, device)
-        persistence, transport, bulk = parts.edges.persistence, launch.transport, parts.edges.server.protocol
+        assembled = await assemble(stack, launch, device)
+        persistence, transport, bulk = assembled.edges.persistence, launch.transport, assembled.edges.server.protocol
         past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
         counters = transport.counters
-        records = Recorder(parts.node, parts.device, persistence, counters, bulk, past, hears=faces.hears)
-        daemon = cls(parts, records, faces)
+        records = Recorder(assembled.node, assembled.device, persistence, counters, bulk, past, hears=faces.hears)
+        daemon = cls(assembled, records, faces)
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
         await questions.serve(transport, daemon.ask_by_peer, daemon.edges.upload)
         await stack.enter_async_context(daemon.edges.server)

@@ -293,7 +293,9 @@ def test_a_node_has_no_canonical_bytes(capsys: pytest.CaptureFixture[str], tmp_p
     file.write_text("[device]")
     status, out, err = p2ptrain(capsys, "config", "show", file, "--canonical")
     assert (status, out) == (2, "")
-    assert err.splitlines()[-1] == f"{file}: device: unknown key. It belongs in another file, that of a node"
+    assert (
+        err.splitlines()[-1] == f"{file}: device: unknown key. It belongs in the other kind of config, that of a node"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------

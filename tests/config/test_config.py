@@ -147,7 +147,7 @@ IN_A_RUN = {
     "[data]\nzzz = 3": "FILE: data.zzz: unknown key. Known here: manifest",
     "k = 3": "FILE: k: unknown key. It belongs in [recipe]",
     "[modle]": "FILE: modle: unknown key. Did you mean model?",
-    "[http]": "FILE: http: unknown key. It belongs in another file, that of a node",
+    "[http]": "FILE: http: unknown key. It belongs in the other kind of config, that of a node",
     '"a\\nb: c" = 3': 'FILE: "a\\nb: c": unknown key. Known here: protocol, name, seed, model, tokenizer, data, '
     "recipe, state, agreement, admission",
     "seed = 1.0": "FILE: seed: expected a whole number, found 1.0. Write for instance seed = 0",
@@ -250,7 +250,7 @@ IN_A_NODE = {
     'Name a token_file, or set host = "127.0.0.1"',
     "[http]\nhost = 'example.org'": 'FILE: http: host = "example.org" would show the node to everyone on the network. '
     'Name a token_file, or set host = "127.0.0.1"',
-    "[recipe]": "FILE: recipe: unknown key. It belongs in another file, that of a run",
+    "[recipe]": "FILE: recipe: unknown key. It belongs in the other kind of config, that of a run",
     "[storage]\ndirectory = '~nobody at all/x'": "FILE: storage.directory: expected a path that begins with ~ for a "
     'home directory that is known, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
@@ -291,14 +291,14 @@ def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
     [
         (
             b"a = 1\nb c = 2",
-            "not TOML: Expected '=' after a key in a key/value pair (at line 2, column 3). Mend the file there",
+            "not TOML: Expected '=' after a key in a key/value pair (at line 2, column 3). Correct the file there",
         ),
-        (b"a = 1\na = 2\n", "not TOML: Cannot overwrite a value (at line 2, column 6). Mend the file there"),
+        (b"a = 1\na = 2\n", "not TOML: Cannot overwrite a value (at line 2, column 6). Correct the file there"),
         (b"a = 1\nb = '\xff'", "line 2 is not UTF-8 text. Save it as UTF-8"),
         (b"a = " + b"9" * 5_000, "a number is too large. Write one of ordinary size"),
         (b"a = 1e" + b"9" * 30, "a number is too large. Write one of ordinary size"),
         (b"a = " + b"[" * 10_000, "lists or tables are nested too deeply. Write sections and keys"),
-        (b"#" * 262_145, "larger than 262,144 bytes, which no config needs. Check that it is the file you mean"),
+        (b"#" * 262_145, "larger than 262,144 bytes, which no config needs. Check that this is the right file"),
     ],
     ids=["syntax", "twice", "utf-8", "digits", "exponent", "nested", "large"],
 )

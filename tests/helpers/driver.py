@@ -176,7 +176,7 @@ class LoopDevice(Device):
         return self.chain.check(payload)
 
 
-class LoopKeeping(Persistence):
+class LoopPersistence(Persistence):
     """Persistence with a disk that takes the loop's time and may fail."""
 
     writes: list[list[ev.Record]]
@@ -220,7 +220,7 @@ class ScriptedNode:
         return [ev.Stop("the test is over")] if isinstance(event, ev.StopRequested) else self.answer(event)
 
 
-class NotedLines:
+class RecordedMailboxes:
     """Mailboxes that record the messages to each peer."""
 
     def __init__(self, done: list[tuple[Any, ...]]) -> None:
@@ -249,7 +249,7 @@ class Bench:
     node: ScriptedNode
     device: LoopDevice
     edges: Edges
-    persistence: LoopKeeping
+    persistence: LoopPersistence
     driver: Driver
     started: ev.Started
     done: list[tuple[Any, ...]]  # what was said, in order
@@ -306,20 +306,20 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     done: list[tuple[Any, ...]] = []
     fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
     states = SavedStates()
-    library = ServedBlobs(run, store, states, data, fetcher)
+    served_blobs = ServedBlobs(run, store, states, data, fetcher)
 
     async def speaks(peer: bytes) -> bool:
         return True
 
     connections = Connections(transport, RUN, speaks, lambda peer: None, lambda peer: None, Random(0))
-    lines: Any = NotedLines(done)
+    mailboxes: Any = RecordedMailboxes(done)
     place = tmp_path / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
-    persistence = LoopKeeping(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
+    persistence = LoopPersistence(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     free = TokenBucket(0)
-    server = Server(transport, RUN, library, upload=free, blame=lambda *each: None)
-    edges = Edges(RUN, transport, connections, lines, fetching, persistence, library, server, free, free)
+    server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None)
+    edges = Edges(RUN, transport, connections, mailboxes, fetching, persistence, served_blobs, server, free, free)
     publish = transport.publish
 
     async def published(topic: str, data: bytes) -> None:
@@ -347,7 +347,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
 
 def doing(each: Bench, *effects: ev.Effect) -> None:
-    """Makes the core return these effects."""
+    """Queues effects for the driver, as if the core had returned them."""
     each.driver.effects.add(effects)
     each.driver._has_effects.set()
 

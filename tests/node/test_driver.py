@@ -25,7 +25,7 @@ def send(number: int, peer: bytes = PEER) -> ev.Send:
 
 
 def said(number: int, peer: bytes = PEER) -> tuple[str, bytes, Deliver]:
-    """Returns the events that a message leads to."""
+    """Returns the record of a message posted to a peer."""
     return ("post", peer, Deliver((bytes([number]),)))
 
 

@@ -20,7 +20,7 @@ from p2ptrain.learn import memory as memory_module
 from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
 from p2ptrain.learn.shortage import mega
 from p2ptrain.node import device as device_module
-from p2ptrain.node import limits as guest_module
+from p2ptrain.node import limits as limits_module
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.limits import (
     MachineLimits,
@@ -163,7 +163,7 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     ],
 )
 def test_only_a_battery_that_is_in_use_counts(battery: object, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_module.psutil, "sensors_battery", lambda: battery)
+    monkeypatch.setattr(limits_module.psutil, "sensors_battery", lambda: battery)
     assert is_on_battery() is expected
 
 
@@ -171,7 +171,7 @@ def test_a_machine_that_cannot_tell_counts_as_plugged_in(monkeypatch: pytest.Mon
     def fail() -> None:
         raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(guest_module.psutil, "sensors_battery", fail)
+    monkeypatch.setattr(limits_module.psutil, "sensors_battery", fail)
     assert is_on_battery() is False
 
 
