@@ -133,7 +133,7 @@ def test_a_copy_without_its_runs_settings_takes_those_of_the_node(
             other.write_bytes(content)
         arguments = ("--checkpoint", tmp_path / "copy")
         status, _, err = p2ptrain("export", tmp_path / "no", *arguments, "--data-dir", tmp_path / "nothing")
-        assert (status, err.partition(".")[0]) == (2, f"--data-dir: the config of run {node.run.run_id} are not here")
+        assert (status, err.partition(".")[0]) == (2, f"--data-dir: the config of run {node.run.run_id} is not here")
         out = tmp_path / f"out of {hash(content)}"
         assert p2ptrain("export", out, *arguments, *node.place)[0] == 0
         assert weights_in(out) == state_in(node, 16)
@@ -196,7 +196,7 @@ def test_another_tokenizer_than_the_runs_is_refused(
     path.write_bytes(tokenizer_json(fill=1))
     arguments = ("--checkpoint", tmp_path / "copy", *node.place)
     status, _, err = p2ptrain("export", tmp_path / "no", *arguments)
-    assert (status, f"{path}: damaged, or not the run's" in err) == (1, True)
+    assert (status, f"{path}: damaged, or of another run" in err) == (1, True)
     path.unlink()
     assert p2ptrain("export", tmp_path / "out", *arguments)[0] == 0  # the node has it
     [kept] = node.directory.glob("data/*/tokenizer.json")
@@ -250,5 +250,5 @@ def test_a_log_that_cannot_be_read_costs_a_line_of_the_card(
     (node.run_directory / "wal").mkdir()
     (node.run_directory / "wal" / "00000001.log").write_bytes(b"nonsense")
     assert p2ptrain("export", tmp_path / "out", *node.place)[0] == 0
-    assert "the members are not known: " in caplog.text
+    assert "the members are unknown: " in caplog.text
     assert "| members | 3 when it began |" in (tmp_path / "out" / "README.md").read_text()

@@ -237,7 +237,7 @@ IN_A_NODE = {
     "[network]\nlisten = ['tcp://0.0.0.0:4001']": 'FILE: network.listen: "tcp://0.0.0.0:4001" is not valid. Choose '
     'a list of at most 64, each an address of this machine such as "/ip4/0.0.0.0/tcp/4001"',
     "[network]\nbootstrap = ['/ip4/203.0.113.7/tcp/4001']": 'FILE: network.bootstrap: "/ip4/203.0.113.7/tcp/4001" is '
-    "not possible. Choose a list of at most 64, each a node's address with its id at the end, such as "
+    "not valid. Choose a list of at most 64, each a node's address with its id at the end, such as "
     '"/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."',
     "[device]\nname = 'gpu'": 'FILE: device.name: "gpu" is not valid. Choose auto, cpu, cuda or cuda:N',
     "[device]\nname = 'cuda:١'": 'FILE: device.name: "cuda:١" is not valid. Choose auto, cpu, cuda or cuda:N',

@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path: Path) -> None:
     write(opened(tmp_path, b"o" * 32), 7, b"h" * 32)
     with structlog.testing.capture_logs() as said:
         assert opened(tmp_path).present() == []
-    assert "of another run" in said[0]["why"]
+    assert "belongs to another run" in said[0]["why"]
 
 
 def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_words_do_not_go_to_the_log_before_their_payloads(tmp_path: Path, monkey
     base, records = some_records()
     said = next(record for record in records if isinstance(record, ev.Said) and record.payloads)
     with opened(tmp_path) as store:
-        with pytest.raises(DataError, match=f"payload {said.payloads[0].hex()} is not here any more"):
+        with pytest.raises(DataError, match=f"payload {said.payloads[0].hex()} is no longer here"):
             store.write([said])
         held(store, [said])
         with monkeypatch.context() as patch:
