@@ -1,14 +1,14 @@
-"""The command `p2ptrain`, and `python -m p2ptrain`. Nothing is imported before somebody takes a Ctrl-C."""
+"""The command `p2ptrain`, and `python -m p2ptrain`. Imports happen inside the handler of Ctrl-C."""
 
 from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130  # as a shell says it
+INTERRUPTED = 130  # as in a shell
 
 
 def main() -> int:
-    """The exit status."""
+    """Runs the command and returns its exit status."""
     try:
         from p2ptrain.cli import main as run  # noqa: PLC0415  # takes a tenth of a second, and longer from a cold disk
 

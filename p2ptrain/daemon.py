@@ -1,7 +1,7 @@
-"""The daemon: one node of one run and its faces while it takes part, from the first event to the last checkpoint.
+"""The daemon: one node of one run with its status, HTTP and trackers, from the first event to the last checkpoint.
 
 One TaskGroup holds every task. The first SIGINT or SIGTERM asks the core to leave the run, the second ends the daemon
-at once; a crash of any part ends it with an error, and a start afterwards goes on from what was saved.
+at once. A crash of any task ends it with an error; the next start continues from what was saved.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from p2ptrain.observe.progress import ProgressLine, line_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import LogLine, RoundRecord, Rounds
 
-LAG_SECONDS = 0.25  # between looks at the event loop's lag
-LAG_KEPT = 240  # looks: the worst of the last minute is told
-STOOD_STILL_SECONDS = 10.0  # between two looks: this is no lag, nothing ran here
+LAG_SECONDS = 0.25  # between measurements of the event loop's lag
+LAG_KEPT = 240  # measurements: the worst of the last minute is reported
+STOOD_STILL_SECONDS = 10.0  # a longer gap is not lag: the whole process was asleep or stopped
 TELL_SECONDS = 1.0
-REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: a kill may come soon
-ROUNDS_SECONDS = 5.0  # between saves of the rounds lived
-REACHED_SECONDS = 60.0  # between saves of when each address was reached last
-END_SECONDS = 3.0  # for a second signal to end everything properly, p2pd too
-INTERRUPTED = 130  # the exit status, as a shell says it
-SAMPLE_SECONDS_MAX = 60.0  # in which this node trains nothing; a swarm waits for it about as long
+REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: the node may be killed soon
+ROUNDS_SECONDS = 5.0  # between saves of the rounds' records
+REACHED_SECONDS = 60.0  # between saves of when each address was last reached
+END_SECONDS = 3.0  # after a second signal, for everything to shut down, p2pd included
+INTERRUPTED = 130  # the exit status, as in a shell
+SAMPLE_SECONDS_MAX = 60.0  # during which this node does not train; a swarm waits about as long for it
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 class Lag:
-    """How late the event loop is: what is on it that should be in a thread."""
+    """Measures how late the event loop runs: work that blocks it belongs in a thread."""
 
     def __init__(self) -> None:
         self._looks: list[float] = [0.0]
@@ -71,33 +71,33 @@ class Lag:
             await asyncio.sleep(LAG_SECONDS)
             self._looks = [*self._looks[-LAG_KEPT + 1 :], max(0.0, loop.time() - due)]
             if (gap := _since_boot() - looked_at) > STOOD_STILL_SECONDS:
-                log.warning("nothing ran here for %.0f s: asleep, or stopped; what was missed is caught up on", gap)
+                log.warning("nothing ran here for %.0f s: asleep or stopped; catching up", gap)
 
 
 def _since_boot() -> float:
-    """Seconds, those of sleep too; the loop's time stands still while a machine sleeps."""
+    """Returns seconds since boot, including sleep, during which the loop's clock stands still."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)
 class Faces:
-    """Where a node is shown, besides what asks it."""
+    """The outputs of a node: HTTP, the log's last lines, and trackers."""
 
     http: str | None = None
-    lines: Callable[[], list[LogLine]] = list  # what it has said lately
-    hears: Sequence[Callable[[RoundRecord], None]] = ()  # of each round that is new
+    lines: Callable[[], list[LogLine]] = list  # returns the last lines of the log
+    hears: Sequence[Callable[[RoundRecord], None]] = ()  # called with each new round
 
 
 class Daemon:
-    """One node of one run, running, with its faces."""
+    """A running node of one run, with its outputs."""
 
-    def __init__(self, parts: Assembled, records: Recorder, faces: Faces) -> None:
-        self.run, self.edges, self.records = parts.launch.run, parts.edges, records
-        self.driver = driver = parts.drive(records.note)
-        self.started = parts.started
+    def __init__(self, assembled: Assembled, records: Recorder, faces: Faces) -> None:
+        self.run, self.edges, self.records = assembled.launch.run, assembled.edges, records
+        self.driver = driver = assembled.drive(records.note)
+        self.started = assembled.started
         self.http, self.lines = faces.http, faces.lines
         self.lag = Lag()
-        self.machine_limits = MachineLimits(parts.launch.config.limits, driver.pauses, driver.device)
+        self.machine_limits = MachineLimits(assembled.launch.config.limits, driver.pauses, driver.device)
         device = driver.device.trainer.device
         self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.pauses)
         self.is_leaving = self.keeps_place = False
@@ -107,15 +107,15 @@ class Daemon:
     async def open(
         cls, stack: AsyncExitStack, launch: Launch, faces: Faces | None = None, device: Device | None = None
     ) -> Daemon:
-        """One that is about to start; `stack` takes it apart again. With a device of the caller's, if there is one."""
+        """Builds a daemon that is about to start; closing `stack` closes it. A `device` of the caller's stays open."""
         faces = faces or Faces()
-        parts = await assemble(stack, launch, device)
-        persistence, transport, bulk = parts.edges.persistence, launch.transport, parts.edges.server.protocol
+        assembled = await assemble(stack, launch, device)
+        persistence, transport, bulk = assembled.edges.persistence, launch.transport, assembled.edges.server.protocol
         past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
         counters = transport.counters
-        records = Recorder(parts.node, parts.device, persistence, counters, bulk, past, hears=faces.hears)
-        daemon = cls(parts, records, faces)
-        # Questions first: whoever finds that we speak the run's protocol asks at once where we can be reached.
+        records = Recorder(assembled.node, assembled.device, persistence, counters, bulk, past, hears=faces.hears)
+        daemon = cls(assembled, records, faces)
+        # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
         await questions.serve(transport, daemon.ask_by_peer, daemon.edges.upload)
         await stack.enter_async_context(daemon.edges.server)
         await stack.enter_async_context(daemon.edges.mailboxes)
@@ -127,18 +127,18 @@ class Daemon:
 
     @property
     def since_applied(self) -> float | None:
-        """Seconds; None: no round in this life."""
+        """Seconds since a round was applied; None if none was since the start."""
         at = self.driver.applied_at
         return None if at is None else round(max(0.0, asyncio.get_running_loop().time() - at), 3)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the owner asks over the control socket."""
+        """Answers a request of the owner over the control socket."""
         await self.driver.has_begun.wait()
         match request:
             case {"do": "status" | "peers" | "rounds" | "log"}:
                 return self._tell(request)
             case {"do": "leave"} if self.keeps_place:
-                return {"error": "it is ending already, and keeps its place. Start it again to leave"}
+                return {"error": "the node is already stopping and stays admitted. Start it again to leave"}
             case {"do": "leave"}:
                 self.leave()
                 return {"leaving": True}
@@ -159,50 +159,51 @@ class Daemon:
             case {"do": "rounds", "last": int(last)} if 0 < last <= ROUNDS_KEPT:
                 return Rounds(rounds=rounds_of(self, last)).model_dump(mode="json")
             case {"do": "rounds"}:
-                return {"error": f"last is how many rounds, 1 to {ROUNDS_KEPT}"}
+                return {"error": f"last must be a number of rounds from 1 to {ROUNDS_KEPT}"}
         return {"lines": [line.model_dump() for line in self.lines()]}
 
     async def _sample(self, wish: Wish) -> str:
-        """As the agreed weights go on, after the training that the device is at; not for long."""
+        """Samples text from the agreed weights after the current training, for a limited time."""
         device, until = self.driver.device, 0.0
 
         def go_on() -> None:
             nonlocal until
             until = until or monotonic() + SAMPLE_SECONDS_MAX
             if device.is_stopping:
-                raise StoppedError("the daemon ends")
+                raise StoppedError("the daemon is stopping")
             if monotonic() > until:
                 fix = "Ask for fewer, or sample from a checkpoint with --round"
-                what = f"so many take more than {SAMPLE_SECONDS_MAX:.0f} s, in which this node trains nothing"
+                what = f"this many take more than {SAMPLE_SECONDS_MAX:.0f} s, during which this node does not train"
                 raise ConfigError(what, key="tokens", fix=fix)
 
         return await device.run(device.trainer.sample, wish, go_on)
 
     def leave(self) -> None:
-        """For good: to come again is to be admitted again."""
+        """Leaves the run for good: to return, the node has to be admitted again."""
         self._stop("leaving the run", keeps_place=False)
 
     def stop(self) -> None:
-        """What a signal asks for. Who leaves a run by invitation needs another to come again, which a restart of the
-        machine should not cost: there the node is away, and keeps its place.
+        """Handles a signal: leaves the run, or in a run by invitation, goes away but stays admitted.
+
+        A node that leaves such a run needs a new invitation to return, which a reboot should not cost.
         """
         if self.run.admission.policy != "invite":
             self.leave()
         elif self.driver.has_begun.is_set() and self.driver.node.view().is_admitted:
             self._stop("going away; the node stays admitted (`p2ptrain leave` gives that up)", keeps_place=True)
         else:
-            self._stop("going away; the node is not admitted yet: start it with its ticket again", keeps_place=True)
+            self._stop("going away; the node is not admitted yet: start it again with its ticket", keeps_place=True)
 
     def _stop(self, what: str, *, keeps_place: bool) -> None:
         if self.is_leaving:
             return
         self.is_leaving, self.keeps_place = True, keeps_place
-        log.info("%s; once more to end at once", what)
+        log.info("%s; signal again to end at once", what)
         notify(STOPPING="1", STATUS=what)
         self.driver.give(ev.StopRequested(keeps_place))
 
     def ask_by_peer(self, peer: bytes, question: questions.Question) -> questions.Answer:
-        """What any peer may ask."""
+        """Answers a question that any peer may ask."""
         edges, view = self.edges, self.driver.node.view()
         state = view.state if view.has_started else edges.persistence.store.genesis
         is_ours = isinstance(question, questions.AskRuns) or question.run_id == edges.run_id
@@ -223,9 +224,9 @@ class Daemon:
 
 
 def end_soon() -> None:
-    """Ends this process soon in any case: nobody waits for a thread that writes a checkpoint, or for a disk that hangs.
+    """Ends this process soon in any case, even if a thread is writing a checkpoint or the disk hangs.
 
-    Everything on the disk is whole at any moment, as it is after a kill.
+    The disk is consistent at any moment, as after a kill.
     """
 
     def end() -> None:
@@ -236,7 +237,7 @@ def end_soon() -> None:
 
 
 async def live(daemon: Daemon, progress: ProgressLine) -> str:
-    """Everything that runs for as long as the node takes part; why it ended."""
+    """Runs all tasks of the node while it takes part, and returns why it ended."""
     loop, edges = asyncio.get_running_loop(), daemon.edges
     me = asyncio.current_task()
     assert me is not None
@@ -279,8 +280,8 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
         try:
             progress.tell()
             beat.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
-        except ValidationError as error:  # a mistake of ours costs a line, and no node
-            log.error("the status cannot be told: %s", error)
+        except ValidationError as error:  # our bug, but no reason to end the node
+            log.error("cannot report the status: %s", error)
 
 
 async def _remember(daemon: Daemon) -> None:
@@ -299,12 +300,12 @@ async def _remember(daemon: Daemon) -> None:
 
 
 async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
-    if addresses:  # while all are away, those of before are the best there are
+    if addresses:  # while no peer is reachable, the earlier addresses are the best there are
         await edges.persistence.remember(addresses, {peer_id_of(peer) for peer in edges.connections.linked})
 
 
 async def save_last(daemon: Daemon) -> None:
-    """The last round's checkpoint, unless its state came out wrong, and what else is not on the disk yet."""
+    """Saves a last checkpoint, unless the state is wrong, and everything else that is not on the disk yet."""
     view, device = daemon.driver.node.view(), daemon.driver.device
     number = device.trainer.round
     entry, root = view.entry(number), view.roots.get(number)

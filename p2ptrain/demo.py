@@ -1,8 +1,8 @@
-"""`p2ptrain demo`: a swarm of real daemons on this machine, one of which is killed along the way.
+"""`p2ptrain demo`: runs a swarm of real daemons on this machine and kills one of them along the way.
 
-Nothing in it is made for show: each node is a process of its own with its own p2pd, directory and key, started with the
-commands that a person types, and asked as `p2ptrain status` asks. What it proves is read from the nodes: every root
-that each of them reports for a round is collected, and those of a round have to be the same. None outlives the demo.
+Nothing is simulated: each node is a process with its own p2pd, directory and key, started with the commands that a
+person would type, and queried like `p2ptrain status`. The demo collects every root that a node reports for a round; all
+roots of a round must be the same. No node outlives the demo.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ probation_rounds = 1
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 90.0  # until a node answers: four imports of torch share two cores
 STUCK_SECONDS = 120.0  # without a new round the demo has failed
-DOWN_SECONDS = 5.0  # that the killed node stays away
-STOP_SECONDS = 20.0  # for one to leave properly
+DOWN_SECONDS = 5.0  # for which the killed node stays away
+STOP_SECONDS = 20.0  # for a node to leave properly
 POLL_SECONDS = 0.5
 LINES_SECONDS = 5.0  # between lines where there is no terminal
 SAMPLE_TOKENS = 240
@@ -67,7 +67,7 @@ SAMPLE_TOKENS = 240
 
 @dataclass(slots=True)
 class DemoNode:
-    """One daemon."""
+    """One daemon of the demo, and its last known status."""
 
     name: str
     directory: Path
@@ -75,7 +75,7 @@ class DemoNode:
     process: subprocess.Popen[bytes] | None = None
     status: dict[str, Any] = field(default_factory=dict)
     note: str = ""
-    sent_before: int = 0  # bytes, by lives that were killed
+    sent_before: int = 0  # bytes sent before it was killed
 
     @property
     def log(self) -> Path:
@@ -94,7 +94,7 @@ class DemoNode:
             )  # fmt: skip
 
     def look(self) -> None:
-        """Ask it where it stands; a node that is not up yet, or busy, has stood where it stood."""
+        """Updates the status; keeps the old one if the node is not up yet or busy."""
         if self.process is not None and self.process.poll() is None:
             with suppress(P2ptrainError):
                 self.status = ask(self.directory, {"do": "status"}, seconds=5.0)
@@ -118,7 +118,7 @@ class DemoNode:
 
 
 class Demo:
-    """The swarm, and what was seen of it."""
+    """The swarm, and what has been observed of it."""
 
     def __init__(self, directory: Path, size: int, rounds: int) -> None:
         self.directory, self.rounds = directory, rounds
@@ -127,7 +127,7 @@ class Demo:
         run.write_text(RUN)
         self.nodes = [DemoNode("node 1", directory / "node1", ["start", str(run)])]
         self.nodes += [DemoNode(f"node {n}", directory / f"node{n}", ["join"]) for n in range(2, size + 1)]
-        self.roots: dict[int, set[tuple[str, str]]] = defaultdict(set)  # by round: which node had which
+        self.roots: dict[int, set[tuple[str, str]]] = defaultdict(set)  # by round: pairs of node and root
         self.losses: list[tuple[int, float]] = []  # of the first node, by round
         self.began = monotonic()
         self.moved_at, self.newest = monotonic(), 0
@@ -184,7 +184,7 @@ class Demo:
         return table
 
     def until(self, condition: str, holds: Any, seconds: float | None = None) -> None:
-        """Look until something holds."""
+        """Polls the nodes until a condition holds."""
         deadline = None if seconds is None else monotonic() + seconds
         while True:
             self.look()
@@ -194,11 +194,11 @@ class Demo:
                 if not node.note:
                     node.assert_alive()
             if deadline is not None and monotonic() > deadline:
-                raise DataError(f"after {seconds:.0f} s not yet: {condition}; the logs are in {self.directory}")
+                raise DataError(f"still waiting after {seconds:.0f} s: {condition}; the logs are in {self.directory}")
             sleep(POLL_SECONDS)
 
     # -----------------------------------------------------------------------------------------------
-    # The play
+    # The script
 
     def run(self) -> bool:
         first, *others = self.nodes
@@ -296,7 +296,7 @@ class Demo:
         return str(ask(self.nodes[0].directory, request, seconds=120.0)["text"])
 
     def close(self) -> None:
-        """Let one after the other leave properly, as long as there are others to agree to it; who does not is ended."""
+        """Lets the nodes leave one after the other, since the remaining ones have to agree; kills those that do not."""
         for node in reversed(self.nodes):
             node.end(signal.SIGTERM)
             if node.process is not None:
@@ -319,7 +319,7 @@ def _as_ctrl_c(*_: object) -> None:
 
 
 def run_demo(nodes: int, rounds: int, keep: Path | None) -> bool:
-    """Whether all replicas were the same bits."""
+    """Runs the demo. Returns whether all replicas were bit for bit the same."""
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-demo-")) if keep is None else keep
     directory.mkdir(parents=True, exist_ok=True)
     demo = Demo(directory, nodes, rounds)

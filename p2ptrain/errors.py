@@ -72,4 +72,4 @@ class NoDaemonError(P2ptrainError):
 
 
 class SilentDaemonError(NoDaemonError):
-    """A daemon seems to run for this data directory, but hangs or broke off its answer."""
+    """A daemon seems to run for this data directory, but hangs or did not finish its answer."""

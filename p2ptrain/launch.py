@@ -1,7 +1,7 @@
-"""The ways in: beginning a run, joining one, and asking which there are.
+"""Starts a run, joins one, or lists the runs that the bootstrap nodes know.
 
-lock the directory; load the identity; p2pd; the run's config (from a file, the disk or a peer); its data; then
-everything is put together and lives (program.py) until the node has left or is stopped
+To start or join: lock the directory; load the identity; start p2pd; get the run's config (from a file, the disk or a
+peer) and its data; then build the node and run it (daemon.py) until it has left or is stopped.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------------------------------------
-# The two ways in
+# Commands
 
 
 def start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
-    """`p2ptrain start`."""
+    """Runs `p2ptrain start`."""
     _run(_start(run, config, dataset))
 
 
 def join(config: NodeConfig, run: str | None, ticket: Path | None, trust: str | None = None) -> None:
-    """`p2ptrain join`."""
+    """Runs `p2ptrain join`."""
     _run(_join(config, run, ticket, _read_trust(trust)))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
-    """`p2ptrain runs`: what the bootstraps take part in."""
+    """Runs `p2ptrain runs`: asks the bootstraps for the runs they take part in."""
     check_addresses(config.network)
 
     async def look() -> list[dict[str, Any]]:
         async with AsyncExitStack() as stack:
             sockets = stack.enter_context(private_directory())
             identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
-            Identity.make(identity)  # one for this question alone: the node's own may be in use
+            Identity.make(identity)  # a temporary one: the node's own may be in use
             quiet = config.network.model_copy(update={"listen": ("/ip4/127.0.0.1/tcp/0",), "announce": ()})
             transport = await _open_transport(stack, identity, quiet, sockets)
             found, problems = await ask_around(transport, config.network.bootstrap)
@@ -88,10 +88,10 @@ def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as this process's life; errors of a task group come out as what they are.
+    """Runs a coroutine as the main task of this process, and unwraps errors of task groups.
 
-    Until `live` takes the signals over there is nothing to leave: then SIGTERM ends as Ctrl-C does. A crash in a task
-    of the network's ends us too, with its error: half a node would look well and hear nothing.
+    Until `live` installs its own signal handlers there is no run to leave, so SIGTERM acts like Ctrl-C. A crash in a
+    task of the network ends the process with that error: otherwise the node would look healthy but hear nothing.
     """
 
     async def life() -> T:
@@ -111,7 +111,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
             me.cancel()
 
         loop.set_exception_handler(handle)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the former is ignored in what a shell runs in the background
+        for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore SIGINT
             loop.add_signal_handler(number, signalled)
         try:
             return await work
@@ -127,10 +127,10 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         except* P2ptrainError as group:
             raise _first(group) from group
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None  # the user does not want to wait
+        raise KeyboardInterrupt from None
     finally:
         for handler in logging.getLogger().handlers:
-            handler.flush()  # before what the command itself has to say
+            handler.flush()  # before the command's own output
 
 
 def _first(group: BaseExceptionGroup[P2ptrainError]) -> P2ptrainError:
@@ -143,18 +143,18 @@ def _first(group: BaseExceptionGroup[P2ptrainError]) -> P2ptrainError:
 
 def _loop_factory() -> Any:
     try:
-        import uvloop  # noqa: PLC0415  # where there is one: hivemind brings it on Linux
+        import uvloop  # noqa: PLC0415  # optional: on Linux, hivemind depends on it
     except ImportError:
         return None
     return uvloop.new_event_loop
 
 
 # ---------------------------------------------------------------------------------------------------
-# Beginning
+# Starting
 
 
 async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
-    from p2ptrain.learn.begin import begin  # noqa: PLC0415  # torch takes two seconds, in which an error could be told
+    from p2ptrain.learn.begin import begin  # noqa: PLC0415  # imports torch: two seconds before any error shows
 
     be_nice(config.limits.nice)
     set_up(config.logging)
@@ -164,7 +164,7 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
         owner = await _answer_owner(stack, config, daemon)
         http = await _show(stack, config, daemon)
-        log.info("making or reading the data and the first weights of %s", run.name)
+        log.info("preparing the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
         await asyncio.to_thread(refuse_too_large, run, config)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
@@ -198,7 +198,7 @@ def _read_trust(head: str | None) -> bytes:
     if head is None:
         return b""
     if not re.fullmatch(r"[0-9a-fA-F]{64}", head):
-        fix = "Give the 64 digits that `p2ptrain status --json` shows as head at a node that you trust"
+        fix = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
         raise ConfigError("not the head of a history", key="--trust", fix=fix)
     return bytes.fromhex(head)
 
@@ -209,12 +209,12 @@ def _read_ticket(path: Path | None) -> bytes:
     try:
         return bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as error:
-        fix = "Give the file with the invitation as you got it"
+        fix = "Use the file with the invitation exactly as you received it"
         raise ConfigError(f"not an invitation: {error}", source=str(path), fix=fix) from error
 
 
 def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:
-    """The key, and the sole right to the directory and to speak with it."""
+    """Locks the data directory and the key, and loads the key."""
     _make_writable(data_directory(config))
     stack.enter_context(Lock.of_directory(data_directory(config)))
     path = identity_file(config)
@@ -242,23 +242,23 @@ async def _open_transport(stack: AsyncExitStack, identity: Path, network: Networ
 
 
 async def _open_with_relays(stack: AsyncExitStack, config: NodeConfig, wanted: str | None, sockets: Path) -> Transport:
-    """What others have told must not keep a node from starting, whatever p2pd thinks of it."""
+    """Starts p2pd with remembered relays, or without them if it rejects an address that came from peers."""
     network = with_relays(config, wanted)
     try:
         return await _open_transport(stack, identity_file(config), network, sockets)
     except TransportError as error:
         if network == config.network:
             raise
-        log.warning("without the relays of the last time, because with them %s", error)
+        log.warning("starting without the remembered relays: %s", error)
         return await _open_transport(stack, identity_file(config), config.network, sockets)
 
 
 # ---------------------------------------------------------------------------------------------------
-# Taking part
+# Running
 
 
 class _Owner:
-    """Who asks over the control socket, from the start on."""
+    """Answers the control socket from the start on, before there is a daemon to pass requests to."""
 
     def __init__(self, sockets: Path, daemon: Future[Daemon]) -> None:
         self.sockets, self._daemon = sockets, daemon
@@ -268,9 +268,9 @@ class _Owner:
         if self._daemon.done():
             return await self._daemon.result().answer(request)
         if request == {"do": "leave"} and self._life is not None:
-            self._life.cancel()  # there is nothing to leave yet
+            self._life.cancel()  # there is no run to leave yet
             return {"leaving": True}
-        return {"error": "it is starting, or looks for the run: its log says what it waits for"}
+        return {"error": "the node is starting or looking for the run; see its log"}
 
 
 async def _answer_owner(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> _Owner:
@@ -282,7 +282,7 @@ async def _answer_owner(stack: AsyncExitStack, config: NodeConfig, daemon: Futur
 
 
 async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> HttpFace | None:
-    """Over HTTP, as soon as there is anything to be said; at first, that it is starting."""
+    """Opens the HTTP server early, so that it can show that the node is starting."""
     http = await HttpFace.open(config.http, daemon) if config.http.enabled else None
     notify(STATUS=STARTING)
     if http is not None:
@@ -291,7 +291,7 @@ async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon
 
 
 async def _serve(stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: HttpFace | None) -> None:
-    """Until the node has left."""
+    """Runs the node until it has left or is stopped."""
     hears = [each.note for each in _trackers(stack, launch)]
     faces = Faces(hears=hears) if http is None else Faces(http.url, http.lines, hears)
     daemon = await Daemon.open(stack, launch, faces)
@@ -301,13 +301,13 @@ async def _serve(stack: AsyncExitStack, launch: Launch, running: Future[Daemon],
     progress.start()
     stack.callback(progress.stop)
     why = await live(daemon, progress)
-    notify(STOPPING="1", STATUS=f"{why}: it saves its state and ends")
+    notify(STOPPING="1", STATUS=f"{why}: saving the state")
     await save_last(daemon)
     log.info("%s: ended", why)
 
 
 def _trackers(stack: AsyncExitStack, launch: Launch) -> list[Tracking]:
-    """Those that the config names."""
+    """Opens the trackers named in the config."""
     wanted, made = launch.config.tracking, []
     kinds: tuple[tuple[str, type[Tracker]], ...] = ((wanted.tensorboard, TensorBoard), (wanted.wandb, WandbRun))
     for directory, kind in kinds:
@@ -321,6 +321,6 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
     addresses = transport.addresses()
     log.info("run %s, id %s", run.name, run.run_id)
     if not addresses:
-        log.warning("no address that others could use yet; `p2ptrain status` tells when there is one")
-    for address in addresses:  # what the user is waiting for, in one write: others write to the same file
+        log.warning("no address that others could use yet; `p2ptrain status` shows it once there is one")
+    for address in addresses:  # in one write, since the log may go to the same file
         print(f"p2ptrain join --bootstrap {address}\n", end="", flush=True)  # noqa: T201

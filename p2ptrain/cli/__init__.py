@@ -192,7 +192,7 @@ def _percent(text: str) -> Fraction:
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--held-out") from error
     if not 0 <= share < 1:
-        raise typer.BadParameter(f"{text} is not possible, choose 0 to below 100", param_hint="--held-out")
+        raise typer.BadParameter(f"{text} is not valid, choose 0 to below 100", param_hint="--held-out")
     return share
 
 

@@ -1,10 +1,10 @@
-"""The two configurations: `RunConfig`, shared by all and hashed, and `NodeConfig`, mine alone.
+"""The two configurations: `RunConfig`, shared by all nodes of a run and hashed, and `NodeConfig`, private to each node.
 
-Both are TOML files, checked by pydantic. A key that nobody knows, a value of the wrong type and a
-combination that cannot work are errors that name the file, the key and the fix: a run that trains with a
-typo ignored is worse than one that does not start. All mistakes of a file are told at once.
+Both are TOML files, checked by pydantic. Unknown keys, values of the wrong type and impossible combinations are errors
+that name the file, the key and the fix: a run that ignores a typo is worse than one that does not start. All errors of
+a file are reported at once.
 
-Numbers with a point are read as decimals and kept as fractions, so that 0.1 means one tenth everywhere.
+Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth everywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the fields of both configurations are made of."""
+"""The base class and the field types of both configurations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ RATIONAL_WORDS = 'a number, or a fraction in quotes such as "1/3"'
 
 @dataclass(frozen=True)
 class Accepts:
-    """Beside a field's type: what a person is told about its values instead of a pattern."""
+    """Annotates a field with a description of its values, shown to people instead of a pattern."""
 
     text: str
 
 
 class Section(BaseModel):
-    """A table of a config file: immutable, and closed to keys that it does not know."""
+    """A table of a config file: immutable, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def parse_rational(value: object) -> Fraction:
-    """Accept 3, 0.001 as written in TOML, "1/1000" and "0.001"; never a binary float."""
+    """Accepts 3, 0.001 as written in TOML, "1/1000" and "0.001", but never a binary float."""
     if isinstance(value, bool) or not isinstance(value, int | str | Decimal | Fraction):
         raise ValueError(f"expected {RATIONAL_WORDS}")
     if isinstance(value, str) and len(value) > RATIONAL_TEXT_MAX:
@@ -61,5 +61,5 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Accepts("64 hexadecima
 DigestOrEmpty = Annotated[
     str, Field(pattern=r"^([0-9a-f]{64})?$"), Accepts("64 hexadecimal digits in lower case, or nothing")
 ]
-# TOML and JSON have arrays, pydantic's strict mode wants a tuple: an array will do.
+# TOML and JSON have arrays; pydantic's strict mode would insist on a tuple.
 FromArray = Field(strict=False)

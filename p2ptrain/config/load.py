@@ -1,11 +1,4 @@
-"""The two configurations: `RunConfig`, shared by all and hashed, and `NodeConfig`, mine alone.
-
-Both are TOML files, checked by pydantic. A key that nobody knows, a value of the wrong type and a
-combination that cannot work are errors that name the file, the key and the fix: a run that trains with a
-typo ignored is worse than one that does not start. All mistakes of a file are told at once.
-
-Numbers with a point are read as decimals and kept as fractions, so that 0.1 means one tenth everywhere.
-"""
+"""Loads both kinds of config from TOML files, environment variables and command-line options."""
 
 from __future__ import annotations
 
@@ -33,21 +26,21 @@ from p2ptrain.errors import ConfigError
 
 FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as much in comments
 
-Table = dict[str, Any]  # what TOML holds
+Table = dict[str, Any]  # a parsed TOML table
 
 
 def load_run_config(path: Path) -> RunConfig:
-    """The run that a TOML file describes."""
+    """Loads a run's config from a TOML file."""
     return _run_config(_read(path), path)
 
 
 def load_node_config(path: Path | None) -> NodeConfig:
-    """This node's settings: the environment before the file at `path`, if there is one, before the defaults."""
+    """Loads a node's config. The environment overrides the file at `path`, which overrides the defaults."""
     return _node_config(_read(path) if path else {}, path)
 
 
 def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> NodeConfig:
-    """The settings with what the command line says instead, which goes before the file and the environment."""
+    """Applies command-line options, which override the file and the environment."""
     mistakes = []
     for (section, key), value in options.items():
         model = getattr(config, section)
@@ -66,7 +59,7 @@ def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> 
 
 
 def load_config(path: Path) -> RunConfig | NodeConfig:
-    """A config of either kind, told apart by the keys at the top of the file."""
+    """Loads a config of either kind, judged by its top-level keys."""
     table = _read(path)
     if _resemblance(table, RunConfig) > _resemblance(table, NodeConfig):
         return _run_config(table, path)
@@ -91,7 +84,7 @@ def _read(path: Path) -> Table:
         raise ConfigError(
             f"larger than {FILE_BYTES_MAX:,} bytes, which no config needs",
             source=str(path),
-            fix="Check that it is the file you mean",
+            fix="Check that this is the right file",
         )
     try:
         return tomllib.loads(encoded.decode(), parse_float=Decimal)
@@ -99,7 +92,7 @@ def _read(path: Path) -> Table:
         line = encoded[: error.start].count(b"\n") + 1
         raise ConfigError(f"line {line} is not UTF-8 text", source=str(path), fix="Save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not TOML: {error}", source=str(path), fix="Mend the file there") from error
+        raise ConfigError(f"not TOML: {error}", source=str(path), fix="Correct the file there") from error
     except (ValueError, InvalidOperation) as error:  # thousands of digits, in a number or in its exponent
         raise ConfigError("a number is too large", source=str(path), fix="Write one of ordinary size") from error
     except RecursionError as error:
@@ -122,7 +115,7 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
         ConfigError("unknown", source=f"environment variable {name}", fix=fix)
         for name, fix in unknown_variables.items()
     ]
-    # BaseSettings takes keys of its own beside the fields, all with an underscore first: they are none of a file's.
+    # BaseSettings accepts keys of its own, all with a leading underscore; a file must not set them.
     unknown_keys = [key for key in table if key not in NodeConfig.model_fields]
     mistakes += [_config_error(unknown_key([key], NodeConfig, RunConfig), str(path)) for key in unknown_keys]
     try:
@@ -130,7 +123,7 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
     except ValidationError as error:
         for details in error.errors(include_url=False):
             variables = _variables_behind(details["loc"])
-            if not unknown_variables.keys() & set(variables):  # else it is told already
+            if not unknown_variables.keys() & set(variables):  # otherwise it is already reported
                 source = " and ".join([f"environment variable {name}" for name in variables] or [str(path)])
                 mistakes.append(_config_error(problem(details, NodeConfig, RunConfig), source))
     if mistakes:
@@ -139,9 +132,9 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
 
 
 def _variables() -> Iterator[tuple[str, str, str]]:
-    """Name, section and key of every variable that is meant for us.
+    """Yields name, section and key of every environment variable that is meant for us.
 
-    A section makes it ours, or two underscores: an orchestrator that runs a service named p2ptrain sets
+    It must name a section or contain two underscores: an orchestrator that runs a service named p2ptrain sets
     variables such as P2PTRAIN_SERVICE_HOST in every container.
     """
     for name, value in sorted(os.environ.items()):
@@ -152,7 +145,7 @@ def _variables() -> Iterator[tuple[str, str, str]]:
 
 
 def _unknown_variables() -> Iterator[tuple[str, str]]:
-    """Every variable that names no key, and what may have been meant."""
+    """Yields every variable that names no key, with a suggestion."""
     known = [f"{section}__{key}" for section, key, _ in fields(NodeConfig)]
     for name, section, key in _variables():
         if (written := f"{section}__{key}") not in known:
@@ -161,7 +154,7 @@ def _unknown_variables() -> Iterator[tuple[str, str]]:
 
 
 def _variables_behind(place: Sequence[int | str]) -> list[str]:
-    """The variables that may have caused a mistake in `place`; in a section, all of that section."""
+    """Returns the variables that may have caused an error at `place`; for a section, all of its variables."""
     return [name for name, section, key in _variables() if section == place[0] and (len(place) < 2 or key == place[1])]
 
 
@@ -170,5 +163,5 @@ def _config_error(mistake: Problem, source: str) -> ConfigError:
 
 
 def _together(mistakes: Sequence[ConfigError]) -> ConfigError:
-    """One error, with a line for each mistake."""
+    """Combines errors into one, with a line for each."""
     return mistakes[0] if len(mistakes) == 1 else ConfigError("\n".join(map(str, mistakes)))

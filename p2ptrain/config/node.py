@@ -1,9 +1,9 @@
-"""`NodeConfig`: what differs from machine to machine, and nobody else's business.
+"""`NodeConfig`: the settings of one machine, which no other node needs to know.
 
-It comes from a TOML file. Environment variables named P2PTRAIN_SECTION__KEY go before the file, for
-containers: text as it stands, lists with commas between their entries, an empty variable counts as unset.
+They come from a TOML file. For containers, environment variables named P2PTRAIN_SECTION__KEY override the file: plain
+text, or lists separated by commas; an empty variable counts as unset.
 
-A path may begin with `~`, as in a shell: it is written out here, once, and nobody else has to think of it.
+A path may begin with `~`, as in a shell; it is expanded here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from p2ptrain.config.fields import Accepts, FromArray, Section
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
-ADDRESSES_MAX = 64  # a node with more has put a list where a bootstrap node belongs
+ADDRESSES_MAX = 64  # with more, the owner has probably pasted a list of peers
 
 ListenAddress = Annotated[
     str,
@@ -45,7 +45,7 @@ HostName = Annotated[
 
 
 def _written_out(path: str) -> str:
-    """With the home directory that a `~` stands for."""
+    """Expands a leading `~` to the home directory."""
     if not path.startswith("~"):
         return path
     try:
@@ -63,7 +63,7 @@ FilePath = Annotated[
 
 
 class IdentityConfig(Section):
-    """The identity that this node has to others."""
+    """The node's identity."""
 
     file: FilePath = Field("", description="the node's private key; empty: identity.key in storage.directory")
 
@@ -101,7 +101,7 @@ class NetworkConfig(Section):
 
     @property
     def has_chosen_port(self) -> bool:
-        """Whether the owner counts on the port: also who announces it, such as that of a router."""
+        """Whether the owner relies on the port, having set `listen` or `announce` (such as a router's address)."""
         return bool(self.model_fields_set & {"listen", "announce"})
 
 
@@ -176,7 +176,7 @@ class LimitsConfig(Section):
 
 
 class StorageConfig(Section):
-    """What is stored, and where."""
+    """Storage of data and checkpoints."""
 
     directory: FilePath = Field("", description="directory of runs, data and keys; empty: the user's data directory")
     checkpoint_every_rounds: int = Field(
@@ -191,7 +191,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"  # any other name may mean any address
+        return host == "localhost"  # any other name may resolve to any address
 
 
 class HttpConfig(Section):
@@ -224,7 +224,7 @@ class HttpConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Figures of each round for other tools."""
+    """Export of each round's figures to other tools."""
 
     tensorboard: FilePath = Field("", description="directory for TensorBoard's event files; empty: none are written")
     wandb: FilePath = Field(
@@ -274,12 +274,12 @@ class NodeConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Our environment first, then what the file says; nothing else is read."""
+        """Reads the environment first, then the file, and nothing else."""
         return _Environment(settings_cls), init_settings
 
 
 class _Environment(EnvSettingsSource):
-    """The environment, with lists as people write them in a shell."""
+    """Reads the environment, with lists separated by commas."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: object) -> object:
         return [part.strip() for part in str(value).split(",") if part.strip()]

@@ -1,10 +1,10 @@
 """`RunConfig`: the settings that all nodes of a run share; the run's id is their digest.
 
-Whatever decides a bit of the agreed state, or how the swarm agrees on it, stands here. The canonical
-encoding is JSON with sorted keys, no white space and no floating-point number: fractions are written as
-"n/d", so that every machine reads the same value and no decimal is rounded on the way. The run's id is
-the BLAKE3 digest of that encoding under a domain of its own. A run whose data or first weights are not
-known yet (its file was just written) is unsealed and has no id; `sealed` adds both, and who founded it.
+It contains everything that affects the bits of the agreed state or how the swarm agrees on it. The canonical encoding
+is JSON with sorted keys, no white space and no floating-point numbers: fractions are written as "n/d", so that every
+machine reads the same value. The run's id is the BLAKE3 digest of that encoding, with its own domain. A run whose data
+or first weights are not known yet (because its file was just written) is unsealed and has no id; `sealed` adds both,
+and the founders.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
 PROTOCOL_VERSION: Final = 1
-CONFIG_BYTES_MAX = 65_536  # a few KB, and 60 KB for 256 founders and 640 other keys: a test holds them to it
-WHY_LENGTH_MAX = 500  # characters of a reason: it goes into evidence, and quotes what a peer sent
+CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
+WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
-EXACT_MAX = 2**53  # below it every integer is a float64
+EXACT_MAX = 2**53  # up to here, every integer is exact in float64
 
 
 class ModelConfig(Section):
-    """The built-in decoder-only transformer; a preset gives every size that is not written."""
+    """The built-in decoder-only transformer; a preset supplies every size that is not given."""
 
     preset: str = Field(
         "custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all written here"
@@ -109,7 +109,7 @@ class DataConfig(Section):
 
 
 class Limit(NamedTuple):
-    """The largest value that a recipe takes for one of its settings."""
+    """The largest value that a recipe accepts for a setting."""
 
     most: int
     why: str
@@ -122,11 +122,11 @@ class RecipeSpec:
 
     made_by: str  # "package.module:Name" of its class, so that a config can be read without torch
     is_scaled: bool  # whether its contributions carry a power-of-two scale a tensor
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of settings that are not written
-    limits: Mapping[str, Limit] = field(default_factory=dict)  # settings that do not combine with it beyond a value
-    # Copies of the weights, 4 bytes a parameter each. A recipe from elsewhere is taken for one as hungry as `local`.
-    copies: int = 4  # in memory beside the live weights and their gradient
-    copies_saved: int = 2  # of them, how many its `state` adds to a checkpoint
+    defaults: Mapping[str, object] = field(default_factory=dict)  # for settings that are not given
+    limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
+    # Copies of the weights, 4 bytes per parameter each. A plug-in recipe is assumed to need as many as `local`.
+    copies: int = 4  # in memory, in addition to the live weights and their gradient
+    copies_saved: int = 2  # of them, the number that its `state` adds to a checkpoint
 
 
 _SIGNS_ALONE = Limit(1, "sends signs alone", "use 1 or recipe demo")
@@ -168,7 +168,7 @@ SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one a
 
 
 class RecipeConfig(Section):
-    """How steps become a contribution, and contributions an update. The recipe's defaults apply to keys not written."""
+    """How steps become a contribution, and contributions an update. The recipe supplies the defaults."""
 
     name: str = Field("distro", description=f'{", ".join(RECIPES)}, or "package.module:Name"')
     outer: Literal["normalised", "mean", "sign"] = Field("sign", description="how summed votes become an update")
@@ -238,7 +238,7 @@ class RecipeConfig(Section):
 
     @property
     def spec(self) -> RecipeSpec:
-        """The recipe's entry in the table; one from elsewhere carries scales when it asks for value bits."""
+        """The recipe's entry in the table. A plug-in recipe has scales if it uses more than one value bit."""
         return RECIPES.get(self.name) or RecipeSpec(made_by=self.name, is_scaled=self.value_bits > 1)
 
     @property
@@ -248,7 +248,7 @@ class RecipeConfig(Section):
 
 
 class StateConfig(Section):
-    """The part of the state that a root covers. To hash a few GB would hold up a round, 64 pieces do not."""
+    """The part of the state that a root covers. Hashing a few GB would delay a round; 64 pieces do not."""
 
     initial_root: DigestOrEmpty = Field("", description="root of the first weights; empty until the run is started")
     full_root_bytes_max: int = Field(
@@ -259,7 +259,7 @@ class StateConfig(Section):
 
 
 class AgreementConfig(Section):
-    """How a round is closed (ARCHITECTURE.md: a round)."""
+    """The rules by which rounds are agreed on and closed."""
 
     staleness_rounds_max: int = Field(
         0,
@@ -376,10 +376,10 @@ class RunConfig(Section):
         return bool(self.state.initial_root and self.admission.founders) and self.data.manifest != "embedded"
 
     def sealed(self, *, manifest: str, initial_root: str, founders: Sequence[str]) -> RunConfig:
-        """This run with its data, its first weights and its first members named; from here on it has an id."""
+        """Returns this run with its data, first weights and founders filled in, so that it has an id."""
         raw = self.model_dump()
         raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
-        raw["admission"]["founders"] = tuple(sorted(founders))  # in whatever order: it is the same run
+        raw["admission"]["founders"] = tuple(sorted(founders))  # the order does not make another run
         return RunConfig.model_validate(raw)
 
     def canonical(self) -> bytes:
@@ -397,21 +397,21 @@ class RunConfig(Section):
 
     @classmethod
     def from_canonical(cls, encoded: bytes) -> RunConfig:
-        """A run's config as a peer sent it: accepted in its one encoding only."""
+        """Decodes a run's config that a peer has sent. Only the canonical encoding is accepted."""
         if len(encoded) > CONFIG_BYTES_MAX:
             raise RemoteProtocolError(f"run config of {len(encoded)} bytes, the limit is {CONFIG_BYTES_MAX}")
         try:
             config = cls.model_validate_json(encoded)
         except ValidationError as error:
             raise RemoteProtocolError(_why(error)) from error
-        # Two spellings of a number, a key written twice, another order, white space: none comes back as it was.
+        # Rejects other spellings of a number, duplicate keys, another order and white space.
         if config.canonical() != encoded:
             raise RemoteProtocolError("run config is not in its canonical encoding")
         return config
 
 
 def _why(error: ValidationError) -> str:
-    """The first error on a line of printable ASCII, whatever the peer put into its keys and values."""
+    """Returns the first error as a line of printable ASCII, whatever the keys and values contain."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])[:100]
     return ascii(f"run config: {place}: {first['msg']}")[1:-1][:WHY_LENGTH_MAX]

@@ -1,4 +1,4 @@
-"""Configurations in words: what a field takes, what is wrong with a value, and a whole config as TOML."""
+"""Describes configs to people: a field's allowed values, the errors in a file, and a whole config as TOML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 
 from p2ptrain.config.fields import Accepts, Section
 
-SHOWN_LENGTH_MAX = 160  # characters of a value or key that an error repeats: a whole address, whose end is its id
+SHOWN_LENGTH_MAX = (
+    160  # characters of a value or key shown in an error: enough for a whole address, which ends with its id
+)
 TYPE_WORDS: dict[object, str] = {
     int: "a whole number",
     bool: "true or false",
@@ -28,7 +30,7 @@ TYPE_WORDS: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: the dotted key, what is wrong and how to mend it."""
+    """An error in a config: the dotted key, what is wrong and how to fix it."""
 
     key: str
     what: str
@@ -40,13 +42,13 @@ class Problem:
 
 
 def sections(model: type[BaseModel]) -> dict[str, type[Section]]:
-    """The tables of a config, by name."""
+    """Returns the tables of a config, by name."""
     annotations = {name: field.annotation for name, field in model.model_fields.items()}
     return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Section)}
 
 
 def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, FieldInfo]]:
-    """Section, key and field of all that a file can say; the section is empty for a key at the top."""
+    """Yields section, key and field of every setting; the section is empty for a top-level key."""
     tables = sections(model)
     for name, field in model.model_fields.items():
         if name not in tables:
@@ -57,7 +59,7 @@ def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, FieldInfo]]:
 
 
 def allowed(field: FieldInfo) -> str:
-    """The values that a field takes, in words."""
+    """Describes the values that a field accepts."""
     if get_origin(field.annotation) is Literal:
         *others, last = map(_toml, get_args(field.annotation))
         return f"{', '.join(others)} or {last}" if others else last
@@ -68,7 +70,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _metadata(field: FieldInfo) -> list[object]:
-    """What stands beside a field's type, and beside the type of a list's entries."""
+    """Returns the metadata of a field, including that of a list's entries."""
     found: list[object] = list(field.metadata)
     if get_origin(field.annotation) is tuple:
         entry = get_args(field.annotation)[0]
@@ -77,7 +79,7 @@ def _metadata(field: FieldInfo) -> list[object]:
 
 
 def _limits(field: FieldInfo) -> dict[str, Any]:
-    """What pydantic was told of a field's range: ge, gt, le, lt and max_length."""
+    """Returns the constraints of a field: ge, gt, le, lt and max_length."""
     names = ("ge", "gt", "le", "lt", "max_length")
     return {name: getattr(item, name) for item in field.metadata for name in names if hasattr(item, name)}
 
@@ -100,12 +102,12 @@ def _number(value: Any) -> str:
 
 
 def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseModel]) -> Problem:  # noqa: PLR0911  (a return for each kind)
-    """What pydantic found, in the words of the file's author; `other` is the kind of file this is not."""
+    """Turns an error of pydantic into one in terms of the file; `other` is the other kind of config."""
     place = [part for part in error["loc"] if isinstance(part, str)]
     key, kind = _dotted(place), error["type"]
     if kind == "extra_forbidden":
         return unknown_key(place, model, other)
-    if kind == "value_error" and len(place) < 2:  # our own checks of a whole section, which say how to mend it
+    if kind == "value_error" and len(place) < 2:  # our own check of a whole section, which includes the fix
         what, _, fix = str(error["ctx"]["error"]).partition(": ")
         return Problem(key, what, fix[:1].upper() + fix[1:])
     field, found = _field(place, model), _found(error["input"])
@@ -122,11 +124,11 @@ def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseMo
         return Problem(key, f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
     if kind == "too_long":
         return Problem(key, f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
-    return Problem(key, f"{found} is not possible", f"Choose {allowed(field)}")
+    return Problem(key, f"{found} is not valid", f"Choose {allowed(field)}")
 
 
 def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseModel]) -> Problem:
-    """A key that nobody knows, and what may have been meant."""
+    """Describes an unknown key, with a suggestion."""
     *tables, name = place
     section = ".".join(tables)
     keys = {table: [key for where, key, _ in fields(model) if where == table] for table in ["", *sections(model)]}
@@ -136,14 +138,14 @@ def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseMo
     elif close := difflib.get_close_matches(name, known, n=1):
         fix = f"Did you mean {close[0]}?"
     elif not section and name in other.model_fields:
-        fix = f"It belongs in another file, that of a {other.__name__.removesuffix('Config').lower()}"
+        fix = f"It belongs in the other kind of config, that of a {other.__name__.removesuffix('Config').lower()}"
     else:
         fix = f"Known here: {', '.join(known)}"
     return Problem(_dotted(place), "unknown key", fix)
 
 
 def _dotted(place: Sequence[str]) -> str:
-    """A key as TOML writes it, so that nothing in it can pass for our own words."""
+    """Returns a key in TOML's notation, quoted so that it cannot be mistaken for part of the message."""
     return ".".join(
         part if re.fullmatch(r"[A-Za-z0-9_-]{1,60}", part) else json.dumps(part)[:SHOWN_LENGTH_MAX] for part in place
     )
@@ -157,7 +159,7 @@ def _field(place: Sequence[str], model: type[BaseModel]) -> FieldInfo:
 
 
 def _found(value: object) -> str:
-    """A value as its author knows it."""
+    """Describes a value as it is written in the file."""
     match value:
         case Mapping():
             return "a table"
@@ -168,7 +170,7 @@ def _found(value: object) -> str:
         case bool() | str() | int() | Fraction() | Decimal():
             return _toml(value)[:SHOWN_LENGTH_MAX]
         case _:
-            return "a date or a time"  # the rest of what TOML knows
+            return "a date or a time"  # TOML's remaining types
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def _found(value: object) -> str:
 
 
 def to_toml(config: BaseModel) -> str:
-    """All values, with what they mean; reading it back gives the same config."""
+    """Writes all values with their descriptions; reading it back gives the same config."""
     lines, current = [], ""
     for section, key, field in fields(type(config)):
         if section != current:
@@ -206,6 +208,6 @@ def _toml(value: object) -> str:
             return str(value) if value.denominator == 1 else f'"{value}"'
         case tuple():
             return f"[{', '.join(map(_toml, value))}]"
-        case _:  # JSON's strings are TOML's, but for what TOML, or a terminal that is shown it, wants escaped
+        case _:  # JSON's strings are valid TOML, except for characters that TOML or a terminal needs escaped
             written = json.dumps(str(value), ensure_ascii=False)
             return "".join(each if each.isprintable() else _escaped(each) for each in written)

@@ -2,8 +2,8 @@
 
 `handle` passes an event to the part that it concerns, and then lets the node advance as far as it can: a decided round
 leads to the next one, a certified round is applied, training begins. The parts are the round (round.py), the pools that
-outlive it (offers, payloads, requests, arrivals), the chain and catching up with others (line.py, catchup.py), training
-and applying (work.py), and recovery from lost messages and lost members (repair.py, regroup.py).
+outlive it (offers, payloads, requests, arrivals), the chain and catching up with others (chain.py, catchup.py),
+training and applying (local_work.py), and recovery from lost messages and lost members (repair.py, regroup.py).
 
 Most messages only increase a count, and the node advances when the count reaches a threshold. `_may_rest` and
 `_counted` are the only place that knows which state `_go_on` depends on: while none of it has changed and the deadline

@@ -82,9 +82,9 @@ def check(wish: Wish) -> None:
         fix = "Give only its end: the model reads no more"
         raise ConfigError(f"more than {PROMPT_BYTES_MAX:,} bytes", key="prompt", fix=fix)
     if not 1 <= wish.tokens <= TOKENS_MAX:
-        raise ConfigError(f"{wish.tokens} is not possible", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")
+        raise ConfigError(f"{wish.tokens} is not valid", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")
     if not 0 <= wish.seed < 2**63:
-        raise ConfigError(f"{wish.seed} is not possible", key="seed", fix="Choose 0 to below 2**63")
+        raise ConfigError(f"{wish.seed} is not valid", key="seed", fix="Choose 0 to below 2**63")
     if wish.temperature != 0 and not TEMPERATURE_MIN <= wish.temperature <= TEMPERATURE_MAX:
         fix = f"Choose 0, or {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
-        raise ConfigError(f"{wish.temperature} is not possible", key="temperature", fix=fix)
+        raise ConfigError(f"{wish.temperature} is not valid", key="temperature", fix=fix)

@@ -257,7 +257,7 @@ class Connections:
         stranger.tries += 1
         known = self.known.get(peer)
         if known is not None and known.is_bootstrap and stranger.tries == STRANGER_TRIES:
-            log.warning("%s answers, but %s", known.addresses[0], await questions.why_not(self.transport, peer))
+            log.warning("%s is reachable, but %s", known.addresses[0], await questions.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()

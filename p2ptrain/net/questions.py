@@ -202,7 +202,7 @@ async def ask_seen(transport: Transport, peer: bytes) -> Seen:
 
 
 async def why_not(transport: Transport, peer: bytes) -> str:
-    """Says why a peer takes no part in our run, to follow "... answers, but"."""
+    """Says why a peer takes no part in our run, to follow "... is reachable, but"."""
     try:
         runs = await ask_runs(transport, peer)
     except TransportError:

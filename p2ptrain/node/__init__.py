@@ -1,1 +1,1 @@
-"""One node at work: the core's driver and everything that it reaches disk, device and network through."""
+"""One running node: the driver of the core, and its access to disk, device and network."""

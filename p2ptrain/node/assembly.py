@@ -1,4 +1,4 @@
-"""Putting a node together: store, trainer, core and edges, and bringing back what an earlier life has saved."""
+"""Builds a node from store, trainer, core and edges, and restores what was saved before a restart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
 
-TRUST_NAME = "trust"  # in the run's directory: the head that this node was told to trust
+TRUST_NAME = "trust"  # the file in the run's directory with the head that this node was told to trust
 
 Watch = Callable[[float, ev.Event], None]
 
@@ -50,16 +50,16 @@ log = logging.getLogger("p2ptrain.daemon")
 
 @dataclass(slots=True)
 class Launch:
-    """What a daemon begins with."""
+    """The inputs that a node is built from."""
 
     run: RunConfig
     config: NodeConfig
     identity: Identity
     transport: Transport
     data: TokenDataset
-    state: bytes = b""  # the first weights, of whoever begins the run
+    state: bytes = b""  # the first weights, on the node that starts the run
     ticket: bytes = b""
-    trust: bytes = b""  # a head without which no history is to be adopted
+    trust: bytes = b""  # a head that a history must contain to be adopted
 
     @property
     def run_id(self) -> bytes:
@@ -68,7 +68,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Assembled:
-    """A node that is about to start, but for its driver: who watches what happens is made of these parts first."""
+    """A node about to start, without its driver: the observer that the driver reports to is built from it first."""
 
     launch: Launch
     node: Node
@@ -79,7 +79,7 @@ class Assembled:
     started: ev.Started  # the event that it starts with
 
     def drive(self, watch: Watch) -> Driver:
-        """The driver of these parts; `watch` hears of each event that the core has survived."""
+        """Builds the driver; `watch` is called for each event that the core has handled without crashing."""
 
         def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
             self.events.note(now, event, effects)
@@ -90,9 +90,9 @@ class Assembled:
 
 
 async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None = None) -> Assembled:
-    """All that a node is made of; `stack` takes it apart again.
+    """Builds a node; closing `stack` closes everything it is made of.
 
-    It trains with `device` if it is given one, and then leaves closing it to who did.
+    A `device` given by the caller is used for training and stays open.
     """
     run, run_id, config = launch.run, launch.run_id, launch.config
     me = launch.identity.key
@@ -106,7 +106,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     view, states = node.view(), SavedStates()
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     persistence = Persistence(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
-    stack.push_async_callback(asyncio.to_thread, persistence.close)  # a signal is heard meanwhile
+    stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
     intake = Intake(signer, device, view.is_in, persistence.put)
     edges = await _connect(stack, launch, store, states, persistence, intake, view)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
@@ -127,7 +127,7 @@ async def _connect(
     intake: Intake,
     view: NodeView,
 ) -> Edges:
-    """The network's side, which tells the intake what it hears."""
+    """Builds the network's side, which feeds the intake."""
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
     limits = config.limits
     upload, download = (
@@ -136,7 +136,7 @@ async def _connect(
     mailboxes = Mailboxes(
         transport,
         run_id,
-        intake.hear_line,
+        intake.hear_mail,
         malformed=intake.blame,
         history=intake.history_came,
         no_history=intake.history_failed,
@@ -162,7 +162,7 @@ async def _connect(
         _add(connections, address, Origin.REMEMBERED)
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
-    if config.network.bootstrap and not remembered:  # by which this run is known again, if they are away next time
+    if config.network.bootstrap and not remembered:  # so that the next start can identify the run by them
         await persistence.remember(config.network.bootstrap, ())
     fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
     served_blobs = ServedBlobs(run, store, states, launch.data, fetcher)
@@ -176,7 +176,7 @@ async def _connect(
 
 @contextmanager
 def _for_the_owner() -> Iterator[None]:
-    """Turns what is wrong with the node's own files into an UnusableError: no restart mends them, as it may a disk."""
+    """Turns damage in the node's own files into an UnusableError: unlike a disk error, no restart mends it."""
     try:
         yield
     except DiskError:
@@ -187,7 +187,7 @@ def _for_the_owner() -> Iterator[None]:
 
 @_for_the_owner()
 def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
-    """What the node has on its disk."""
+    """Opens the node's store."""
     run, run_id = launch.run, launch.run_id
     founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
     beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
@@ -201,24 +201,26 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
 
 @_for_the_owner()
 def trusted_head(store: Store, given: bytes) -> bytes:
-    """The head that the core has to wait for: the one that was given, now or before the first history was adopted.
+    """Returns the head that the core has to wait for: the one given now, or given before a history was adopted.
 
-    It is noted beside the log, so that a node that was killed while it waited does not trust anybody the next time.
-    What was adopted since has it, and is not asked for it again.
+    It is noted beside the log, so that a node killed while waiting does not trust just anybody at the next start. Once
+    a history that contains it has been adopted, it is not required again.
     """
     path, journal = store.directory / TRUST_NAME, store.journal
     content = read(path)
     if content is not None and not re.fullmatch(rb"[0-9a-f]{64}\n", content):
-        fix = "Remove it, and give the head once more with --trust"
-        raise DataError(f"{path}: damaged: it is not the head that this node was told to trust. {fix}")
+        fix = "Remove it, and give the head again with --trust"
+        raise DataError(f"{path}: damaged: it does not hold the head that this node was told to trust. {fix}")
     noted = bytes.fromhex(content.decode()) if content is not None else b""
     wanted = given or noted
     is_new = journal.state.digest == store.genesis.digest
     if wanted != noted and not is_new:
         changes = journal.trunk.changes if journal.trunk is not None else ()
         if not is_on(wanted, journal.base, (*changes, *(each.step for each in journal.history))):
-            fix = f"If you are sure of it, move {store.directory} away and join again; else leave the option out"
-            what = f"the history that was adopted before has not got the head {wanted.hex()}, as far as it is kept"
+            fix = f"If you are sure of it, move {store.directory} away and join again; otherwise omit the option"
+            what = (
+                f"the history that this node has adopted does not contain the head {wanted.hex()}, as far as it is kept"
+            )
             raise ConfigError(what, key="--trust", fix=fix)
     if wanted != noted:
         write_atomically(path, wanted.hex().encode() + b"\n")
@@ -230,11 +232,11 @@ def _add(connections: Connections, address: str, origin: Origin) -> None:
         connections.add(address, origin)
     except TransportError as error:
         if origin is Origin.USER:
-            raise ConfigError(str(error), key="--bootstrap", fix="Check that it was copied whole") from error
+            raise ConfigError(str(error), key="--bootstrap", fix="Check that it was copied completely") from error
 
 
 def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
-    """Have the trainings that the checkpoint lacks repeated, if all of them were noted; and count on behind them."""
+    """Schedules the trainings after the checkpoint to be repeated, if all were noted, and counts on from the last."""
     trainings, last = store.diary.after(checkpoint.stamp.trained), checkpoint.stamp.trained
     if store.diary.entries:
         last = max(last, store.diary.entries[-1].number)
@@ -244,7 +246,7 @@ def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
 
 
 async def _restore(store: Store, device: Device, persistence: Persistence, state: bytes) -> ev.Saved:
-    """Bring the trainer to where the disk says it was; the core brings it to the present."""
+    """Restores the trainer from the disk; the core then brings it up to date."""
     with _for_the_owner():
         checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     if checkpoint is not None:
@@ -252,7 +254,7 @@ async def _restore(store: Store, device: Device, persistence: Persistence, state
         _repeat_since(checkpoint, store, device)
         for each in store.checkpoints.present():
             await asyncio.to_thread(persistence.offer, each)
-        log.info("going on from the checkpoint of round %d", checkpoint.round)
+        log.info("continuing from the checkpoint of round %d", checkpoint.round)
         return store.saved(checkpoint)
     if state:
         root = store.genesis.root

@@ -1,7 +1,7 @@
-"""The owner's line to the daemon: one JSON object a line over a Unix socket that only the owner can open.
+"""The control socket: the owner's commands reach the daemon as one JSON object per line, over a Unix socket.
 
-`daemon.json` in the data directory says where the socket is; it lies in a short private directory elsewhere, because
-the path of a Unix socket may have 107 bytes and that of a data directory more.
+Only the owner can open the socket. `daemon.json` in the data directory names its path: it is in a private directory
+elsewhere, because the path of a Unix socket may have only 107 bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
 REPLY_BYTES_MAX = 2**24  # the status of a swarm of hundreds is below 1 MiB
 CONNECTIONS_MAX = 16
 CLIENT_SECONDS = 30.0  # for a client to ask, or to read the answer
-LOOK_SECONDS = 3.0  # for what is known at once, and can be asked again
-ANSWER_SECONDS = 30.0  # for an order: one that comes early waits until the node has begun
-SAMPLE_SECONDS = 600.0  # for a sample of text, or a checkpoint, which wait until a round of training is over
-SLACK_SECONDS = 5.0  # for the answer that it took too long, also from a machine that is busy
+LOOK_SECONDS = 3.0  # for queries that are answered at once and can be repeated
+ANSWER_SECONDS = 30.0  # for an order; an early one waits until the node has started
+SAMPLE_SECONDS = 600.0  # for a sample of text or a checkpoint, which wait for the current training to end
+SLACK_SECONDS = 5.0  # for a busy machine to answer that it took too long
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class Control:
-    """The daemon's end."""
+    """The daemon's end of the control socket."""
 
     def __init__(self, data_dir: Path, runtime_dir: Path, answer: Answer) -> None:
         self.note, self.socket, self.answer = data_dir / NAME, runtime_dir / "control.sock", answer
@@ -58,9 +58,7 @@ class Control:
         self._open += 1
         try:
             if self._open > CONNECTIONS_MAX:
-                reply: dict[str, Any] = {
-                    "error": f"busy: {CONNECTIONS_MAX} commands wait for an answer already; try again"
-                }
+                reply: dict[str, Any] = {"error": f"busy: {CONNECTIONS_MAX} commands are waiting already; try again"}
             else:
                 async with asyncio.timeout(CLIENT_SECONDS):
                     line = await reader.readline()
@@ -69,7 +67,7 @@ class Control:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, ConnectionError, ValueError, asyncio.LimitOverrunError):
-            pass  # the client went away, or sent what is no line
+            pass  # the client went away, or did not send a line
         finally:
             self._open -= 1
             writer.close()
@@ -100,7 +98,7 @@ def _answer_seconds(request: dict[str, Any]) -> float:
 
 
 def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-    """What the daemon of this data directory answers."""
+    """Sends a request to the daemon of a data directory and returns its answer."""
     try:
         note = json.loads((data_dir / NAME).read_text())
         path, pid = str(note["socket"]), int(note["pid"])
@@ -108,30 +106,34 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
         raise NoDaemonError(f"no daemon runs in {data_dir}") from error
     line = json.dumps(request).encode() + b"\n"
     if len(line) > REQUEST_BYTES_MAX:
-        raise P2ptrainError(f"a request of {len(line)} bytes, the limit is {REQUEST_BYTES_MAX}")
+        raise P2ptrainError(f"the request has {len(line)} bytes; the limit is {REQUEST_BYTES_MAX}")
     reply = bytearray()
     try:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_answer_seconds(request) + SLACK_SECONDS if seconds is None else seconds)
             client.connect(path)
-            with suppress(BrokenPipeError, ConnectionResetError):  # who is one too many is answered unheard
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # beyond the limit, the daemon answers without reading
                 client.sendall(line)
             while not reply.endswith(b"\n"):
                 part = client.recv(65_536)
                 if not part or len(reply) > REPLY_BYTES_MAX:
                     break
                 reply += part
-    except (TimeoutError, BlockingIOError) as error:  # the latter where too many have asked in vain
-        raise SilentDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be stopped") from error
+    except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: the daemon's backlog is full
+        raise SilentDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be suspended") from error
     except OSError as error:
-        raise NoDaemonError(f"no daemon runs in {data_dir}; the last one, pid {pid}, did not end properly") from error
+        raise NoDaemonError(
+            f"no daemon runs in {data_dir}; the last one (pid {pid}) did not shut down cleanly"
+        ) from error
     try:
         answer = json.loads(reply)
     except ValueError as error:
-        what = f"the daemon in {data_dir} (pid {pid}) broke off its answer: it has ended, or its log tells of a mistake"
+        what = f"the daemon in {data_dir} (pid {pid}) did not finish its answer: it has ended, or its log has an error"
         raise SilentDaemonError(what) from error
     if not isinstance(answer, dict):
-        raise NoDaemonError(f"what answers in {data_dir} is no daemon")
+        raise NoDaemonError(f"the process that answers in {data_dir} is not a p2ptrain daemon")
     if "error" in answer:
         raise P2ptrainError(str(answer["error"]))
     return answer

@@ -1,15 +1,15 @@
-"""The device's edge: the trainer, in the one thread that torch may use.
+"""Runs the trainer in the one thread that may use torch.
 
-Jobs run one after the other, so that between two of them the trainer is whole; what a job reports while it runs goes
-through plain attributes. A payload is checked in a thread of its own: strict reading is numpy's work and must not wait
-for a round of training.
+Jobs run one after the other, so that the trainer is consistent between two of them; a running job reports its progress
+through plain attributes. Payloads are checked in a thread of their own: strict decoding is numpy's work and must not
+wait for a round of training.
 
-After a restart the trainer stands where its checkpoint was made, and the core has it apply the rounds since. The
-trainings in between are repeated, each from the state from which it was made, so that what this node still has to tell
-the swarm (its residual) is the same bits again.
+After a restart the trainer is at its checkpoint, and the core has it apply the rounds since then. The trainings in
+between are repeated, each from the state it started from, so that the residual, which this node has not sent yet, comes
+out bit for bit the same.
 
-Of a state that came out wrong, the digests of its pieces are kept until its round is applied once more, from the right
-one: then it can be told what was wrong, also where no peer has kept the state of that very round.
+If a state came out wrong, the digests of its pieces are kept until its round has been applied again from a correct
+state: then the log can name the wrong pieces, even if no peer has kept the state of that round.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from p2ptrain.store.diary import Trained
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
-RATES_KEPT = 16  # rounds over which tokens a second are told
-NAP_SECONDS = 0.2  # the longest of rests between steps, until it is looked whether the node ends
+RATES_KEPT = 16  # rounds over which tokens per second are averaged
+NAP_SECONDS = 0.2  # during rests, between checks whether the node is ending
 
 
 def _use_threads(count: int) -> None:
@@ -46,34 +46,30 @@ def _use_threads(count: int) -> None:
 
 
 class StoppedError(P2ptrainError):
-    """Training was broken off because the node ends."""
+    """Training was interrupted because the node is ending."""
 
 
 class Device:
-    """The trainer of a daemon."""
+    """The trainer of a daemon, with the threads that its jobs run in."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.loss: float | None = None  # the mean of the last round that was trained here
-        self.step = 0  # of the round in training
+        self.loss: float | None = None  # mean of the last round trained here
+        self.step = 0  # within the current training
         self.training_seconds = 0.0
         self.tokens = 0
-        self.not_finite = 0  # trainings that a loss or a gradient has ended which is no number
-        self.adopted = 0  # states that were taken over
-        self.trained = 0  # the number of the last training that the trainer's state rests on
+        self.not_finite = 0  # trainings that failed because a loss or gradient was not finite
+        self.adopted = 0  # states adopted
+        self.trained = 0  # the number of the last training that the trainer's state includes
         self._to_repeat: deque[Trained] = deque()
-        self._repeated: dict[
-            int, tuple[Trained, bytes, bytes]
-        ] = {}  # name and payload by round, as long as its contribution is kept
-        self._wrong: tuple[int, list[bytes]] | None = None  # the round of a state that was wrong, and its leaves
-        self.is_stopping = False  # training ends after the step that it is at
-        self.threads = 0  # of torch, for the next training; 0: as they are
-        self.percent = 100  # of the time that the device may train; the rest of it, it rests between steps
-        self._stepped_at, self._owed, self._rested = (
-            0.0,
-            0.0,
-            0.0,
-        )  # of the last step's end; rest to be taken, and taken
+        # Name and payload of repeated trainings, by round, as long as the contribution is kept.
+        self._repeated: dict[int, tuple[Trained, bytes, bytes]] = {}
+        self._wrong: tuple[int, list[bytes]] | None = None  # the round of a wrong state, and its leaves
+        self.is_stopping = False  # training ends after the current step
+        self.threads = 0  # of torch, for the next training; 0: unchanged
+        self.percent = 100  # share of the training time in which the device works; it rests between steps
+        self._stepped_at = 0.0  # when the last step ended
+        self._owed = self._rested = 0.0  # seconds of rest still due, and taken in this training
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = ThreadPoolExecutor(1, "trainer")
         self._check_thread = ThreadPoolExecutor(1, "check")
@@ -85,18 +81,18 @@ class Device:
         trainer = await loop.run_in_executor(first, lambda: Trainer(run, config, dataset, initial=False))
         device = cls(trainer)
         device._trainer_thread.shutdown()
-        device._trainer_thread = first  # torch counts its threads for each that calls it
+        device._trainer_thread = first  # torch's thread count is per calling thread
         device.threads = await device.run(torch.get_num_threads)
         return device
 
     def close(self) -> None:
-        """Do not begin what waits; what runs now ends by itself, training after its step."""
+        """Cancels the waiting jobs. A running job ends by itself, a training after its current step."""
         self.is_stopping = True
         self._trainer_thread.shutdown(wait=False, cancel_futures=True)
         self._check_thread.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, job: Callable[..., T], *arguments: object) -> T:
-        """Do something with the trainer, after what was asked for before."""
+        """Runs a job in the trainer's thread, after the jobs before it."""
         return await asyncio.get_running_loop().run_in_executor(self._trainer_thread, job, *arguments)
 
     @property
@@ -109,7 +105,7 @@ class Device:
 
     @property
     def payload_bytes(self) -> int:
-        """All contributions of a run have the same number of bytes; a liar may claim four gigabytes."""
+        """The size of every contribution of the run; a dishonest peer may claim gigabytes."""
         return self.trainer.form.payload_bytes
 
     # -----------------------------------------------------------------------------------------------
@@ -118,14 +114,17 @@ class Device:
     async def train(
         self, number: int, place: int, places: int, outstanding: frozenset[int]
     ) -> tuple[bytes, bytes, Trained | None]:
-        """Name and payload of a round, and what to note of it; `outstanding` are rounds that may still be taken."""
+        """Trains a round. Returns the payload's name, the payload, and a diary entry (None if one exists already).
+
+        `outstanding` are earlier rounds whose contributions may still be taken.
+        """
         return await self.run(self._train, number, place, places, outstanding)
 
     def _train(
         self, number: int, place: int, places: int, outstanding: frozenset[int]
     ) -> tuple[bytes, bytes, Trained | None]:
         self._repeat()
-        if number in self._repeated:  # a kill came between its training and its announcement
+        if number in self._repeated:  # the node was killed between training and announcing it
             before, name, payload = self._repeated[number]
             if (before.base_round, before.place, before.places) == (self.trainer.round, place, places):
                 return name, payload, None
@@ -138,7 +137,7 @@ class Device:
         return name, payload, noted
 
     def repeat(self, trainings: Iterable[Trained], last: int) -> None:
-        """Do these again, when the state is there from which each was made, and count on behind the `last`."""
+        """Schedules these trainings to be repeated, each from the state it started from, and counts on from `last`."""
         self._to_repeat.extend(trainings)
         self.trained = last
 
@@ -147,7 +146,7 @@ class Device:
         try:
             while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
                 self._repeat_one(self._to_repeat.popleft())
-        finally:  # what the owner has set, or this life has found out, is for what comes
+        finally:  # the current setting is for new trainings
             self.trainer.live.sequences_per_pass = sequences
 
     def _repeat_one(self, each: Trained) -> None:
@@ -162,14 +161,14 @@ class Device:
         name = payload_digest(payload)
         self._repeated[each.round] = each, name, payload
         if name.hex() != each.payload:
-            log.warning("the training of round %d came out otherwise than before the restart", each.round)
+            log.warning("the training of round %d came out differently than before the restart", each.round)
 
     def _train_now(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
         for kept in self.trainer.kept_rounds:
-            if kept not in outstanding:  # a checkpoint has it, and we ended before it was announced or returned
+            if kept not in outstanding:  # from a checkpoint; the node ended before it was announced or returned
                 self._let_go(kept, self.trainer.restore)
         self.step = 0
-        self._rest(self._owed - (perf_counter() - self._stepped_at))  # what it idled since the last round counts
+        self._rest(self._owed - (perf_counter() - self._stepped_at))  # idle time since the last round counts
         self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
         before = self._stepped_at
         try:
@@ -201,7 +200,7 @@ class Device:
             self._owed, self._stepped_at = 0.0, perf_counter()
 
     def _rest(self, seconds: float) -> float:
-        """Leave the device to others, but not the node waiting when it ends; how long it took."""
+        """Leaves the device idle, unless the node is ending. Returns the seconds it took."""
         before = perf_counter()
         while (left := seconds - (perf_counter() - before)) > 0 and not self.is_stopping and self.percent < 100:
             sleep(min(left, NAP_SECONDS))
@@ -210,9 +209,9 @@ class Device:
     async def apply(
         self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes, adopted: int
     ) -> bytes | None:
-        """Apply what round `number` agreed on; `mine` are the rounds of my contributions in it.
+        """Applies the payloads of round `number`; `mine` are the rounds of this node's own contributions among them.
 
-        The new root; None if more states than `adopted` were taken over meanwhile: it follows another.
+        Returns the new root, or None if another state has been adopted since `adopted` was read.
         """
         return await self.run(self._apply, number, payloads, mine, manifest, adopted)
 
@@ -234,17 +233,17 @@ class Device:
         pairs = enumerate(zip(before, self.trainer.leaves(), strict=True))
         differing = [index for index, (was, now) in pairs if was != now]
         if not differing:
-            log.error("the state of round %d came out again as it was when it was wrong", number)
+            log.error("the state of round %d, wrong before, came out the same again", number)
             return
         pieces = ", ".join(map(str, differing[:PIECES_TOLD]))
-        what = "the state of round %d came out otherwise than when it was wrong: %d pieces differ, each of 1 MiB: %s"
+        what = "the state of round %d, wrong before, came out differently: %d pieces (1 MiB each) differ: %s"
         log.error(what, number, len(differing), pieces)
 
     async def give_back(self, number: int) -> None:
         await self.run(self._let_go, number, self.trainer.restore)
 
     async def state_of(self, rounds: Collection[int]) -> tuple[int, bytes] | None:
-        """The round and the state that are here, if it is one of these rounds; a newcomer has none."""
+        """Returns the current round and state, if it is one of `rounds`; a newcomer has none."""
 
         def look() -> tuple[int, bytes] | None:
             number = self.trainer.round
@@ -253,13 +252,13 @@ class Device:
         return await self.run(look)
 
     async def adopt(self, number: int, pieces: Iterable[bytes], was_wrong: bool = False) -> None:
-        """Goes on from the state of that round; `was_wrong` if the one that is here did not come out as agreed on."""
+        """Adopts a state; `was_wrong` if it replaces one that differed from what was agreed."""
         await self.run(self._adopt, number, pieces, was_wrong)
 
     def _adopt(self, number: int, pieces: Iterable[bytes], was_wrong: bool = False) -> None:
-        if was_wrong and number < self.trainer.round:  # of the same round, the fetch has told
+        if was_wrong and number < self.trainer.round:  # for the same round, the fetch has logged the difference
             self._wrong = self.trainer.round, self.trainer.leaves()
-        elif self._wrong is not None and number >= self._wrong[0]:  # which will not come again
+        elif self._wrong is not None and number >= self._wrong[0]:  # that round will not be applied again
             self._wrong = None
         self.trainer.adopt(number, pieces)
         self.adopted += 1
@@ -267,5 +266,5 @@ class Device:
         self._repeated.clear()
 
     async def check(self, payload: bytes) -> str | None:
-        """Why a payload is refused; None if it is good."""
+        """Returns why a payload is invalid, or None."""
         return await asyncio.get_running_loop().run_in_executor(self._check_thread, self.trainer.check, payload)

@@ -1,4 +1,4 @@
-"""Where things lie on this machine's disk."""
+"""The paths of the node's files on this machine's disk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from p2ptrain.errors import ConfigError
 
 SOCKETS_PREFIX = ".p2ptrain-"
 SOCKETS_LOCK = ".lock"
-BASE_MAX = 40  # characters of where sockets lie: a socket's path may have 107, and hivemind's have 64 after this
+BASE_MAX = 40  # characters of the sockets' parent: a socket's path may have 107, and hivemind adds 64 to this
 
 
 def data_directory(config: NodeConfig) -> Path:
-    """Everything that the node keeps is in here."""
+    """Returns the directory that holds all of the node's data."""
     return Path(config.storage.directory or platformdirs.user_data_dir("p2ptrain"))
 
 
@@ -38,12 +38,12 @@ def dataset_directory(config: NodeConfig, manifest: str) -> Path:
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """For sockets: short, because their paths may have 107 bytes, and open to nobody else."""
+    """Makes a directory for sockets, readable by this user only. Its path is short: a socket's may have 107 bytes."""
     places = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp", "/var/tmp")  # noqa: S108  # mkdtemp
     usable = [Path(place) for place in places if place and len(place) <= BASE_MAX and os.access(place, os.W_OK)]
     if not usable:
-        fix = f"Name a directory with at most {BASE_MAX} characters where this user may write"
-        raise ConfigError("no place for sockets", key="XDG_RUNTIME_DIR", fix=fix)
+        fix = f"Name a directory that this user may write to, with a path of at most {BASE_MAX} characters"
+        raise ConfigError("no directory for sockets", key="XDG_RUNTIME_DIR", fix=fix)
     base = usable[0]
     for left in base.glob(f"{SOCKETS_PREFIX}*/{SOCKETS_LOCK}"):
         with suppress(OSError):  # another user's, in use, or gone
@@ -52,24 +52,24 @@ def private_directory() -> Iterator[Path]:
     try:
         yield path
     finally:
-        with suppress(OSError):  # whoever tidies up temporary files was quicker
+        with suppress(OSError):  # a cleaner of temporary files was quicker
             _remove(path)
         os.close(lock)
 
 
 def _make_locked(base: Path) -> tuple[Path, int]:
-    """A new directory, and the lock in it, which is held as long as this process lives."""
+    """Makes a new directory and takes the lock in it, which is held as long as this process lives."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=base))  # 0700
         lock = os.open(path / SOCKETS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
             return path, lock
-        os.close(lock)  # another start found it before it was locked, and has removed it
+        os.close(lock)  # another node, just starting, has removed it before it was locked
 
 
 def _remove_left(path: Path) -> None:
-    """What a process left that was killed: its lock is free."""
+    """Removes the directory of a process that was killed; its lock is free."""
     lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,9 +79,9 @@ def _remove_left(path: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Sockets and the lock, and then the directory; if anything else is in it, it is not one of ours, and stays."""
+    """Removes the sockets, the lock and the directory. If it contains anything else, it is not ours and stays."""
     entries = sorted(directory.iterdir())
     if all(entry.is_socket() or entry.name == SOCKETS_LOCK for entry in entries):
-        for entry in entries:  # the lock first, by its name: whoever waits for it sees by this that it is gone
+        for entry in entries:  # the lock comes first: a process waiting for it sees that the directory is gone
             entry.unlink(missing_ok=True)
         directory.rmdir()

@@ -1,10 +1,10 @@
-"""The driver: events from the intake into the core, and its effects out to the edges.
+"""The driver: passes events from the intake to the core, and carries out the core's effects.
 
-In which order effects are carried out, and which wait for the disk, is the effect queue's business
-(core/effect_queue.py). What takes long (training, applying, fetching) is a task of its own and comes back as an event.
-Nothing here decides about rounds.
+The effect queue (core/effect_queue.py) decides in which order effects are carried out and which of them wait for the
+disk. Long work (training, applying, fetching) runs in a task and its result returns as an event. No decision about
+rounds is made here.
 
-What comes in from peers, and the queue of events, are in intake.py.
+The queue of events, and what peers put into it, is in intake.py.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from p2ptrain.node.limits import Pauses
 from p2ptrain.node.outbox import Outbox
 from p2ptrain.store.store import PayloadLostError
 
-EFFECTS_MAX = 4_096  # that wait for a disk in trouble; then no more events are handled
-EVENTS_IN_A_ROW = 32  # until others on the loop get their turn
-DISK_SECONDS = 5.0  # between tries to write to a disk in trouble
-SHUN_SECONDS = 60.0  # until a peer that we disconnected from is dialled again
-DATA_SECONDS = 120.0  # for the training data of a round to come
-CATCH_UP_SECONDS = 3_600.0  # for a state to come; a fetch that stalls ends sooner
+EFFECTS_MAX = 4_096  # waiting for a failing disk; beyond it, no more events are handled
+EVENTS_IN_A_ROW = 32  # before other tasks on the loop get their turn
+DISK_SECONDS = 5.0  # between attempts to write to a failing disk
+SHUN_SECONDS = 60.0  # before a peer that we disconnected from is dialled again
+DATA_SECONDS = 120.0  # to fetch the training data of a round
+CATCH_UP_SECONDS = 3_600.0  # to fetch a state; a stalled fetch ends sooner
 
-OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # no effects: the core did not survive it
+OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # effects is None if the core crashed
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 class Driver:
-    """Joins a core to a device and to its edges."""
+    """Connects the core to the device and the edges."""
 
     def __init__(self, node: Node, device: Device, intake: Intake, edges: Edges, on_event: OnEvent) -> None:
-        """`on_event` hears of each event when the core has handled it: when, which, and to what effect."""
+        """`on_event` is called after the core has handled an event, with the time, the event and its effects."""
         self.node, self.device, self.intake, self.edges = node, device, intake, edges
         self.counters = intake.counters
         self.pauses = Pauses()
         self._outbox = Outbox(edges.publish, self.counters)
         self.effects: EffectQueue[ev.Effect] = EffectQueue()
-        self.disk_trouble = ""  # why the disk takes nothing, as long as it does not
+        self.disk_trouble = ""  # the error, while the disk cannot be written
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.has_begun = asyncio.Event()  # the core has heard of the start, and can be asked where it stands
-        self.applied_at: float | None = None  # in the loop's time, the last round
+        self.has_begun = asyncio.Event()  # the core has handled `Started` and can be queried
+        self.applied_at: float | None = None  # when the last round was applied, in the loop's time
         self._on_event = on_event
         self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class Driver:
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
             ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
             ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
-            ev.Persist: lambda effect: None,  # it is on the disk
+            ev.Persist: lambda effect: None,  # the record is on the disk by now
             ev.NoteWrongState: lambda effect: self._spawn(
                 self.edges.persistence.note_mismatch(effect.round), "mismatch"
             ),
@@ -91,7 +91,7 @@ class Driver:
     # The loops
 
     async def run(self, started: ev.Started) -> str:
-        """Until the node has nothing more to do; why."""
+        """Runs until the node has stopped, and returns why."""
         async with self._group as group:
             self.intake.begin(started, self._spawn)
             tasks = [
@@ -119,14 +119,14 @@ class Driver:
         while True:
             if not self.intake.events:
                 await self.intake.wait(self.node.deadline)
-            while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing tells: the disk is in trouble
+            while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing signals it: the disk is failing
                 await asyncio.sleep(DISK_SECONDS / 10)
             event = self.intake.take() or ev.Tick()
             now = loop.time()
             effects: Sequence[ev.Effect] | None = None
             try:
                 effects = self.node.handle(event, now)
-            finally:  # an event that the core does not survive is the one that matters most
+            finally:  # an event that crashes the core is the most important one to record
                 self._on_event(now, event, effects)
             self.has_begun.set()
             if effects:
@@ -148,31 +148,31 @@ class Driver:
         self._actions[type(effect)](effect)
 
     async def _write(self, records: Sequence[ev.Record]) -> None:
-        """In one go; if the disk does not take it, again, until it does."""
+        """Writes the records with one sync, and retries until the disk accepts them."""
         while True:
             try:
                 await self.edges.persistence.on_disk(self.edges.persistence.store.write, records)
             except PayloadLostError as error:
-                log.warning("%s, and is fetched again", error)
+                log.warning("%s; fetching it again", error)
                 await self._fetch_lost(error.name)
             except DataError as error:
                 if not self.disk_trouble:
-                    log.error("%s; nothing is said or applied until it can be saved", error)
-                elif self.node.view().is_stopping and not self.stopped.done():  # not even that it leaves can be said
-                    self.stopped.set_result(f"the disk takes nothing: {error}")
+                    log.error("%s; the node sends and applies nothing until this can be written", error)
+                elif self.node.view().is_stopping and not self.stopped.done():  # it cannot even announce its leaving
+                    self.stopped.set_result(f"the disk cannot be written: {error}")
                 self.disk_trouble = str(error)
                 await asyncio.sleep(DISK_SECONDS)
             else:
                 break
         if self.disk_trouble:
-            log.warning("the disk takes data again")
+            log.warning("the disk can be written again")
         self.disk_trouble = ""
 
     def _send_history(self, effect: ev.SendHistory) -> None:
         encoded = encode_history(effect.history)
-        if len(encoded) > HISTORY_BYTES_MAX:  # thousands of changes of a roster of hundreds
+        if len(encoded) > HISTORY_BYTES_MAX:  # thousands of changes to a roster of hundreds
             self.counters["histories too long to send"] += 1
-            log.warning("a history of %d bytes is more than a peer may be sent: it has to ask another", len(encoded))
+            log.warning("a history of %d bytes is too long to send; the peer has to ask another node", len(encoded))
             return
         self.edges.mailboxes.post(effect.peer, TellHistory(encoded))
 
@@ -193,7 +193,7 @@ class Driver:
             del self._fetching[payload]
 
     async def _fetch_after(self, before: asyncio.Task[None] | None, effect: ev.Fetch) -> None:
-        """One fetch of a payload at a time; the next has other sources, and may find it here."""
+        """Fetches a payload after the previous fetch of it has ended: it may have succeeded."""
         if before is not None:
             await asyncio.wait([before])
         payload = await self.edges.persistence.payload(effect.payload)
@@ -213,7 +213,7 @@ class Driver:
             self.edges.persistence.put(effect.payload, payload)
         why = await self.device.check(payload)
         if why is not None:
-            log.info("a contribution is refused: %s", why)
+            log.info("contribution rejected: %s", why)
         self.give(ev.PayloadArrived(effect.payload, why is None, len(payload)))
 
     # -----------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Driver:
         except StoppedError:
             return
         except (TrainingError, MemoryShortError, DataError, FetchError, TimeoutError) as error:
-            why = str(error) or "the data did not come"
+            why = str(error) or "timed out fetching the training data"
             log.warning("no contribution to round %d: %s", effect.round, why)
             self.give(ev.TrainingFailed(effect.round, why))
             return
@@ -241,7 +241,7 @@ class Driver:
         self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
-        """To the state that was there when the core said so, and not to one that was taken over since."""
+        """Applies a round, unless another state has been adopted since the core asked for it."""
         manifest = effect.manifest
         good = []
         for taken in manifest.taken:
@@ -262,29 +262,29 @@ class Driver:
         await self.edges.persistence.let_go(manifest)
 
     async def _fetch_lost(self, name: bytes) -> None:
-        """It was here, or the core would not rest its words on it; peers may still have it."""
+        """Fetches a payload that was stored here and has been lost. Any linked peer may still have it."""
         size, sources = self.device.payload_bytes, list(self.edges.connections.linked)
         try:
             self.edges.persistence.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
         except FetchError as error:
-            log.warning("%s; will go on trying", error)
+            log.warning("%s; trying again", error)
             await asyncio.sleep(DISK_SECONDS)
 
     async def _payload_of(self, taken: Taken, adopted: int) -> bytes | None:
-        """It was here, or the core would not apply it; if the disk has lost it since, peers still have it.
+        """Returns a payload of an agreed round, and fetches it again if the disk has lost it.
 
-        None once it is of no use, because a state was taken over.
+        None if another state has been adopted meanwhile, and the payload is no longer needed.
         """
         payload = await self.edges.persistence.payload(taken.payload)
         while payload is None and self.device.adopted == adopted:
-            log.warning("payload %s of an agreed round is lost, and is fetched again", taken.payload.hex()[:16])
+            log.warning("payload %s of an agreed round is lost; fetching it again", taken.payload.hex()[:16])
             await self._fetch_lost(taken.payload)
             payload = await self.edges.persistence.payload(taken.payload)
         return payload
 
     def _catch_up(self, effect: ev.CatchUp) -> None:
         if self._catching_up is not None:
-            self._catching_up.cancel()  # of a line that we have left meanwhile
+            self._catching_up.cancel()  # it was for a branch that we have left
         self._catching_up = self._spawn(self._fetch_state(effect), "catch up")
 
     async def _fetch_state(self, effect: ev.CatchUp) -> None:
@@ -296,10 +296,10 @@ class Driver:
                     number, root, state = await stack.enter_async_context(fetched)
                 await self.device.adopt(number, verified(state), self.node.view().is_quarantined)
         except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
-            log.info("the state cannot be had yet: %s", error)
+            log.info("cannot fetch the state yet: %s", error)
             self.give(ev.CatchUpFailed(str(error), effect.attempt))
             return
-        log.info("took over the state of round %d, root %s", number, root.hex()[:16])
+        log.info("adopted the state of round %d, root %s", number, root.hex()[:16])
         self.give(ev.CaughtUp(number, root, effect.attempt))
         await self.edges.persistence.checkpoint_adopted(self.device, number, root)
 
@@ -315,7 +315,7 @@ class Driver:
         try:
             await self.edges.transport.disconnect(peer)
         except TransportError as error:
-            log.debug("not disconnected: %s", error)
+            log.debug("cannot disconnect: %s", error)
 
     def _stop(self, effect: ev.Stop) -> None:
         if not self.stopped.done():

@@ -1,4 +1,4 @@
-"""The edges of one daemon: all through which its driver reaches disk and network."""
+"""The edges of a daemon: everything through which its driver reaches disk and network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from p2ptrain.node.served_blobs import ServedBlobs
 
 @dataclass(slots=True)
 class Edges:
-    """Made by assembly.py, closed by whoever had them made."""
+    """A node's access to disk and network. assembly.py builds it; the exit stack of the caller closes it."""
 
     run_id: bytes
     transport: Transport
@@ -31,7 +31,7 @@ class Edges:
     download: TokenBucket
 
     def bulk_bytes(self) -> Counter[str]:
-        """What went over the streams of blobs, by way and kind, such as "sent payload"."""
+        """Counts the bytes of blobs by direction and kind, such as "sent payload"."""
         return self.served_blobs.fetcher.traffic + self.server.traffic
 
     async def publish(self, envelope: bytes) -> None:

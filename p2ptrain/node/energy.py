@@ -1,11 +1,12 @@
-"""What the device has used, as far as it measures it itself; nothing, where it does not.
+"""Measures the energy that the device uses, where it has a meter of its own.
 
-    cuda   NVML's count of the whole card's energy, or where it keeps none, its power at each look
-    cpu    Linux' RAPL counters of the whole processors, which most systems let only root read (Lipp et al. 2021,
-           PLATYPUS: they tell secrets of other programs); they have 32 bits or so, and begin anew within the hour
+    cuda   NVML's energy counter of the whole card, or its power at each reading if there is no counter
+    cpu    Linux's RAPL counters of the whole processors. On most systems only root may read them, since they leak
+           secrets of other programs (Lipp et al. 2021, PLATYPUS). They have about 32 bits and wrap within the hour
 
-Both are of all that uses the device, and of nothing else: no fans, no main memory, no losses of the power supply. It is
-counted while the node is not paused. NVML is called by its C interface, which every driver brings: four functions.
+Both include everything that uses the device, and nothing else: not the fans, the main memory or the losses of the
+power supply. Energy is counted only while the node is not paused. NVML is called through its C interface, which comes
+with every driver: four functions.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ import torch
 
 from p2ptrain.net.tasks import in_daemon_thread
 
-LOOK_SECONDS = 10.0  # a counter of RAPL goes round in 20 minutes at 200 W
-WATTS_MAX = 5_000.0  # of a device: what seems to be more is a counter that began anew, as after a sleep
+LOOK_SECONDS = 10.0  # a RAPL counter wraps after 20 minutes at 200 W
+WATTS_MAX = 5_000.0  # of a device: beyond this, the counter was reset, as after a sleep
 POWERCAP = Path("/sys/class/powercap")
-UNTOLD = (OSError, ValueError, AttributeError, RuntimeError)  # no file, number or function; or CUDA has none
+UNTOLD = (OSError, ValueError, AttributeError, RuntimeError)  # no such file, number or function; or CUDA has no meter
 NVML = "libnvidia-ml.so.1"
 
 
 class Meter(Protocol):
-    """Counts up from anywhere. OSError: it tells nothing, now or ever."""
+    """An energy meter. Its counters only grow, from any start. It raises OSError if it cannot measure at all."""
 
     def read(self) -> list[tuple[float, float]]:
-        """Of each counter: joules, and at how many it begins anew; 0: it does not."""
+        """Returns, for each counter, its joules and the value at which it wraps; 0 if it does not."""
         ...
 
 
 class Rapl:
-    """The processors of this machine."""
+    """The RAPL counters of this machine's processors."""
 
     def __init__(self, directory: Path = POWERCAP) -> None:
         self._zones = [
             zone
-            for zone in sorted(directory.glob("intel-rapl:*"))  # AMD's are named so as well
+            for zone in sorted(directory.glob("intel-rapl:*"))  # AMD's have this name, too
             if zone.name.count(":") == 1 and (zone / "name").read_text().startswith("package")
         ]
         if not self._zones:
-            raise OSError("no processor here counts its energy")
+            raise OSError("no processor of this machine has an energy counter")
 
     def read(self) -> list[tuple[float, float]]:
         return [
@@ -56,10 +57,10 @@ class Rapl:
 
 
 class Nvml:
-    """One graphics card. `library` is the driver's."""
+    """The meter of one graphics card; `library` is the driver's."""
 
     def __init__(self, uuid: str, library: Any = None, clock: Callable[[], float] = monotonic) -> None:
-        self._library = library or ctypes.CDLL(NVML)  # OSError: there is none
+        self._library = library or ctypes.CDLL(NVML)  # OSError if there is none
         self._handle, self._clock = ctypes.c_void_p(), clock
         self._joules, self._looked_at = 0.0, clock()
         self._call("nvmlInit_v2")
@@ -69,7 +70,7 @@ class Nvml:
         energy, power = ctypes.c_ulonglong(), ctypes.c_uint()
         try:
             self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(energy))
-        except OSError:  # cards before Volta, and parts of cards, keep no count
+        except OSError:  # cards before Volta and MIG slices have no counter
             self._call("nvmlDeviceGetPowerUsage", self._handle, ctypes.byref(power))
             now = self._clock()
             self._joules += power.value / 1e3 * min(now - self._looked_at, 2 * LOOK_SECONDS)
@@ -79,20 +80,20 @@ class Nvml:
 
     def _call(self, name: str, *arguments: object) -> None:
         if status := getattr(self._library, name)(*arguments):
-            raise OSError(f"{name} says {status}")
+            raise OSError(f"{name} returned {status}")
 
 
 def meter_of(device: torch.device) -> Meter:
-    """OSError: this device does not tell."""
+    """Returns the meter of a device. Raises OSError if it has none."""
     if device.type == "cpu":
         return Rapl()
     if device.type != "cuda":
-        raise OSError(f"{device.type} does not count its energy")
+        raise OSError(f"{device.type} has no energy counter")
     return Nvml(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 class Energy:
-    """Of one node: looks at its meter now and then, in a thread, and tells what was used since."""
+    """Reads the device's meter periodically, in a thread, and reports the energy used since the last reading."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Energy:
         self._looked_at = 0.0
 
     def look(self) -> float | None:
-        """Joules since the last look; None: there was none, or its figure is none."""
+        """Returns the joules since the last reading; None if this is the first, or the figure makes no sense."""
         if self._meter is None:
             self._meter = self._make()
         found, now = self._meter.read(), self._clock()
@@ -121,7 +122,7 @@ class Energy:
         return used if 0 <= used <= WATTS_MAX * len(found) * seconds else None
 
     async def watch(self) -> None:
-        """Until the meter tells nothing; most tell nothing from the start."""
+        """Runs until the meter fails. Most machines have none, and it ends at once."""
         while True:
             try:
                 used = await in_daemon_thread(self.look, UNTOLD)

@@ -1,7 +1,7 @@
-"""The daemon's log of events, for `p2ptrain replay`: what came in the field runs again at a desk.
+"""Records the daemon's events for `p2ptrain replay`, so that a problem in the field can be reproduced at a desk.
 
-One file a start, and the two before it; each ends when it is large enough. Nothing waits for the disk here: a log that
-cannot be written is closed with a warning, and the node goes on.
+Each start writes a new file and keeps the previous two; a file is closed once it reaches its size limit. If the log
+cannot be written, it is closed with a warning and the node goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("p2ptrain.daemon")
 
 
 class EventFile:
-    """Of one start."""
+    """The event log of one start of the daemon."""
 
     def __init__(self, directory: Path, signer: NotingSigner, header: Header) -> None:
         self._signer = signer
@@ -33,13 +33,13 @@ class EventFile:
                 old.unlink()
             number = int(names[-1].stem) + 1 if names and names[-1].stem.isdigit() else 1
             self.path = directory / f"{number:08d}.jsonl"
-            self._file = self.path.open("wb", buffering=0)  # a node that is killed because it hangs should tell why
+            self._file = self.path.open("wb", buffering=0)  # a hung node that gets killed must leave its last events
             EventLog(self._file).begin(header)
         except OSError as error:
             self._give_up(error)
 
     def note(self, now: float, event: Event, effects: Sequence[Effect] | None) -> None:
-        """After the core has handled an event."""
+        """Records an event after the core has handled it; `effects` is None if the core crashed on it."""
         made, self._signer.made = self._signer.made, []
         if self._file is None:
             return
@@ -56,5 +56,5 @@ class EventFile:
             self._file = None
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("no log of events: %s", error)
+        log.warning("cannot write the event log: %s", error)
         self._file = None

@@ -1,7 +1,7 @@
-"""What this node gets from peers: contributions, training data, states, and what a data set begins with.
+"""Fetches contributions, training data, states and data sets' manifests and tokenizers from peers.
 
-Whatever comes is what its name says, or does not come: the fetcher checks pieces of trees as they arrive, and here all
-else is checked as a whole.
+Everything is checked against its digest: the fetcher checks payloads and states piece by piece as they arrive; the
+other kinds are checked here as a whole.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.served_blobs import SavedStates
 
 PIECES_AT_ONCE = 4  # of training data
-DATA_SOURCES = 64  # peers that are asked for a piece: as a rule all, so that those who failed lately get their turn
-PIECES_TOLD = 16  # of a state that was wrong
-WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between tries for a piece of training data
-LATE_SECONDS = 60.0  # for which a peer that did not give a piece comes after those that may
-LATE_TIMES = 30.0  # or so many times as long as it took: who is silent costs us 20 s in ten minutes, and not each time
-LATE_MAX = 1_024  # such peers; those of longest ago are forgotten
+DATA_SOURCES = 64  # peers asked for a piece: usually all, so that those which failed lately get a turn, too
+PIECES_TOLD = 16  # wrong pieces of a state that the log names
+WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between attempts to fetch a piece of training data
+LATE_SECONDS = 60.0  # for which a peer that failed to give a piece is asked after the others
+LATE_TIMES = 30.0  # or this many times as long as it took: a silent peer costs us 20 s per ten minutes, not each time
+LATE_MAX = 1_024  # such peers; the oldest are forgotten
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 @dataclass(slots=True)
 class Fetching:
-    """Of one node in one run."""
+    """Fetches blobs of a run for this node, and remembers which peers have failed lately."""
 
     run: RunConfig
     transport: Transport
@@ -50,16 +50,16 @@ class Fetching:
     fetcher: Fetcher
     dataset: TokenDataset
     states: SavedStates
-    directory: Path  # for states that are on their way
+    directory: Path  # for states that are being fetched
     blame: Callable[[bytes, str], None]
-    late: dict[bytes, float] = field(default_factory=dict)  # peers that come last for training data, and until when
+    late: dict[bytes, float] = field(default_factory=dict)  # peers asked last for training data, and until when
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
-        """A contribution; FetchError when none of the sources had it."""
+        """Fetches a contribution. Raises FetchError if none of the sources has it."""
         return (await self.fetcher.fetch(BlobName("payload", name), size, sources, failed=failed)).data()
 
     async def data(self, positions: Positions) -> None:
-        """Have all pieces that these sequences need."""
+        """Fetches all missing pieces of training data that these sequences need."""
         missing = await asyncio.to_thread(self.dataset.missing, positions, self.run.model.sequence_length)
         places = asyncio.Semaphore(PIECES_AT_ONCE)
 
@@ -75,8 +75,7 @@ class Fetching:
             raise DataError(str(errors.exceptions[0])) from errors
 
     async def _data_piece(self, piece: bytes) -> None:
-        """As long as it takes: without its data a node cannot train, and peers come and go."""
-
+        """Fetches one piece, for as long as it takes: without its data a node cannot train, and peers come and go."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
 
@@ -104,7 +103,7 @@ class Fetching:
             return
 
     def _data_sources(self) -> list[bytes]:
-        """Members first, in any order; those who failed lately last."""
+        """Returns the linked peers in random order, members first, and those which failed lately last."""
         now, members = asyncio.get_running_loop().time(), self.connections.members
         self.late = {peer: until for peer, until in self.late.items() if until > now}
         sources = list(self.connections.linked)
@@ -121,9 +120,11 @@ class Fetching:
     async def state(
         self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int, like: tuple[int, bytes] | None
     ) -> AsyncIterator[tuple[int, bytes, Blob]]:
-        """The newest of these states that somebody has: round, root and a blob on the disk, gone afterwards.
+        """Fetches the newest of these states that a peer has, and yields its round, root and blob. The file is removed
+        afterwards.
 
-        `like` is a round and the state that we have come to in it: of the right one, only what differs is fetched.
+        `like` is a round and this node's own state after it: if that round's state is fetched, only the pieces that
+        differ are transferred.
         """
         wanted = {root: number for number, root in roots}
         holders: dict[bytes, list[bytes]] = {}
@@ -141,18 +142,18 @@ class Fetching:
                 similar = like[1] if like is not None and like[0] == wanted[root] else None
                 try:
                     sink = await self._state(root, size, holders[root], similar)
-                except FetchError as error:  # whoever told of it may lie: others may have an older one
+                except FetchError as error:  # the peers may have lied; others may have an older state
                     log.info("%s", error)
                     continue
                 try:
                     yield wanted[root], root, sink
                 finally:
-                    await asyncio.to_thread(forget, sink.path)  # and nothing of a fetch that has begun meanwhile
+                    await asyncio.to_thread(forget, sink.path)  # but not the file of a fetch begun meanwhile
                 return
-        raise DataError(f"none of {len(sources)} peers has a state of the {len(roots)} that would do")
+        raise DataError(f"none of {len(sources)} peers has one of the {len(roots)} states that would do")
 
     async def _state(self, root: bytes, size: int, holders: Sequence[bytes], similar: bytes | None) -> FileSink:
-        """In a file, so that a fetch that was broken off goes on where it was, also after a restart."""
+        """Fetches a state into a file, so that an interrupted fetch resumes, even after a restart."""
         sink = FileSink(self.directory / root.hex())
         await asyncio.to_thread(make_directory, self.directory)
         await asyncio.to_thread(self._clear, but=root.hex())
@@ -161,11 +162,11 @@ class Fetching:
         await self.fetcher.fetch(BlobName("state", root), size, holders, sink=sink, failed=ignore)
         if similar is not None:
             pieces = ", ".join(map(str, sink.dropped[:PIECES_TOLD]))
-            log.error("%d pieces of my own state were wrong, each of 1 MiB: %s", len(sink.dropped), pieces)
+            log.error("%d pieces (1 MiB each) of this node's own state were wrong: %s", len(sink.dropped), pieces)
         return sink
 
     def _clear(self, but: str) -> None:
-        """What is left of other states will not be asked for again."""
+        """Removes the files of other states: those will not be fetched again."""
         for path in entries(self.directory):
             if not path.name.startswith(but):
                 forget(path)
@@ -184,7 +185,7 @@ def _is_whole(blob: Blob) -> bool:
     try:
         for _ in verified(blob):
             pass
-    except DataError as error:  # peers may have it
+    except DataError as error:  # peers may have a good copy
         log.error("%s", error)
         return False
     return True
@@ -195,7 +196,7 @@ def ignore(peer: bytes, why: str) -> None:
 
 
 async def fetch_manifest(fetcher: Fetcher, run: RunConfig, directory: Path, sources: Sequence[bytes]) -> TokenDataset:
-    """The data set's list of pieces, from peers; the pieces come when they are needed."""
+    """Fetches the data set's list of pieces; the pieces themselves are fetched when they are needed."""
     name = BlobName("manifest", bytes.fromhex(run.data.manifest))
 
     def check(data: bytes) -> bool:
@@ -206,7 +207,7 @@ async def fetch_manifest(fetcher: Fetcher, run: RunConfig, directory: Path, sour
 
 
 async def fetch_tokenizer(fetcher: Fetcher, run: RunConfig, dataset: TokenDataset, sources: Sequence[bytes]) -> None:
-    """The tokenizer's file, if the run has one: text is read and written with it."""
+    """Fetches the tokenizer's file of a run that has one."""
     name = BlobName("tokenizer", bytes.fromhex(run.tokenizer.digest))
 
     def check(data: bytes) -> bool:

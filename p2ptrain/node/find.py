@@ -1,4 +1,4 @@
-"""Which run to take part in: asking the nodes whose addresses we were given, and looking at our own disk."""
+"""Finds the run to join, by asking the bootstrap nodes and looking at this node's own disk."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from p2ptrain.node.directories import data_directory, dataset_directory, run_dir
 from p2ptrain.node.fetching import fetch_manifest, fetch_tokenizer
 from p2ptrain.store.records import remembered_peers
 
-FIND_SECONDS = 2.0  # between rounds of asking bootstraps for the run; doubles up to
-FIND_SECONDS_MAX = 15.0  # soon enough for a person who waits for a node to come up
-REST_SECONDS = 2.0  # for the other bootstraps, once one has told of a run; more, where those that told give nothing
-ASK_SECONDS = 5.0  # for bootstraps to tell of runs, where the run is known from the last time
+FIND_SECONDS = 2.0  # between attempts to ask the bootstraps for the run; doubles up to
+FIND_SECONDS_MAX = 15.0  # short enough for a person who waits for the node to come up
+REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; longer if its answer was of no use
+ASK_SECONDS = 5.0  # for bootstraps to answer, if the run is known from an earlier start
 
 log = logging.getLogger("p2ptrain.daemon")
 
-Found = dict[bytes, tuple[questions.RunInfo, list[bytes]]]  # by run: what was told of it, and by whom
+Found = dict[bytes, tuple[questions.RunInfo, list[bytes]]]  # by run id: the run, and the peers that reported it
 
 
 @dataclass(slots=True)
 class Tellers:
-    """Who has told of a run, and the addresses under which there may be others: whoever told first need not be the one
-    who gives anything."""
+    """The peers that reported a run, and the addresses to ask for more: the first may have nothing to give."""
 
     addresses: Sequence[str]
     peers: list[bytes]
 
     async def ask_again(self, transport: Transport, run_id: bytes, rest_seconds: float) -> None:
-        """Who tells of the run only now comes first."""
+        """Asks all addresses again and puts new peers of the run first."""
         found, _ = await ask_around(transport, self.addresses, rest_seconds)
         if run_id in found:
             _, told = found[run_id]
@@ -56,7 +55,7 @@ class Tellers:
 async def ask_around(
     transport: Transport, addresses: Sequence[str], rest_seconds: float = REST_SECONDS
 ) -> tuple[Found, list[str]]:
-    """Which runs there are at these addresses, and what is wrong with those that do not answer."""
+    """Asks these addresses for their runs. Returns the runs, and a problem for each address that gave no answer."""
     found: Found = {}
     problems: list[str] = []
 
@@ -69,7 +68,7 @@ async def ask_around(
         try:
             runs = await questions.ask_runs(transport, peer)
         except (TransportError, RemoteProtocolError):
-            problems.append(f"{address} answers, but {await questions.why_not(transport, peer)}")
+            problems.append(f"{address} is reachable, but {await questions.why_not(transport, peer)}")
             return
         for info in runs:
             found.setdefault(info.run_id, (info, []))[1].append(peer)
@@ -89,10 +88,13 @@ async def ask_around(
 
 
 async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, Tellers]:
-    """The config of the run to join, and who told of it: from the nodes that are there, or from the last time."""
+    """Returns the config of the run to join and the peers that reported it.
+
+    Keeps asking the bootstraps; a single matching run on this disk is taken if none of them answers.
+    """
     addresses = config.network.bootstrap
     stored = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
-    if addresses and not wanted:  # whoever names a stranger to the runs on this disk means another one
+    if addresses and not wanted:  # a bootstrap unknown to the runs on this disk means another run
         stored = [run for run in stored if _is_among_peers(run, config, addresses)]
     if not addresses and not stored:
         fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
@@ -103,7 +105,7 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         problems: list[str] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_SECONDS if len(stored) == 1 else None):
-                found, problems = await ask_around(transport, addresses, wait)  # who told first may have nothing
+                found, problems = await ask_around(transport, addresses, wait)  # the first to answer may have nothing
         now = asyncio.get_running_loop().time()
         for problem in problems:
             tell(told, problem, now)
@@ -118,7 +120,7 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         if len(stored) == 1:
             [run] = stored
             if addresses:
-                log.warning("nobody there answers: going on with run %s (%s) of this disk", run.name, run.run_id)
+                log.warning("no bootstrap node answers; continuing run %s (%s) from this disk", run.name, run.run_id)
             return run, Tellers(addresses, [])
         if len(stored) > 1:
             names = ", ".join(run.run_id[:16] for run in stored)
@@ -127,13 +129,14 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
             )
         if found and not matching:
             names = ", ".join(f"{run_id.hex()[:16]} ({info.name})" for run_id, (info, _) in sorted(found.items()))
-            raise ConfigError(f"the nodes there know no run {wanted}, but {names}", key="--run", fix="Name one of them")
+            what = f"the bootstrap nodes do not know run {wanted}, only {names}"
+            raise ConfigError(what, key="--run", fix="Name one of them")
         await asyncio.sleep(wait)
         wait = min(2 * wait, FIND_SECONDS_MAX)
 
 
 def choose_run(config: NodeConfig, wanted: str | None) -> RunConfig:
-    """The one run of this directory that is meant."""
+    """Returns the one stored run whose id begins with `wanted`."""
     found = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
     if len(found) == 1:
         return found[0]
@@ -145,39 +148,41 @@ def choose_run(config: NodeConfig, wanted: str | None) -> RunConfig:
 
 
 def _is_among_peers(run: RunConfig, config: NodeConfig, addresses: Sequence[str]) -> bool:
-    """Whether one of these was a peer in this run."""
+    """Whether one of these addresses belongs to a remembered peer of this run."""
     directory = run_directory(config, bytes.fromhex(run.run_id))
     known = {address.rpartition("/p2p/")[2] for address in remembered_peers(directory)}
     return any(address.rpartition("/p2p/")[2] in known for address in addresses)
 
 
 def stored_runs(config: NodeConfig) -> list[RunConfig]:
-    """Runs that this directory has taken part in."""
+    """Returns the runs that this data directory has taken part in."""
     found = []
     for path in sorted((data_directory(config) / "runs").glob("*/run.json")):
         try:
             run = RunConfig.from_canonical(path.read_bytes())
         except (OSError, RemoteProtocolError) as error:
-            log.warning("%s: passed over: %s", path, error)
+            log.warning("%s: skipped: %s", path, error)
         else:
             found.append(run)
     return found
 
 
 def check_addresses(network: NetworkConfig) -> None:
-    """ConfigError: one that cannot be right should not be tried for ever."""
+    """Raises ConfigError for a malformed address, which would otherwise be tried for ever."""
     for key, addresses in (("bootstrap", network.bootstrap), ("trusted_relays", network.trusted_relays)):
         for address in addresses:
             try:
                 split(address)
             except TransportError as error:
-                raise ConfigError(str(error), key=f"network.{key}", fix="Check that it was copied whole") from error
+                raise ConfigError(
+                    str(error), key=f"network.{key}", fix="Check that it was copied completely"
+                ) from error
 
 
 def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
-    """The bootstraps are the relays that a node behind a router can be reached through, and with them peers that it
-    remembers: started again without a bootstrap, or after that one has gone for good, it has relays still. Public ones
-    come first: neighbours at home are reached from nowhere else.
+    """Adds relays to the network config: the bootstraps, and remembered peers, so that a node behind a router still has
+    relays if it restarts without a bootstrap or if that has gone for good. Public addresses come first, since private
+    ones are reachable only from the same network.
     """
     network, runs = config.network, stored_runs(config)
     if network.trusted_relays:
@@ -188,21 +193,21 @@ def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
         if run.run_id.startswith(wanted or "")
     ]
     remembered = [address for addresses in of_runs for address in addresses]
-    SystemRandom().shuffle(remembered)  # or else a few who want to be first would be it at each start
+    SystemRandom().shuffle(remembered)  # so that no few peers can be first at every start
     remembered.sort(key=lambda address: kind_of_address(address) in ("public", "name"), reverse=True)
     return network.model_copy(update={"trusted_relays": (*network.bootstrap, *remembered)})
 
 
 async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:
-    """The config that the id stands for."""
+    """Fetches the run's config from the first peer that sends the right one."""
     for peer in peers:
         try:
             encoded = await questions.ask_config(transport, peer, run_id)
-            if digest("run id", encoded) == run_id:  # whoever told: this is the run's config
+            if digest("run id", encoded) == run_id:  # whoever sent it, this is the run's config
                 _check_protocol(run_id, encoded)
             run = RunConfig.from_canonical(encoded)
         except (TransportError, RemoteProtocolError) as error:
-            log.warning("no config from %s: %s", peer.hex()[:16], error)
+            log.warning("cannot get the config from %s: %s", peer.hex()[:16], error)
             continue
         if run.is_sealed and run.run_id == run_id.hex():
             return run
@@ -211,18 +216,16 @@ async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes])
 
 
 def _check_protocol(run_id: bytes, encoded: bytes) -> None:
-    """A run of another protocol can be joined with another release only."""
+    """Raises ConfigError if the run uses another protocol version."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         needed = msgspec.json.decode(encoded, type=dict[str, object]).get("protocol")
         if needed != PROTOCOL_VERSION:
-            what = (
-                f"{run_id.hex()[:16]} is of protocol {ascii(needed)[:20]}, and this release speaks {PROTOCOL_VERSION}"
-            )
+            what = f"{run_id.hex()[:16]} uses protocol {ascii(needed)[:20]}, and this release speaks {PROTOCOL_VERSION}"
             raise ConfigError(what, key="--run", fix="Install a release that speaks it")
 
 
 def find_dataset(config: NodeConfig, manifest: str) -> Path:
-    """Where this data set lies, also if a run that was begun here has given it another name; or where it is to lie."""
+    """Returns the directory of a data set, even if a run started here has named it differently; else its usual path."""
     usual = dataset_directory(config, manifest)
     for path in (usual, *sorted(usual.parent.glob("*"))):
         with suppress(DataError):
@@ -232,7 +235,7 @@ def find_dataset(config: NodeConfig, manifest: str) -> Path:
 
 
 def open_dataset(directory: Path, manifest: str) -> TokenDataset | None:
-    """None: it has to be fetched, because it is not here, or what is here is damaged."""
+    """Opens a data set; None if it has to be fetched because it is missing or damaged."""
     if not (directory / MANIFEST_NAME).exists():
         return None
     try:
@@ -245,7 +248,7 @@ def open_dataset(directory: Path, manifest: str) -> TokenDataset | None:
 async def fetch_dataset(
     transport: Transport, config: NodeConfig, run: RunConfig, directory: Path, sources: Tellers
 ) -> TokenDataset:
-    """The list of its pieces; the pieces follow when they are needed."""
+    """Fetches the data set's manifest and tokenizer; its pieces are fetched when they are needed."""
     run_id = bytes.fromhex(run.run_id)
     fetcher = Fetcher(
         transport, run_id, download=TokenBucket(config.limits.download_bytes_per_second), blame=_blame_nobody

@@ -1,9 +1,9 @@
-"""Intake: what the core is to hear of, in order, until the driver takes it.
+"""The intake: the queue of events that wait for the core.
 
-What peers say is decoded here, and what came attached to it is checked by the device, before it gets its place in the
-queue. It may be dropped when the queue is full, or one of them has more than its share of it (and is counted): the core
-asks for what it misses, and so do they. What our own edges report is never dropped; of that there is only as much as
-the core has asked for.
+Messages of peers are decoded here, and attached payloads are checked by the device before they are queued. Events of
+peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for what
+it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
+asked for.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.node.device import Device
 
-EVENTS_MAX = 4_096  # beyond it, gossip is dropped: at 100 nodes a round has 600 messages a node
-SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # events of one peer; a member may hand over what many have said
-TIMER_SECONDS = 0.001  # the shortest that a timer is set to
+EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
+SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
+TIMER_SECONDS = 0.001  # the shortest timer
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # a task, and its name
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # starts a task with a name
 
 
 class Intake:
-    """Takes in what a node hears. `is_admitted` says of whom more is heard, `keep` takes a payload that came with its
-    announcement.
+    """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue; `keep` stores
+    a payload that came with its announcement.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class Intake:
         keep: Callable[[bytes, bytes], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.events: deque[tuple[ev.Event, bytes]] = deque()  # and the peer that brought it about, if one did
-        self.dropped_last = b""  # the peer that last brought an event for which there was no room
+        self.events: deque[tuple[ev.Event, bytes]] = deque()  # each with the peer that caused it, if any
+        self.dropped_last = b""  # the peer whose event was dropped last
         self._signer, self._device = signer, device
         self._is_admitted, self._keep = is_admitted, keep
         self._has_events = asyncio.Event()
-        self._spawn: Spawn | None = None  # while the driver runs: peers can be heard a little earlier and later
-        self._checking = 0  # attachments that wait for the device, or are at it
+        self._spawn: Spawn | None = None  # set while the driver runs; peers may be heard slightly before and after
+        self._checking = 0  # attachments being checked, or waiting for it
         self._shares: Counter[bytes] = Counter()  # of `events` and `_checking`, by peer
 
     # -----------------------------------------------------------------------------------------------
     # The queue
 
     def begin(self, started: ev.Started, spawn: Spawn) -> None:
-        """With this first: peers may have said something already."""
+        """Puts the start event first in the queue, before anything peers have sent already."""
         self.events.appendleft((started, b""))
         self._shares[b""] += 1
         self._has_events.set()
@@ -69,7 +69,7 @@ class Intake:
         self._has_events.set()
 
     def take(self) -> ev.Event | None:
-        """The next, if there is one."""
+        """Returns the next event, if there is one."""
         if not self.events:
             return None
         event, peer = self.events.popleft()
@@ -77,7 +77,7 @@ class Intake:
         return event
 
     async def wait(self, deadline: float | None) -> None:
-        """For an event, or for the core's deadline. uvloop counts milliseconds, and may wake us up just before it."""
+        """Waits for an event or the core's deadline. uvloop counts milliseconds, and may wake us just before it."""
         loop = asyncio.get_running_loop()
         while not self.events and (deadline is None or loop.time() < deadline):
             self._has_events.clear()
@@ -90,7 +90,7 @@ class Intake:
                     timer.cancel()
 
     def _give_of_peer(self, peer: bytes, event: ev.Event) -> None:
-        """What a peer brings about by itself, and might as often as it likes."""
+        """Queues an event that a peer can cause as often as it likes, if there is room."""
         if self._has_room(peer):
             self.give(event, peer)
 
@@ -103,23 +103,23 @@ class Intake:
         return False
 
     def _free(self, peer: bytes) -> None:
-        """A place in its share."""
+        """Gives one place of its share back to a peer."""
         self._shares[peer] -= 1
         if self._shares[peer] <= 0:
             del self._shares[peer]
 
     # -----------------------------------------------------------------------------------------------
-    # What peers say
+    # Messages from peers
 
     def hear(self, sender: bytes, data: bytes) -> None:
-        """A gossiped message."""
+        """Takes in a gossiped message."""
         try:
             self._take_in(sender, data)
         except RemoteProtocolError as error:
             self.blame(sender, error.why)
 
-    def hear_line(self, peer: bytes, message: Mail) -> None:
-        """What a peer says to us alone; RemoteProtocolError if it is nothing that an honest one says."""
+    def hear_mail(self, peer: bytes, message: Mail) -> None:
+        """Takes in a message that a peer sent to this node alone. Raises RemoteProtocolError if it is malformed."""
         match message:
             case Deliver(envelopes):
                 for envelope in envelopes:
@@ -135,12 +135,12 @@ class Intake:
         received = decode(data, self._signer)
         if not received.attachment:
             self.give(ev.MessageReceived(sender, received), sender)
-        elif self._spawn is not None:  # otherwise it will be said again
+        elif self._spawn is not None:  # otherwise drop it: it will be sent again
             announcement = received.message
             assert isinstance(announcement, Announcement), "nothing else has an attachment"
             is_right_size = announcement.payload_bytes == self._device.payload_bytes
             if not self._is_admitted(announcement.author) or not is_right_size:
-                self.give(ev.MessageReceived(sender, received), sender)  # nothing that is worth the device's time
+                self.give(ev.MessageReceived(sender, received), sender)  # not worth the device's time
                 return
             self._checking += 1
             self._shares[sender] += 1
@@ -164,11 +164,11 @@ class Intake:
         self.give(ev.HistoryFailed(peer, why))
 
     def history_came(self, peer: bytes, encoded: bytes) -> None:
-        if self._spawn is not None:  # nobody is asked before
+        if self._spawn is not None:  # before that, no peer has been asked
             self._spawn(self._read_history(peer, encoded), "history")
 
     async def _read_history(self, peer: bytes, encoded: bytes) -> None:
-        """In a thread: it may have 64 MiB."""
+        """Decodes a history in a thread: it may have 64 MiB."""
         try:
             self.give(ev.HistoryArrived(peer, await asyncio.to_thread(decode_history, encoded)))
         except RemoteProtocolError as error:

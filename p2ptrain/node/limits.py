@@ -1,17 +1,17 @@
-"""A good guest: what the node takes of a machine that is somebody's.
+"""Limits on how much of its owner's machine the node uses.
 
-    hours           it trains in these only, by the machine's own clock
-    on_battery      "pause": not while the machine runs on its battery
-    device_percent  between two steps it rests, so that the device works that part of the time
-    memory_bytes    a run that needs more is refused at the start; afterwards it is watched, and told
-    nice            how far it steps back where processes compete, from the start on, its p2pd as well
+    hours           train only during these hours, by the machine's local clock
+    on_battery      "pause": do not train while the machine runs on battery
+    device_percent  idle between steps, so that the device works only this share of the time
+    memory_bytes    refuse a run that needs more at the start; afterwards, watch the usage and report it
+    nice            niceness of the node and its p2pd, set at the start
 
-Outside its hours and on battery the node does what `p2ptrain pause` has it do: the training that runs is the last, and
-it goes on voting and applying. The owner's pause is a reason of its own: each holds until it is lifted.
+Outside its hours and on battery, the node behaves as after `p2ptrain pause`: it finishes the current training and
+goes on voting and applying. These reasons and the owner's pause are independent: each holds until it is lifted.
 
-Memory cannot be given back at a word: a limit on the address space would have torch fail in the middle of a round, and
-what is taken is weights and gradients. So it is counted before anything is made (learn/memory.py), and what the
-process takes later is told. Who wants it enforced has the system do it (MemoryMax= of systemd, a container's limit).
+Memory cannot be released on demand: it holds weights and gradients, and a limit on the address space would make torch
+fail in the middle of a round. So the need is estimated before anything is allocated (learn/memory.py), and later usage
+is only reported. To enforce a limit, use the system's means (systemd's MemoryMax=, a container's limit).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from p2ptrain.errors import ConfigError, TooLargeError
 if TYPE_CHECKING:
     from p2ptrain.node.device import Device
 
-LOOK_SECONDS = 5.0  # between looks at clock, battery and memory: a plug that is pulled costs some seconds of charge
-LESS_MEMORY = "Close other programs, set device.checkpointing = true, or take a run of a smaller model"
-# What `p2ptrain limit` changes here, by its option.
+LOOK_SECONDS = 5.0  # between checks of clock, battery and memory: unplugging costs a few seconds of charge
+LESS_MEMORY = "Close other programs, set device.checkpointing = true, or join a run with a smaller model"
+# The options of `p2ptrain limit` that this module handles, and the config keys that they change.
 KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -48,7 +48,7 @@ log = logging.getLogger("p2ptrain.daemon")
 
 
 def is_within(hours: str, now: datetime) -> bool:
-    """Whether it may train now; hours may go over midnight, their end is no longer in them."""
+    """Whether training is allowed now. Hours may span midnight; the end is exclusive."""
     if not hours:
         return True
     start, _, end = hours.partition("-")
@@ -66,7 +66,7 @@ def reasons_to_pause(limits: LimitsConfig, now: datetime, is_on_battery: bool) -
 
 
 def rest_seconds(worked: float, percent: int) -> float:
-    """How long to rest after so much work."""
+    """Returns how long to idle after `worked` seconds to stay within `percent`."""
     return worked * (100 - percent) / percent
 
 
@@ -81,35 +81,36 @@ def _changes(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
-    """As `p2ptrain limit` says; what is not named stays. ConfigError: one is not possible."""
+    """Returns the limits after an order of `p2ptrain limit`. Raises ConfigError for an invalid value."""
     try:
         return LimitsConfig.model_validate({**limits.model_dump(), **_changes(order)})
     except ValidationError as error:
         place = error.errors(include_url=False)[0]["loc"]
-        key = str(place[0]) if place else "hours"  # the one check of all of them is about these
+        key = str(place[0]) if place else "hours"  # the only check of the whole section is about hours
         option = next(option for option, name in KEYS.items() if name == key)
         fix = f"Give {allowed(LimitsConfig.model_fields[key])}"
-        raise ConfigError(f"{order[option]!r} is not possible", key=f"--{option}", fix=fix) from error
+        raise ConfigError(f"{order[option]!r} is not valid", key=f"--{option}", fix=fix) from error
 
 
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
-    """Tell what the run takes. ConfigError if the config allows less, TooLargeError if this machine never has as much.
+    """Logs how much memory the run needs. Raises ConfigError if the config allows less, and TooLargeError if this
+    machine does not have that much.
 
-    What others take now may be free later, and a pass may be made smaller: both are only warned of.
+    If the memory is only taken by other programs, or smaller passes would fit, it only warns.
     """
-    from p2ptrain.learn.memory import rooms_of  # noqa: PLC0415  # torch: two seconds, in which an error could be told
+    from p2ptrain.learn.memory import rooms_of  # noqa: PLC0415  # imports torch: two seconds before any error shows
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
     rooms = rooms_of(run, config.device)
-    log.info("run %s takes about %s", run.name, " and ".join(each.takes for each in rooms))
+    log.info("run %s needs about %s", run.name, " and ".join(each.takes for each in rooms))
     limit = config.limits.memory_bytes
     if limit and rooms[0].needed > limit:
-        what = f"run {run.name} takes about {rooms[0].takes}, and {mega(limit)} are allowed"
-        raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or train a run of a smaller model")
+        what = f"run {run.name} needs about {rooms[0].takes}, but the limit is {mega(limit)}"
+        raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or join a run with a smaller model")
     for each in rooms:
         if each.level == "failed":
-            least = f"{mega(each.least)} even with one sequence a pass"
-            what = f"run {run.name} takes about {each.takes}, {least}, and there are {mega(each.total)}"
+            least = f"{mega(each.least)} even with one sequence per pass"
+            what = f"run {run.name} needs about {each.takes}, {least}, but there are only {mega(each.total)}"
             raise TooLargeError(what, fix=LESS_MEMORY)
         if each.level == "warning":
             log.warning("only %s of %s are free now. %s", mega(each.free), each.what, LESS_MEMORY)
@@ -120,36 +121,36 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
 
 
 def is_on_battery() -> bool:
-    """A machine without one, or one that does not tell, counts as plugged in."""
+    """Whether the machine runs on battery. If it has none, or cannot tell, it counts as plugged in."""
     try:
         battery = psutil.sensors_battery()
-    except (OSError, ValueError, AttributeError):  # files of the kernel's that are there and cannot be read
+    except (OSError, ValueError, AttributeError):  # the kernel's files exist but cannot be read
         return False
     return battery is not None and battery.power_plugged is False
 
 
 def resident_bytes() -> int:
-    """Main memory of this process and of those that it has started."""
+    """Returns the resident memory of this process and its children."""
     me = psutil.Process()
     total = 0
     for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the process has just ended
             total += process.memory_info().rss
     return total
 
 
 def be_nice(nice: int) -> None:
-    """Before any thread and any process is started: they take it from who starts them. It only ever steps back."""
+    """Raises this process's niceness, never lowers it. Call it first: threads and child processes inherit it."""
     if nice > os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
 class Pauses:
-    """Why the node is to begin no other training. To the core, and to the others, it is one that trains slowly."""
+    """The reasons why the node must not start another training. The core and the peers only see a slow node."""
 
     def __init__(self) -> None:
         self._reasons: dict[Code, Complaint] = {}
-        self._are_over = asyncio.Event()
+        self._are_over = asyncio.Event()  # set while there is no reason to pause
         self._are_over.set()
 
     def __contains__(self, code: Code) -> bool:
@@ -166,7 +167,7 @@ class Pauses:
         self._are_over.clear()
 
     def end(self, code: Code) -> None:
-        """As far as this reason goes: there may be others."""
+        """Removes this reason; training resumes when none is left."""
         self._reasons.pop(code, None)
         if not self._reasons:
             self._are_over.set()
@@ -176,7 +177,7 @@ class Pauses:
 
 
 class MachineLimits:
-    """Of one node: looks at the machine now and then, and pauses and resumes."""
+    """Applies the owner's limits: checks clock, battery and memory periodically, and pauses and resumes training."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class MachineLimits:
         self._device.percent = limits.device_percent
 
     def change(self, order: dict[str, Any]) -> None:
-        """As `p2ptrain limit` says; what is not named stays. ConfigError: one is not possible, and all stay."""
+        """Applies an order of `p2ptrain limit`. Raises ConfigError for an invalid value, and then changes nothing."""
         changes = _changes(order)
         if not changes:
             return
@@ -206,10 +207,10 @@ class MachineLimits:
         self.look()
 
     def look(self) -> None:
-        """Pause and resume as it should be now."""
+        """Pauses or resumes training according to the limits, and checks the memory in use."""
         limits = self.limits
         now = reasons_to_pause(limits, self._clock(), limits.on_battery == "pause" and self._battery())
-        for each in now:  # the health says which hold, and what comes and goes there is told (news.py)
+        for each in now:  # they show up in `health`; news.py logs the changes
             self._pauses.begin(each)
         for code in {Code.OUTSIDE_HOURS, Code.ON_BATTERY} - {each.code for each in now}:
             self._pauses.end(code)

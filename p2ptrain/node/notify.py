@@ -1,11 +1,11 @@
-"""What the node tells the supervisor that started it: that it takes part, how it goes, that it lives, that it ends.
+"""Notifies the supervisor that started the node: ready, status, watchdog, stopping.
 
-The protocol is systemd's (sd_notify(3)), which others speak too: a datagram of KEY=value lines to the socket that
-NOTIFY_SOCKET names, by its path or, after an @, by a name of the kernel's. Without that variable nothing is said. If
-the supervisor wants beats (WATCHDOG_USEC), they come from the event loop, so that they end when it does; and they end
-when the node has halted, because it will not go on by itself, and a unit that has failed is what a person looks for.
+The protocol is systemd's (sd_notify(3)), which other supervisors also speak: a datagram of KEY=value lines to the
+socket in NOTIFY_SOCKET, a path or, after an @, an abstract name. Without that variable, nothing is sent. If the
+supervisor expects watchdog beats (WATCHDOG_USEC), they come from the event loop, so that they stop if it hangs. They
+also stop when the node has halted: it will not recover by itself, and people look for failed units.
 
-Nothing waits for the supervisor: what it does not take is said again later, or was not worth it.
+Sending never blocks: a notification that the supervisor does not accept is repeated later, or does not matter.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import socket
 from collections.abc import Callable
 from time import monotonic
 
-TELL_SECONDS = 5.0  # between two words on how it goes: people read them
-BEATS = 4  # in the time after which a supervisor loses its patience: it asks for two, and one may come late
-TEXT_MAX = 500  # letters of a status: one line in a terminal, and far below what a datagram holds
+TELL_SECONDS = 5.0  # between status updates, which people read
+BEATS = 4  # per watchdog interval: systemd recommends two, and one may be late
+TEXT_MAX = 500  # characters of a status: about one line in a terminal, and far below the size of a datagram
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 def notify(**said: str) -> bool:
-    """Say all that to the supervisor in one go; whether it took it. There may be none."""
+    """Sends fields to the supervisor in one datagram. Returns whether it was accepted; False if there is none."""
     name = os.environ.get("NOTIFY_SOCKET", "")
     if not name.startswith(("/", "@")):
         return False
@@ -35,18 +35,18 @@ def notify(**said: str) -> bool:
             sender.connect("\0" + name[1:] if name.startswith("@") else name)
             sender.send("\n".join(lines).encode("utf-8", "replace"))
     except OSError as error:
-        log.debug("the supervisor at %s did not take what it was told: %s", name, error)
+        log.debug("cannot notify the supervisor at %s: %s", name, error)
         return False
     return True
 
 
 class Beat:
-    """Of a node that takes part. `look` is called about once a second, in the event loop."""
+    """Sends status and watchdog beats of a running node. `look` is called about once a second, in the event loop."""
 
     def __init__(self) -> None:
         self._is_wanted = "NOTIFY_SOCKET" in os.environ
         self._seconds = min(TELL_SECONDS, _patience_seconds() / BEATS)
-        self._is_known = False  # that the node takes part
+        self._is_known = False  # whether READY has been sent
         self._next_at = 0.0
 
     def look(self, status: Callable[[], str], is_halted: bool) -> None:
@@ -63,7 +63,7 @@ class Beat:
 
 
 def _patience_seconds() -> float:
-    """After which a supervisor that hears nothing ends this process; not what it asks of another's."""
+    """Returns the watchdog interval, or infinity if the supervisor sets none for this process."""
     interval, whose = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not interval.isdecimal() or int(interval) == 0 or whose not in ("", str(os.getpid())):
         return float("inf")

@@ -1,9 +1,9 @@
-"""What the owner orders while the node runs: pause and resume, limits, a checkpoint now.
+"""Carries out the owner's orders while the node runs: pause, resume, limits, a checkpoint now.
 
-All of it holds until the daemon ends: what should hold longer stands in the node's config. That file is not read again
-while the node runs, by SIGHUP or otherwise: most of its keys could not be followed then, and a signal has no answer,
-whereas an order is checked at once and tells what holds now. The orders come over the
-owner's socket (control.py) and nowhere else.
+Their effect lasts until the daemon ends; permanent settings belong in the node's config. That file is not read again
+while the node runs, not even on SIGHUP: most of its keys could not take effect then, and a signal cannot return an
+error, while an order is checked at once and answered with what applies now. Orders come only over the control socket
+(control.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from p2ptrain.node.driver import Driver
 from p2ptrain.node.limits import MachineLimits
 
 RATE_MAX = 10**12  # bytes a second, as in the config
-SAVES_MAX = 3  # tries to save a state that rounds go on from meanwhile
+SAVES_MAX = 3  # attempts to save a state while rounds go on
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 async def obey(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> dict[str, Any]:
-    """Do what the owner says; how it stands then, but for limits, which the status tells."""
+    """Carries out an order and returns the round saved, or whether the node is paused; limits are in the status."""
     match order["do"]:
         case "pause":
             _pause(driver)
@@ -38,26 +38,26 @@ async def obey(driver: Driver, machine_limits: MachineLimits, order: dict[str, A
 
 def _pause(driver: Driver) -> None:
     if Code.PAUSED not in driver.pauses:
-        log.info("paused by its owner: the training that runs is the last, and the node goes on voting and applying")
+        log.info("paused by its owner: training stops after the current one; the node goes on voting and applying")
         driver.pauses.begin(complaint(Code.PAUSED))
 
 
 def _resume(driver: Driver) -> None:
     if Code.PAUSED in driver.pauses:
-        log.info("its owner lets it train again")
+        log.info("training resumed by its owner")
         driver.pauses.end(Code.PAUSED)
 
 
 def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> None:
-    """What is not named stays as it is."""
+    """Changes the limits that the order names."""
     rates = {name: order[name] for name in ("upload", "download") if order.get(name) is not None}
     for name, rate in rates.items():
         if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= RATE_MAX:
             fix = f"Give bytes a second, from 0 (no limit) to {RATE_MAX:,}"
-            raise ConfigError(f"{rate!r} is not possible", key=f"--{name}", fix=fix)
+            raise ConfigError(f"{rate!r} is not valid", key=f"--{name}", fix=fix)
     threads = order.get("threads")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1_024):
-        raise ConfigError(f"{threads!r} is not possible", key="--threads", fix="Give a number from 1 to 1,024")
+        raise ConfigError(f"{threads!r} is not valid", key="--threads", fix="Give a number from 1 to 1,024")
     machine_limits.change(order)
     if threads is not None:
         driver.device.threads = threads
@@ -69,16 +69,16 @@ def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any])
 
 
 async def save_now(driver: Driver) -> int:
-    """The round whose state has been saved."""
+    """Saves the current state and returns its round."""
     persistence, device, view = driver.edges.persistence, driver.device, driver.node.view()
     for _ in range(SAVES_MAX):
         number = device.trainer.round
         entry, root = view.entry(number), view.roots.get(number)
         if entry is None or not root:
             if any(each.round == number for each in persistence.store.checkpoints.present()):
-                return number  # a state that was taken over was saved then
-            raise DataError("there is no state to save yet: no round has been applied since the node started")
+                return number  # an adopted state is saved when it is adopted
+            raise DataError("no state to save yet: no round has been applied since the node started")
         await persistence.checkpoint(device, entry.manifest, root, now=True)
         if any(each.round == number for each in persistence.store.checkpoints.present()):
             return number
-    raise DataError("the state was not saved; the daemon's log says why")
+    raise DataError("the state was not saved; see the daemon's log")

@@ -1,4 +1,4 @@
-"""The outbox: messages that wait to be published. Where there is no room the oldest goes, and is said again in time."""
+"""The outbox: messages waiting to be published. When it is full, the oldest is dropped; it will be sent again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("p2ptrain.daemon")
 
 
 class Outbox:
-    """Publishes one message after the other; what is lost it adds to `counters`."""
+    """Publishes messages one after the other, and counts lost ones in `counters`."""
 
     def __init__(self, publish: Callable[[bytes], Awaitable[None]], counters: Counter[str]) -> None:
         self._publish, self._counters = publish, counters
@@ -43,7 +43,7 @@ class Outbox:
                 self._waiting.popleft()
 
     async def drain(self) -> None:
-        """For a second at most: what was said last should still go out."""
+        """Waits up to a second for the last messages to go out."""
         for _ in range(50):
             if not self._waiting:
                 return

@@ -1,6 +1,7 @@
-"""What this node keeps: contributions, checkpoints, and the one thread that writes to the store.
+"""Writes contributions, history and checkpoints to the store, each kind in its own thread.
 
-A checkpoint is copied in the trainer's thread, between two rounds, and written in a thread of its own.
+A checkpoint is copied in the trainer's thread, between two rounds, and written in another, so that training does not
+wait for the disk.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from p2ptrain.store.diary import Trained
 from p2ptrain.store.records import Batch
 from p2ptrain.store.store import Store
 
-FRESH_SECONDS = 60.0  # until a payload that arrived is counted by the core, or is of no use
-LAST_CHANCE = 0.75  # of the rounds whose history is kept, without a checkpoint
-RETRY_SECONDS = 5.0  # between tries to write one then
+FRESH_SECONDS = 60.0  # by then the core has counted a payload that arrived, or does not need it
+LAST_CHANCE = 0.75  # share of the kept history that may pass without a checkpoint before everything waits for one
+RETRY_SECONDS = 5.0  # between attempts to write it then
 NOT_OFFERED = "it is damaged, or its root covers only a part of it"
-PRUNE_ROUNDS = 8  # between looks at what the store may forget
+PRUNE_ROUNDS = 8  # between prunings of the store
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a checkpoint is made of."""
+    """The contents of a checkpoint that is about to be written."""
 
     round: int
     branch: bytes
@@ -51,7 +52,10 @@ class Moment:
     def of(
         cls, device: Device, number: int, branch: bytes, head: bytes, root: bytes, is_copied: bool = True
     ) -> Moment | None:
-        """In the trainer's thread, which need not copy what it waits for; None if a state was taken over meanwhile."""
+        """Captures the state after a round; None if another state has been adopted. Runs in the trainer's thread.
+
+        A copy is not needed if that thread waits until the checkpoint is written.
+        """
         if device.trainer.round != number:
             return None
         try:
@@ -59,11 +63,11 @@ class Moment:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise DataError("there is no memory for a copy of the state") from error
+            raise DataError("not enough memory for a copy of the state") from error
 
 
 class Persistence:
-    """Of one node in one run."""
+    """Writes to the store on behalf of the driver, without blocking the event loop."""
 
     def __init__(
         self,
@@ -73,44 +77,44 @@ class Persistence:
         history_rounds: int,
         needed: Callable[[], Collection[bytes]],
     ) -> None:
-        """A checkpoint older than `history_rounds` leads nowhere; `needed` are the payloads that the core may still ask
-        for.
+        """A checkpoint older than `history_rounds` is useless; `needed` returns the payloads that the core may still
+        ask for.
         """
         self.store, self._states, self._needed = store, states, needed
         self._checkpoint_rounds, self._history_rounds = checkpoint_rounds, history_rounds
-        self.fresh: dict[bytes, float] = {}  # payloads that the core may not have heard of yet, and since when
-        self.records_trouble = ""  # why no history is written, as long as none is
-        self.checkpoint_trouble = ""  # why the last checkpoint, or note for one, was not written
-        self.free_bytes: int | None = None  # of the disk, when it was looked at last; None: it was not, or did not say
-        self._saved_round = 0  # of the last that was written
-        self._turn = asyncio.Lock()  # of who makes a checkpoint: there is memory for one copy
+        self.fresh: dict[bytes, float] = {}  # payloads that the core may not know of yet, and when they arrived
+        self.records_trouble = ""  # the error, while records cannot be written
+        self.checkpoint_trouble = ""  # why the last checkpoint or diary entry was not written
+        self.free_bytes: int | None = None  # on the disk, at the last check; None: unknown
+        self._saved_round = 0  # the round of the last checkpoint
+        self._turn = asyncio.Lock()  # one checkpoint at a time: there is memory for one copy
         self._disk = ThreadPoolExecutor(1, "disk")
-        self._historian = ThreadPoolExecutor(1, "records")  # sqlite prunes for a second, and votes must not wait
-        self._writer = ThreadPoolExecutor(1, "checkpoint")  # one of its own: gigabytes must not hold up what is said
+        self._historian = ThreadPoolExecutor(1, "records")  # sqlite may prune for a second; votes must not wait
+        self._writer = ThreadPoolExecutor(1, "checkpoint")  # votes must not wait for gigabytes
 
     def close(self) -> None:
-        """When what was asked for is on the disk."""
+        """Waits until everything handed in is on the disk, and ends the threads."""
         self._writer.shutdown()
         self._historian.shutdown()
         self._disk.shutdown()
 
     async def on_disk(self, job: Callable[..., T], *arguments: object) -> T:
-        """Do something with the store, in the one thread that writes there."""
+        """Runs a job in the one thread that writes to the store."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, job, *arguments)
 
     # -----------------------------------------------------------------------------------------------
     # Contributions
 
     def put(self, name: bytes, payload: bytes) -> None:
-        """Hold a payload that is about to be told to the core."""
+        """Stores a payload that the core is about to be told of."""
         self.fresh[name] = monotonic()
         try:
             self.store.payloads.put(name, payload)
-        except DataError as error:  # an older one finds no room on the disk, and this one is in memory
+        except DataError as error:  # spilling an older one failed; this one is in memory
             log.error("%s", error)
 
     async def payload(self, name: bytes) -> bytes | None:
-        """If it is here; a disk that does not answer has nothing."""
+        """Returns a payload; None if it is not here or cannot be read."""
         try:
             return await asyncio.to_thread(self.store.payloads.get, name)
         except DataError as error:
@@ -118,8 +122,8 @@ class Persistence:
             return None
 
     async def let_go(self, manifest: Manifest) -> None:
-        """A round was applied. What came after it was decided lasts from now on; now and then, forget what nobody needs
-        any more, all the more on a disk that is full."""
+        """After a round was applied, writes out those of its payloads that arrived late; every few rounds, prunes the
+        store, even if the disk is full."""
         try:
             if late := self.store.payloads.fleeting(taken.payload for taken in manifest.taken):
                 await self.on_disk(self.store.payloads.keep, late)
@@ -128,35 +132,35 @@ class Persistence:
         if manifest.round % PRUNE_ROUNDS == 0:
             now = monotonic()
             self.fresh = {payload: at for payload, at in self.fresh.items() if now - at < FRESH_SECONDS}
-            known = self.store.payloads.names()  # what comes from now on, `needed` cannot name
+            known = self.store.payloads.names()  # `needed` cannot name payloads that arrive from now on
             try:
                 await self.on_disk(self.store.prune, {*self._needed(), *self.fresh}, known)
             except DataError as error:
                 log.error("%s", error)
 
     async def note_mismatch(self, number: int) -> None:
-        """A state came out wrong here. HardwareError: once too often."""
+        """Notes that this node computed a wrong state. Raises HardwareError if that has happened too often."""
         await self.on_disk(self.store.mismatches.note, number)
 
     # -----------------------------------------------------------------------------------------------
     # History for people
 
     async def record(self, batch: Batch) -> bool:
-        """Whether the disk took it. If not, it costs history and nothing else, and may be tried again."""
+        """Writes records; False if that failed. Only history is lost then, and the caller may try again."""
         return await self._note(self.store.records.write, batch)
 
     async def remember(self, addresses: Sequence[str], linked: Collection[str]) -> bool:
-        """Addresses for the next start; peers of these ids are connected now."""
+        """Stores addresses for the next start; `linked` are the ids of the peers connected now."""
         return await self._note(self.store.records.remember, addresses, linked, time())
 
     async def look_for_room(self) -> None:
-        """How much the disk still takes. Asked where nobody waits: a disk of the network may take minutes."""
+        """Updates `free_bytes`. Runs in the records' thread, since a network disk may take minutes to answer."""
         try:
             usage = await asyncio.get_running_loop().run_in_executor(self._historian, disk_usage, self.store.directory)
         except OSError:
             self.free_bytes = None
         else:
-            self.free_bytes = usage.free  # to whoever is not root
+            self.free_bytes = usage.free  # for users other than root
 
     async def _note(self, job: Callable[..., None], *arguments: object) -> bool:
         try:
@@ -171,11 +175,11 @@ class Persistence:
     # Checkpoints
 
     async def checkpoint(self, device: Device, manifest: Manifest, root: bytes, *, now: bool = False) -> None:
-        """Save the state after this round, if it is time: training waits for a copy in memory, and not for the disk.
+        """Saves the state after this round if one is due. Training waits for the copy in memory, not for the disk.
 
-        One that is due while another is being written is left out: there is memory for one copy, and a disk as slow
-        as that does not get faster. But rounds do not run away from the last one that was saved: without it, a restart
-        would have nothing to go on from. Then everything waits, until one is saved.
+        A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if
+        the last checkpoint is about to become older than the kept history, training waits until one is saved: without
+        it, a restart would have nothing to go on from.
         """
         is_last_chance = manifest.round - self._saved_round >= LAST_CHANCE * self._history_rounds
         if is_last_chance and not now:
@@ -190,12 +194,12 @@ class Persistence:
                 self._failed(manifest.round, error)
                 return
             if moment is None:
-                log.info("no checkpoint of round %d: another state was taken over", manifest.round)
+                log.info("no checkpoint of round %d: another state was adopted", manifest.round)
             else:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._try, moment)
 
     def _save_at_last(self, device: Device, manifest: Manifest, root: bytes) -> None:
-        """In the trainer's thread, which does nothing else until it has succeeded, or the node ends."""
+        """Blocks the trainer's thread until the checkpoint is written or the node ends."""
         while not device.is_stopping and manifest.round > self._saved_round:
             try:
                 moment = Moment.of(device, manifest.round, manifest.branch, manifest.digest, root, is_copied=False)
@@ -206,14 +210,14 @@ class Persistence:
             sleep(RETRY_SECONDS)
 
     def checkpoint_first(self, device: Device, root: bytes) -> Checkpoint:
-        """Of the first weights, by whoever begins the run; in the trainer's thread."""
+        """Saves the first weights, on the node that starts the run. Runs in the trainer's thread."""
         genesis = self.store.genesis
         moment = Moment.of(device, 0, genesis.branch, genesis.head, root, is_copied=False)
         assert moment is not None, "the trainer has them"
         return self._writer.submit(self._write, moment).result()
 
     async def checkpoint_adopted(self, device: Device, number: int, root: bytes) -> None:
-        """Of a state that was taken over: what is trained from now on rests on it, and waits for it."""
+        """Saves a state that was adopted. Training waits for it, since it builds on it."""
 
         def save() -> None:
             try:
@@ -227,12 +231,12 @@ class Persistence:
         await device.run(save)
 
     async def note(self, trained: Trained) -> None:
-        """Have a restart repeat this training. A disk that does not take it costs exactness, and no round."""
+        """Notes a training so that a restart can repeat it. If that fails, a restart is only inexact."""
         try:
             await self.on_disk(self.store.diary.note, trained)
         except DataError as error:
             self.checkpoint_trouble = str(error)
-            log.error("%s; a restart will not repeat what is trained until the next checkpoint", error)
+            log.error("%s; a restart before the next checkpoint will not repeat this training", error)
 
     def _try(self, moment: Moment) -> bool:
         try:
@@ -249,7 +253,7 @@ class Persistence:
 
     def _write(self, moment: Moment) -> Checkpoint:
         capture = moment.capture
-        leaves = leaves_of(capture.state, moment.root)  # none of a partial root, which proves no pieces
+        leaves = leaves_of(capture.state, moment.root)  # none if the root is partial and proves no pieces
         checkpoint = self.store.checkpoints.write(
             moment.round, moment.branch, moment.head, moment.root, moment.trained, capture.write, capture.state, leaves
         )
@@ -259,11 +263,11 @@ class Persistence:
         return checkpoint
 
     def offer(self, checkpoint: Checkpoint) -> None:
-        """Serve what an earlier life has saved."""
+        """Serves a checkpoint that was saved before this start."""
         self._saved_round = max(self._saved_round, checkpoint.round)
         try:
             leaves = checkpoint.leaves()
-        except DataError as error:  # peers may have it
+        except DataError as error:  # peers may have a good copy
             log.error("%s", error)
             return
         if leaves:

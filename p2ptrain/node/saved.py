@@ -1,10 +1,10 @@
-"""What is saved of a run's model on this disk, for who wants to look at it: nothing is locked, and nothing changed.
+"""Finds and opens saved models of a run on this disk, read-only: it takes no lock and changes nothing.
 
-A checkpoint names its run by the id alone. The run's settings and tokenizer lie beside it, where `p2ptrain checkpoint
-export` has copied it, or with the node that took part in the run.
+A checkpoint names its run by the id alone. The run's config and tokenizer are beside an exported checkpoint (`p2ptrain
+checkpoint export`), or in the data directory of the node that took part in the run.
 
-A checkpoint also names its root, and anyone can write one. What speaks for it is the node's own log, whose certified
-rounds name the roots of those before them: what the log certifies comes first, and what it contradicts is not taken.
+A checkpoint also names its root, but anyone can write that. The evidence is the node's own log, whose certified rounds
+name the roots of earlier ones: checkpoints that the log certifies come first, and those it contradicts are rejected.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from p2ptrain.store.store import CHECKPOINTS_NAME
 
 RUN_NAME = "run.json"
 LOG_NAME = "wal"
-OTHER_HISTORY = "not of the history that this node has"
+OTHER_HISTORY = "not part of this node's history"
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
 
 
 class _GoneError(DataError):
-    """A checkpoint that its node has removed since it was found."""
+    """The running node has removed a checkpoint since it was found."""
 
 
 def though_pruned(look: Callable[[], T]) -> T:
-    """What `look` finds: a running node makes checkpoints and removes others meanwhile, and then it looks anew."""
+    """Calls `look`, again if a running node has removed a checkpoint meanwhile."""
     for _ in range(LOOKS_MAX):
         try:
             return look()
         except _GoneError as error:
             log.debug("%s", error)
-    raise DataError("the node removes checkpoints faster than they are read. Stop it first")
+    raise DataError("the node removes checkpoints faster than they can be read. Stop it first")
 
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Errors inside are for `though_pruned` if the checkpoint has gone: that is the reason, whatever they say."""
+    """Turns an error into one that `though_pruned` retries if the checkpoint has been removed meanwhile."""
     try:
         yield
     except DataError as error:
@@ -66,21 +66,21 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A checkpoint, and what the node's log says of it."""
+    """A checkpoint, and the verdict of the node's log on it."""
 
     checkpoint: Checkpoint
     judgement: Certainty
-    state: AgreedState | None  # what was agreed with it, if the log still tells
+    state: AgreedState | None  # the agreed state of its round, if the log still has it
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A checkpoint that is whole, and what it takes to read it."""
+    """An undamaged checkpoint, with all that is needed to load its model."""
 
     run: RunConfig
     checkpoint: Checkpoint
     judgement: Certainty
-    state: AgreedState | None  # what was agreed with it, if the node's log still tells
+    state: AgreedState | None  # the agreed state of its round, if the node's log still has it
     tokenizer: Tokenizer
 
     @property
@@ -91,27 +91,29 @@ class SavedModel:
 
     @property
     def saved_at(self) -> float:
-        """In seconds since 1970."""
+        """The time of the checkpoint, in seconds since 1970."""
         with trouble(self.checkpoint.path, "cannot be read"):
             return (self.checkpoint.path / STAMP_NAME).stat().st_mtime
 
     @property
     def members(self) -> tuple[int, int] | None:
-        """How many had a vote, and how many were admitted."""
+        """The number of members with a vote, and of admitted nodes."""
         return None if self.state is None else (len(self.state.members), len(self.state.admitted))
 
 
 def find_model(
     config: NodeConfig, wanted: str | None = None, number: int | None = None, directory: Path | None = None
 ) -> SavedModel:
-    """The model of the one run that is meant: the newest whole one that the node's log certifies, or that of a round,
-    or in a directory. `DataError`: there is none, or the log contradicts it."""
+    """Finds a saved model: by default the newest undamaged one that the node's log certifies, or the one of a round or
+    in a directory. Raises `DataError` if there is none, or if the log contradicts it."""
     if directory is not None and number is not None:
-        raise ConfigError("the directory is of one round", key="--round", fix="Leave it out, or name no directory")
+        raise ConfigError("the directory holds one round only", key="--round", fix="Leave it out, or name no directory")
     if directory is not None:
         checkpoint, run = _open(config, directory)
         if not run.run_id.startswith(wanted or ""):
-            raise ConfigError(f"{directory} is of run {run.run_id}", key="--run", fix="Leave it out, or name that one")
+            raise ConfigError(
+                f"{directory} belongs to run {run.run_id}", key="--run", fix="Leave it out, or name that one"
+            )
         chosen = _judged_by(_journal_of(run_directory(config, bytes.fromhex(run.run_id))), checkpoint)
         if chosen.judgement.is_refuted:
             raise DataError(f"{directory}: {OTHER_HISTORY}: {chosen.judgement.why}")
@@ -125,8 +127,8 @@ def find_model(
 
 
 def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
-    """Of one round or of any, the last made that is whole and that the log certifies; where there is none, the last
-    that is whole and that the log does not contradict."""
+    """Returns the newest undamaged checkpoint (of one round, if `number` is given) that the log certifies, or if there
+    is none, the newest that the log does not contradict."""
     judged = _judged(checkpoints, number)
     for each in sorted(judged, key=lambda each: not each.judgement.is_certified):
         if not _is_whole(checkpoints, each.checkpoint):
@@ -135,15 +137,18 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
             for other in judged[: judged.index(each)]:
                 if not other.judgement.is_certified:
                     path, number = other.checkpoint.path, other.checkpoint.round
-                    log.warning("passed over: %s: %s; --round %d takes it", path, other.judgement, number)
+                    log.warning("skipped: %s: %s; choose it with --round %d", path, other.judgement, number)
         return each
-    raise DataError(f"{checkpoints.directory}: no whole checkpoint" + ("" if number is None else f" of round {number}"))
+    raise DataError(
+        f"{checkpoints.directory}: no undamaged checkpoint" + ("" if number is None else f" of round {number}")
+    )
 
 
 def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Chosen]]:
-    """The last made that are whole, so many, and the last of them that the log certifies; and the other whole ones.
+    """Splits the undamaged checkpoints into those to keep (the newest `count`, and the newest that the log certifies)
+    and the rest.
 
-    What is damaged or not of the log's history is in neither.
+    Damaged checkpoints and those that the log contradicts are in neither list.
     """
     whole = [each for each in _judged(checkpoints) if _is_whole(checkpoints, each.checkpoint)]
     certified = [each for each in whole if each.judgement.is_certified]
@@ -152,17 +157,17 @@ def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Ch
 
 
 def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[Chosen]:
-    """Those that can be read and that the log does not contradict, the last made first; the others are named."""
-    found = checkpoints.found()  # before the log is read: what a running node saves later may not be in it
+    """Returns the readable checkpoints that the log does not contradict, newest first; logs the others."""
+    found = checkpoints.found()  # before reading the log, which may lack what a running node saves later
     journal = _journal_of(checkpoints.directory.parent)
     judged = []
     for each in reversed(found):
         if isinstance(each, DataError):
-            log.warning("passed over: %s", each)
+            log.warning("skipped: %s", each)
         elif number in (None, each.round):
             chosen = _judged_by(journal, each)
             if chosen.judgement.is_refuted:
-                log.warning("passed over: %s: %s: %s", each.path, OTHER_HISTORY, chosen.judgement.why)
+                log.warning("skipped: %s: %s: %s", each.path, OTHER_HISTORY, chosen.judgement.why)
             else:
                 judged.append(chosen)
     return judged
@@ -173,16 +178,16 @@ def _is_whole(checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
     if why is not None:
         if not checkpoint.path.exists():
             raise _GoneError(why)
-        log.warning("passed over: %s", why)
+        log.warning("skipped: %s", why)
     return why is None
 
 
 def _journal_of(directory: Path) -> Journal | str:
-    """What the log of a run's directory comes to, or why there is nothing to judge by."""
+    """Returns the journal of a run's directory, or why there is none to judge checkpoints by."""
     try:
         return read_journal(directory / LOG_NAME) or "there is no log of its run here"
     except DataError as error:
-        log.warning("nothing certifies a checkpoint, and the members are not known: %s", error)
+        log.warning("checkpoints cannot be certified, and the members are unknown: %s", error)
         return "the log of its run here cannot be read"
 
 
@@ -193,20 +198,23 @@ def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> Chosen:
 
 
 def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
-    """The files that a checkpoint is read with, wherever it goes. It goes without a tokenizer that is lost."""
+    """Returns the files to export beside a checkpoint so that it can be read elsewhere: config and tokenizer.
+
+    A lost tokenizer is left out with a warning.
+    """
     files = {RUN_NAME: run.canonical()}
     if run.tokenizer.kind == "json":
         try:
             files[TOKENIZER_NAME] = _dataset(config, run).open_tokenizer().file_bytes
         except DataError as error:
-            log.warning("no tokenizer beside it: %s", error)
+            log.warning("exporting without the tokenizer: %s", error)
     return files
 
 
 def _open(config: NodeConfig, directory: Path) -> tuple[Checkpoint, RunConfig]:
-    """A checkpoint and its run; `DataError` if it is not whole."""
+    """Opens a checkpoint and its run's config. Raises `DataError` if it is damaged."""
     if not (directory / STAMP_NAME).exists():
-        fix = "Name a directory that `p2ptrain checkpoint export` made"
+        fix = "Name a directory made by `p2ptrain checkpoint export`"
         raise ConfigError(f"{directory} holds no checkpoint", key="--checkpoint", fix=fix)
     stamp = read_stamp(directory)
     run_id = bytes.fromhex(stamp.run)
@@ -218,7 +226,7 @@ def _open(config: NodeConfig, directory: Path) -> tuple[Checkpoint, RunConfig]:
         if run is not None and run.run_id == stamp.run:
             return checkpoint, run
     fix = f"Name the directory of a node that took part in it, or put its {RUN_NAME} beside {STAMP_NAME}"
-    raise ConfigError(f"the settings of run {stamp.run} are not here", key="--data-dir", fix=fix)
+    raise ConfigError(f"the config of run {stamp.run} is not here", key="--data-dir", fix=fix)
 
 
 def _run_in(path: Path) -> RunConfig | None:
@@ -227,7 +235,7 @@ def _run_in(path: Path) -> RunConfig | None:
     try:
         run = RunConfig.from_canonical(encoded)
     except RemoteProtocolError as error:
-        raise DataError(f"{path}: not the settings of a run: {error}") from error
+        raise DataError(f"{path}: not a run's config: {error}") from error
     return run if run.is_sealed else None
 
 
@@ -236,7 +244,7 @@ def _dataset(config: NodeConfig, run: RunConfig) -> TokenDataset:
 
 
 def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer:
-    """The run's: from beside the checkpoint, or from its data."""
+    """Opens the run's tokenizer, from beside the checkpoint or from the run's data."""
     if run.tokenizer.kind == "bytes":
         return BytesTokenizer()
     path = directory / TOKENIZER_NAME
@@ -244,13 +252,13 @@ def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer
         return _dataset(config, run).open_tokenizer()
     file_bytes = read_regular(path, TOKENIZER_BYTES_MAX) or b""
     if tokenizer_digest(file_bytes) != run.tokenizer.digest:
-        raise DataError(f"{path}: damaged, or not the run's: its digest is not {run.tokenizer.digest}")
+        raise DataError(f"{path}: damaged, or of another run: its digest is not {run.tokenizer.digest}")
     tokenizer = JsonTokenizer(file_bytes, str(path))
     if tokenizer.vocab_size > run.model.vocab_size:  # nobody could have trained with it
-        raise DataError(f"{path}: {tokenizer.vocab_size} tokens, and the run's model knows {run.model.vocab_size}")
+        raise DataError(f"{path}: {tokenizer.vocab_size} tokens, but the run's model has {run.model.vocab_size}")
     return tokenizer
 
 
 def _state_after(journal: Journal, checkpoint: Checkpoint) -> AgreedState | None:
-    """The agreed state of a checkpoint's round."""
+    """Returns the agreed state of a checkpoint's round, if the journal still has it."""
     return next((state for state in journal.states if checkpoint.head and state.head == checkpoint.head), None)

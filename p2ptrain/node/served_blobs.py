@@ -1,4 +1,4 @@
-"""What this node serves to peers: payloads, states, training data and what belongs to it."""
+"""The blobs that this node serves to peers: payloads, states, training data, its manifest and the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import Store
 
-STATES_SERVED = 8  # leaves of so many states are kept for serving
-LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes a MiB: those of a round and a few before it
+STATES_SERVED = 8  # states whose leaves are kept in memory
+LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes per MiB: those of the last few rounds
 QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 class SavedStates:
-    """Saved states that can be had here."""
+    """The checkpoints whose states this node serves."""
 
     def __init__(self) -> None:
-        self._offered: dict[bytes, StateBlob] = {}  # by root; never changed, for another thread may be reading it
+        self._offered: dict[bytes, StateBlob] = {}  # by root; replaced, never changed: another thread may be reading it
 
     def offer(self, checkpoint: Checkpoint, leaves: bytes) -> None:
-        """In whatever thread has saved it, one at a time; those that were pruned go."""
+        """Adds a checkpoint and drops pruned ones. May run in any thread, but only one at a time."""
         offered = {root: blob for root, blob in self._offered.items() if blob.is_there and root != checkpoint.root}
         offered[checkpoint.root] = StateBlob(checkpoint, leaves)
         self._offered = dict(list(offered.items())[-STATES_SERVED:])
 
     def places(self) -> tuple[tuple[int, bytes], ...]:
-        """Round and root of each, the newest first."""
+        """Returns round and root of each state, newest first."""
         offered = self._offered.items()
         found = sorted(((blob.checkpoint.round, root) for root, blob in offered if blob.is_there), reverse=True)
         return tuple(found[: questions.STATES_MAX])
@@ -48,13 +48,15 @@ class SavedStates:
 
 
 class ServedBlobs:
-    """Of one node in one run."""
+    """The catalog of a node: finds the blobs that peers ask for."""
 
     def __init__(
         self, run: RunConfig, store: Store, states: SavedStates, dataset: TokenDataset, fetcher: Fetcher
     ) -> None:
         self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
-        self._leaves: OrderedDict[bytes, bytes] = OrderedDict()  # of payloads; from several threads, a step at a time
+        self._leaves: OrderedDict[bytes, bytes] = (
+            OrderedDict()
+        )  # of payloads; several threads use it, in single atomic operations
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         match name.kind:
@@ -82,7 +84,7 @@ class ServedBlobs:
 
 
 class PayloadBlob:
-    """A contribution, in memory or on the disk. What has been damaged there is not served, or fails at whoever asks."""
+    """A contribution, in memory or on the disk. If its file is damaged, the receiver rejects it."""
 
     def __init__(self, payloads: PayloadStore, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
         self._payloads, self._name, self.size, self._known = payloads, name, size, leaves
@@ -91,12 +93,12 @@ class PayloadBlob:
 
     @cached_property
     def leaves(self) -> bytes:
-        """Worked out once: whoever asks for them again costs nothing."""
+        """The digests of the pieces, computed once and shared by later requests."""
         known = self._known.get(self._name)
         if known is None:
             content = self._payloads.get(self._name)
             if content is None:
-                raise DataError(f"payload {self._name.hex()} is not here any more")
+                raise DataError(f"payload {self._name.hex()} is no longer here")
             known = self._known[self._name] = b"".join(leaf_digests(content))
             if len(self._known) > LEAVES_KEPT:
                 self._known.popitem(last=False)
@@ -105,7 +107,7 @@ class PayloadBlob:
     def read(self, index: int) -> bytes:
         piece = self._payloads.read_piece(self._name, index)
         if piece is None:
-            raise DataError(f"payload {self._name.hex()} is not here any more")
+            raise DataError(f"payload {self._name.hex()} is no longer here")
         return piece
 
 
@@ -121,14 +123,14 @@ class StateBlob:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has not been pruned."""
+        """Whether the checkpoint has not been pruned."""
         return self.checkpoint.path.exists()
 
     def read(self, index: int) -> bytes:
-        """A piece that is what its digest says: the checkpoint's files are not read whole before they are served."""
+        """Reads a piece and checks its digest, since the checkpoint's files are not verified before they are served."""
         piece = self.checkpoint.read_piece(index)
         if piece is None:
-            raise DataError(f"the state of round {self.checkpoint.round} is not there any more")
+            raise DataError(f"the state of round {self.checkpoint.round} is no longer there")
         if not is_piece(self.leaves, self.size, index, piece):
-            raise DataError(f"the saved state of round {self.checkpoint.round} is damaged in piece {index}")
+            raise DataError(f"the saved state of round {self.checkpoint.round} is damaged: piece {index}")
         return piece

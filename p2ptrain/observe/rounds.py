@@ -94,7 +94,7 @@ class Recorder:
         entry = self.node.view().entry(event.round)
         is_ours = entry is not None and entry.manifest.branch == event.branch
         if entry is None or not is_ours or self.node.view().applied_round != event.round:
-            return  # of a line that was left meanwhile
+            return  # of a branch that was left meanwhile
         counts, seconds = self._counts(), self._seconds
         since = {name: max(0, counts[name] - self._before[name]) for name in counts}
         self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)

@@ -330,7 +330,7 @@ def load_scenario(path: Path, nodes: int | None = None) -> Scenario:
     try:
         table = tomllib.loads(text.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"not TOML: {error}", source=source, fix="Mend the file there") from error
+        raise ConfigError(f"not TOML: {error}", source=source, fix="Correct the file there") from error
     return scenario_of(table if nodes is None else {**table, "nodes": nodes}, source)
 
 

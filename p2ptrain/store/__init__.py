@@ -1,5 +1,5 @@
-"""What a node keeps over a restart: its log, payloads and checkpoints, in one locked directory per run and identity.
+"""The data that survives a restart: log, payloads and checkpoints, in one locked directory per run and identity.
 
-Everything here blocks, and belongs in a thread. Under its name a file is whole or is not there; what an append has
-returned from survives a power cut; and what was damaged later is noticed by its digest, never believed.
+Everything here blocks, and belongs in a thread. A file has its final name only once it is complete; whatever an append
+returned for survives a power cut; later damage is detected by digests, and damaged data is never used.
 """

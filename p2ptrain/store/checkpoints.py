@@ -1,15 +1,15 @@
-"""Checkpoints: the trainer's state after a round, to go on from, and the agreed weights in it, to hand to others.
+"""Checkpoints: the trainer's state after a round, to continue from, and the agreed weights, to serve to peers.
 
     checkpoints/00000012-round-48/
-        trainer.safetensors   everything that the trainer needs to go on bit for bit
+        trainer.safetensors   everything that the trainer needs to continue bit for bit
         state.bin             the agreed weights as they are hashed: fp32, little-endian, in the model's order
-        leaves.bin            the digests of its pieces, which lead to the root; without it they are worked out
-        checkpoint.json       which round this is, and both files' sizes and BLAKE3 digests, as `b3sum` prints them
+        leaves.bin            the digests of its pieces, which lead to the root; recomputed if it is missing
+        checkpoint.json       the round, and both files' sizes and BLAKE3 digests, as `b3sum` prints them
 
-A directory gets its name when all in it is on the disk. Its number says which was made later: a branch that has lost
-may have come further than the one that has won. A checkpoint that is damaged, or not of the saved history, is passed
-over for an older one; so is one whose root the log refutes: this node had miscalculated, and was killed before it was
-healed.
+A directory gets its name once all its files are on the disk. Its number gives the order in which checkpoints were made:
+a branch that lost may have had higher rounds than the one that won. A checkpoint that is damaged or not on the saved
+history is skipped in favour of an older one. So is one whose root the log refutes: this node had computed a wrong state
+and was killed before it was corrected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from p2ptrain.files import (
 
 STAMP_NAME, TRAINER_NAME, STATE_NAME = "checkpoint.json", "trainer.safetensors", "state.bin"
 LEAVES_NAME = "leaves.bin"
-LOOKS_MAX = 8  # tries to read checkpoints while some are pruned: one goes each time that another is made
+LOOKS_MAX = 8  # attempts to read checkpoints while a node prunes them: one goes each time another is made
 STAMP_BYTES_MAX = 65_536  # a stamp has 600 bytes
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
@@ -58,47 +58,49 @@ FORMAT = "p2ptrain checkpoint 1"
 
 
 class NewerError(DataError):
-    """Made by a later release: not to be used here, and not to be removed either."""
+    """A checkpoint made by a later release, which is neither used nor removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        super().__init__(f"{path}: a later release has made it. Go on with that one, or move it away")
+        super().__init__(f"{path}: made by a later release. Use that release, or move it away")
 
 
 class _AnyStamp(Struct):
-    """Of whichever format."""
+    """The format field, whatever else the stamp contains."""
 
     format: str = ""
 
 
 class FileStamp(Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and digest of one file of a checkpoint."""
+
     bytes: Annotated[int, Meta(ge=0)]
     blake3: Hex
 
 
 class Stamp(Struct, frozen=True, forbid_unknown_fields=True):
-    """What `checkpoint.json` says."""
+    """The content of `checkpoint.json`."""
 
     format: Literal["p2ptrain checkpoint 1"]
     run: Hex
     round: Annotated[int, Meta(ge=0)]
     branch: Hex
-    head: Hex  # the manifest after which it was made; empty if that is not known, as of a state that was fetched
+    head: Hex  # the manifest after which it was made; empty if unknown, as for a fetched state
     root: Hex
     trained: Annotated[int, Meta(ge=0)]  # the number of the last training in it (diary.py)
     trainer: FileStamp
     state: FileStamp
-    digest: Hex = ""  # of all before it
+    digest: Hex = ""  # of all other fields
 
     def encoded(self) -> bytes:
-        """The one way in which a stamp is written."""
+        """Encodes the stamp, always in the same way, with its digest."""
         plain = msgspec.json.encode(msgspec.structs.replace(self, digest=""))
         signed = msgspec.structs.replace(self, digest=digest("checkpoint", plain).hex())
         return msgspec.json.format(msgspec.json.encode(signed)) + b"\n"
 
 
 class Checkpoint(Struct, frozen=True):
-    """One that is there; whether it is whole is for `verify` to say."""
+    """A checkpoint on the disk; `Checkpoints.verify` tells whether it is undamaged."""
 
     path: Path
     stamp: Stamp
@@ -135,14 +137,15 @@ class Checkpoint(Struct, frozen=True):
         return self.stamp.state.bytes
 
     def leaves(self) -> bytes:
-        """The digests of the state's pieces in a row: from beside it, or from the state itself, which is then read
-        whole. Nothing if those do not lead to the root either: it is damaged, or its root covers only a part of it.
+        """Returns the concatenated digests of the state's pieces, from leaves.bin or else computed from the state.
+
+        Empty if they do not lead to the root: the state is damaged, or its root covers only a part of it.
         """
         size = self.state_bytes
         try:
             kept = read_regular(self.path / LEAVES_NAME, DIGEST_BYTES * piece_count(size))
         except DataError as error:
-            _log.warning("digests of a saved state are worked out again", why=str(error))
+            _log.warning("recomputing the digests of a saved state", why=str(error))
             kept = None
         if kept is not None and proves(kept, size, self.root):
             return kept
@@ -150,7 +153,7 @@ class Checkpoint(Struct, frozen=True):
         return found if proves(found, size, self.root) else b""
 
     def read_piece(self, index: int) -> bytes | None:
-        """A piece of the agreed weights for a peer, who checks it; None if there is none, or it is gone."""
+        """Returns a piece of the agreed weights, unchecked; None if there is no such piece or the file is gone."""
         if not 0 <= index < piece_count(self.state_bytes):
             return None
         path = self.path / STATE_NAME
@@ -166,14 +169,14 @@ class Checkpoint(Struct, frozen=True):
 
 
 class Checkpoints:
-    """Of one node in one run."""
+    """The checkpoints of one node in one run."""
 
     def __init__(self, directory: Path, run_id: bytes) -> None:
         self.directory, self.run_id = directory, run_id
-        self.damaged: set[Path] = set()  # those that were found so by this process
+        self.damaged: set[Path] = set()  # damaged ones found by this process
 
     def tidy(self) -> None:
-        """Before the first is written: make the directory, and remove what a crash has interrupted."""
+        """Makes the directory, and removes checkpoints that a crash left incomplete. Call it before writing."""
         make_directory(self.directory)
         for path in entries(self.directory):
             if path.name.endswith(PARTIAL_SUFFIX):
@@ -190,13 +193,13 @@ class Checkpoints:
         weights: bytes | memoryview,
         leaves: bytes = b"",
     ) -> Checkpoint:
-        """Makes the state of a round last: `save` writes the trainer's file, `weights` are the agreed ones, and
-        `leaves` the digests of their pieces, if they lead to the root."""
+        """Writes a checkpoint durably: `save` writes the trainer's file, `weights` are the agreed weights, and `leaves`
+        the digests of their pieces, if they lead to the root."""
         made = max((int(path.name[:8]) for path in self._directories()), default=0) + 1
         path = self.directory / f"{made:08d}-round-{number}"
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         forget(partial)
-        with trouble(path), ThreadPoolExecutor(1, "digest") as beside:  # the disk
+        with trouble(path), ThreadPoolExecutor(1, "digest") as beside:  # digests while the disk writes
             try:
                 make_directory(partial)
                 state_digest = beside.submit(lambda: blake3(weights).hexdigest())
@@ -225,11 +228,11 @@ class Checkpoints:
         return Checkpoint(path, self._stamp(path))
 
     def found(self) -> list[Checkpoint | DataError]:
-        """All that are there, the last made at the end, and why they cannot be read."""
+        """Returns all checkpoints, newest last; an unreadable one as its error."""
         for _ in range(LOOKS_MAX):
             found = {path: self._look(path) for path in self._directories()}
             if found.keys() <= {*self._directories()}:
-                break  # or else a running node has removed some meanwhile
+                break  # otherwise a running node has removed some meanwhile
         errors = {path: each for path, each in found.items() if isinstance(each, DataError)}
         self.damaged |= {path for path, error in errors.items() if not isinstance(error, NewerError)}
         return [*found.values()]
@@ -237,21 +240,21 @@ class Checkpoints:
     def _look(self, path: Path) -> Checkpoint | DataError:
         try:
             if path.is_symlink() or (path.exists() and not path.is_dir()):
-                raise DataError(f"{path}: not a directory, and so no checkpoint")
+                raise DataError(f"{path}: not a directory, so not a checkpoint")
             return Checkpoint(path, self._stamp(path))
         except DataError as error:
             return error
 
     def present(self) -> list[Checkpoint]:
-        """Those that can be read, the last made at the end; the others are named and passed over."""
+        """Returns the readable checkpoints, newest last; logs and skips the others."""
         found = self.found()
         for each in found:
             if isinstance(each, DataError):
-                _log.warning("checkpoint passed over", why=str(each))
+                _log.warning("checkpoint skipped", why=str(each))
         return [each for each in found if isinstance(each, Checkpoint)]
 
     def verify(self, checkpoint: Checkpoint) -> str | None:
-        """Why it cannot be used; None if both its files are what was written."""
+        """Reads both files and returns why the checkpoint cannot be used; None if it is undamaged."""
         why = self._damage_of(checkpoint)
         if why is not None:
             self.damaged.add(checkpoint.path)
@@ -269,9 +272,9 @@ class Checkpoints:
         return None
 
     def export(self, checkpoint: Checkpoint, target: Path, beside: Mapping[str, bytes]) -> None:
-        """A copy in a directory of its own, and checked there; `beside` are the files that it is read with."""
+        """Copies a checkpoint to a new directory, with the files in `beside`, and verifies the copy."""
         if target.exists():
-            raise DataError(f"{target}: it exists already")
+            raise DataError(f"{target}: already exists")
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
         forget(partial)
         with trouble(target):
@@ -290,11 +293,12 @@ class Checkpoints:
                 forget(partial)
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """For a person, while the node does not run."""
+        """Removes a checkpoint at the owner's request, while the node does not run."""
         forget(checkpoint.path)
 
     def newest(self, journal: Journal) -> Checkpoint | None:
-        """The last made that is whole and of the saved history; it reads all of it. NewerError: that is not for us."""
+        """Returns the newest undamaged checkpoint on the saved history, reading it completely. Raises NewerError if a
+        later release has made any."""
         for each in self.found():
             if isinstance(each, NewerError):
                 raise each
@@ -303,13 +307,13 @@ class Checkpoints:
             why = self.verify(checkpoint) if judgement.is_on_history else judgement.why
             if why is None:
                 return checkpoint
-            _log.warning("checkpoint passed over", path=str(checkpoint.path), why=why)
+            _log.warning("checkpoint skipped", path=str(checkpoint.path), why=why)
         return None
 
     def prune(self, kept: int, journal: Journal) -> None:
-        """Remove all but the last made; the last made of the saved history, in case their branch has lost; and the last
-        that is certified, in case the later ones come out wrong."""
-        paths = self._directories()  # before all else: what another thread finishes meanwhile stays
+        """Removes all checkpoints but the newest `kept`, the newest `kept` on the saved history (in case the others'
+        branch has lost), and the newest certified one (in case later ones turn out wrong)."""
+        paths = self._directories()  # first, so that one that another thread finishes meanwhile stays
         found = self.present()
         judged = [(each, each.judged_by(journal)) for each in found]
         ours = [each for each, judgement in judged if judgement.is_on_history]
@@ -326,29 +330,29 @@ class Checkpoints:
     def _stamp(self, directory: Path) -> Stamp:
         stamp = read_stamp(directory)
         if stamp.run != self.run_id.hex():
-            raise DataError(f"{directory / STAMP_NAME}: of another run ({stamp.run})")
+            raise DataError(f"{directory / STAMP_NAME}: belongs to another run ({stamp.run})")
         return stamp
 
 
 def read_stamp(directory: Path) -> Stamp:
-    """What the checkpoint in a directory says of itself, whichever run it is of."""
+    """Reads the stamp of the checkpoint in a directory, of whichever run."""
     path = directory / STAMP_NAME
     content = read_regular(path, STAMP_BYTES_MAX)
     if content is None:
-        raise DataError(f"{path}: missing, or not a checkpoint's")
+        raise DataError(f"{path}: missing, or not a file of a checkpoint")
     try:
         if _is_newer(content):
             raise NewerError(directory)
         stamp = msgspec.json.decode(content, type=Stamp)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: not a checkpoint's: {error}") from error
+        raise DataError(f"{path}: not a checkpoint's stamp: {error}") from error
     if stamp.encoded() != content:
-        raise DataError(f"{path}: damaged: it is not what was written")
+        raise DataError(f"{path}: damaged: its content does not match its digest")
     return stamp
 
 
 def _is_newer(content: bytes) -> bool:
-    """Whether another version made it; a stamp of ours in whose version a bit has flipped is damaged."""
+    """Whether a later version made this stamp. One of ours with a bit flipped in its version is damaged instead."""
     made = msgspec.json.decode(content, type=_AnyStamp).format
     if made == FORMAT or not made.startswith(FORMAT[:-1]):
         return False

@@ -1,12 +1,12 @@
-"""What the trainer did since its last checkpoints, so that a restart can do it again.
+"""The diary: the trainings since the last checkpoints, so that a restart can repeat them.
 
-A checkpoint is made every few rounds, and each training changes what the node still has to tell (the residual). Of a
-training only its inputs are written down, before its contribution is announced: round, base, place, and which earlier
+A checkpoint is made every few rounds, but each training changes the residual, which the node has not sent yet. For
+each training only the inputs are recorded, before its contribution is announced: round, base, place, and which earlier
 contributions could still be taken. Training from the same state on the same data gives the same bits on the same
-machine; the payload's digest says whether it did. The agreed updates in between are in the log.
+machine; the payload's digest shows whether it did. The agreed updates in between are in the log.
 
-One line for each training, synced. What stands behind a damaged line is not repeated: then a part of what the last
-contributions carried is sent twice, and nothing else is lost.
+Each training is one line, synced. Trainings after a damaged line are not repeated: then a part of the last
+contributions is sent twice, and nothing else is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from p2ptrain.errors import DataError
 from p2ptrain.files import read, sync, trouble, write_all, write_atomically
 from p2ptrain.store.formats import refuse_newer
 
-ENTRIES_MAX = 1_024  # trainings; of more, the newest
+ENTRIES_MAX = 1_024  # trainings; beyond it, the older half is dropped
 OUTSTANDING_MAX = 128  # contributions whose values the trainer keeps
 
 Count = Annotated[int, Meta(ge=0)]
@@ -32,7 +32,7 @@ _log = structlog.get_logger("p2ptrain.store")
 
 
 class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One training, and the contribution that it led to."""
+    """The inputs of one training, and the digest of its contribution."""
 
     number: Count  # rises by one each time, from 1
     round: Count
@@ -41,9 +41,9 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     places: Count
     outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # earlier rounds, still to be taken
     payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    # Sums come out otherwise with another number of these; 0: not told, or no limit.
-    threads: Count = 0  # of torch
-    sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not told, or no limit
+    # Both change the order of sums, and so the bits.
+    threads: Count = 0  # of torch; 0: not recorded
+    sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not recorded, or no limit
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,17 +52,17 @@ class _Line(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Diary:
-    """Of one trainer. One thread writes."""
+    """The diary of one trainer. Only one thread writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_damaged = False  # when it was opened
+        self.is_damaged = False  # whether it was damaged when it was opened
         content = b""
         try:
             content = read(path) or b""
         except DataError as error:
             self.is_damaged = True
-            _log.warning("the diary is lost", why=str(error))
+            _log.warning("cannot read the diary", why=str(error))
         self.entries, whole = read_entries(path, content)
         if whole != content:
             self.is_damaged = True
@@ -70,8 +70,8 @@ class Diary:
             write_atomically(path, whole)
 
     def note(self, entry: Trained) -> None:
-        """It lasts when this returns."""
-        if len(self.entries) >= ENTRIES_MAX:  # what only the oldest checkpoints need makes way
+        """Appends an entry durably."""
+        if len(self.entries) >= ENTRIES_MAX:  # only the oldest checkpoints need the older half
             self.forget(self.entries[ENTRIES_MAX // 2].number)
         with trouble(self.path):
             is_new = not self.path.exists()
@@ -82,7 +82,7 @@ class Diary:
                     write_all(descriptor, _encoded(entry))
                     os.fsync(descriptor)
                 except OSError:
-                    os.ftruncate(descriptor, size)  # half a line would hide what follows it
+                    os.ftruncate(descriptor, size)  # half a line would hide the lines after it
                     raise
             finally:
                 os.close(descriptor)
@@ -91,13 +91,13 @@ class Diary:
         self.entries.append(entry)
 
     def after(self, number: int) -> list[Trained]:
-        """The trainings after the one of this number, which a checkpoint has; none if one of them is missing."""
+        """Returns the trainings after this number, the last in a checkpoint; none if one of them is missing."""
         later = [each for each in self.entries if each.number > number]
         numbers = [each.number for each in later]
         return later if numbers == list(range(number + 1, number + 1 + len(later))) else []
 
     def forget(self, number: int) -> None:
-        """All checkpoints that are kept have the trainings up to this one."""
+        """Removes the trainings up to this number, which every kept checkpoint includes."""
         kept = [each for each in self.entries if each.number > number]
         if len(kept) < len(self.entries):
             write_atomically(self.path, b"".join(map(_encoded, kept)))
@@ -105,8 +105,8 @@ class Diary:
 
 
 def read_entries(path: Path, content: bytes) -> tuple[list[Trained], bytes]:
-    """The trainings in a diary up to the first damaged line, and the lines that they stand in. DataError if a later
-    release has written any of the others."""
+    """Returns the trainings before the first damaged line, and those lines as bytes. Raises DataError if a later
+    release wrote any of the remaining lines."""
     entries: list[Trained] = []
     whole = b""
     lines = content.splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""The format of small JSON files and lines: a field `format`, which is not written while it is 1."""
+"""The format version of small JSON files and lines: a field `format`, which is omitted while it is 1."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ VERSION = 1
 
 
 class _AnyVersion(Struct):
-    """Of whichever format."""
+    """The version field, whatever else the format contains."""
 
     format: int = VERSION
 
 
 def refuse_newer(path: Path, content: bytes) -> None:
-    """DataError if a later release has written this; nothing for what cannot be read at all."""
+    """Raises DataError if a later release wrote this; does nothing if it cannot be parsed."""
     try:
         found = msgspec.json.decode(content, type=_AnyVersion).format
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

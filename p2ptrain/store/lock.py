@@ -1,7 +1,7 @@
-"""A lock that ends with its process: one node in a directory, and one process that speaks as an identity.
+"""A lock that ends with its process: only one node uses a directory, and only one process uses an identity.
 
-Two processes with one key would contradict each other before everyone. The system's lock (flock) is gone however the
-process ends; the file stays, since removing it would let two others hold two files of one name.
+Two processes with one key would contradict each other in public. flock is released however the process ends. The lock
+file is never removed: two other processes could then lock two different files of that name.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FIX = "Stop that process first, or give this node another"
 
 
 class Lock:
-    """Held until `release`, or until the process ends."""
+    """An exclusive file lock, held until `release` or until the process ends."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """ConfigError if another process has it; `what` it locks is for a person to read."""
+        """Raises ConfigError if another process holds the lock; `what` names the locked thing in that message."""
         self.path = path
         make_directory(path.parent)
         with trouble(path, "cannot be locked"):
             self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # In place and always as long: on a full disk it takes no room that the file has not got already.
+                # In place and of constant length, so that it needs no new space on a full disk.
                 os.pwrite(self._descriptor, b"%-*d\n" % (PID_BYTES - 1, os.getpid()), 0)
             except BlockingIOError:
                 holder = os.pread(self._descriptor, PID_BYTES, 0).decode("ascii", "replace").strip()
@@ -44,12 +44,12 @@ class Lock:
 
     @classmethod
     def of_directory(cls, directory: Path) -> Self:
-        """For what one process alone may write in."""
+        """Locks a directory that only one process may write to."""
         return cls(directory / LOCK_NAME, f"the directory {directory}")
 
     @classmethod
     def of_identity(cls, key_file: Path) -> Self:
-        """For who may speak with a key, whatever links lead to it."""
+        """Locks the use of a key, whichever links lead to its file."""
         return cls(beside(key_file, LOCK_SUFFIX), f"the identity {key_file}")
 
     def release(self) -> None:
@@ -65,6 +65,6 @@ class Lock:
 
 
 def beside(key_file: Path, suffix: str) -> Path:
-    """What belongs to a key lies beside the file itself: under two names it is one key."""
+    """Returns a path beside the key's real file: a key with two names is still one key."""
     file = Path(os.path.realpath(key_file))  # Path.resolve raises where links lead in a circle
     return file.with_name(file.name + suffix)

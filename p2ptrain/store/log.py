@@ -1,10 +1,10 @@
-"""The write-ahead log: what a node may say only once is here before anyone hears it.
+"""The write-ahead log: whatever a node must not contradict later is written here before anyone hears it.
 
-A record follows the last with one write and one sync, however many come at once. When the segment (segment.py) has
-grown, its journal begins a new one, which is written whole before it gets its name; since each segment begins with all
-that counts, the newest is all that is read, and older ones are only in the way.
+Records are appended with one write and one sync per batch. When a segment (segment.py) has grown too large, a new one
+is begun with a snapshot of the journal; it is complete before it gets its name. Since each segment begins with a
+snapshot, only the newest is read, and older ones are removed.
 
-What a power cut tears is the end of the newest segment, of which nobody was told: it is cut off.
+A power cut can tear only the end of the newest segment, which nobody has been told of: it is cut off.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from p2ptrain.files import (
 )
 from p2ptrain.store.segment import FRAME_BYTES, Snapshot, damaged, decoded, encoded, frame, frames_of, header
 
-SEGMENT_BYTES = 16 * 2**20  # read in a tenth of a second; and twice the snapshot, or each append would make another
+SEGMENT_BYTES = (
+    16 * 2**20
+)  # read in a tenth of a second; at least twice the snapshot, or each append would begin another
 
-READ_TIMES = 5  # by who only looks, while a running node begins a new segment and removes the one that was seen
-READ_BYTES_MAX = 2**29  # by who only looks: twice what 256 rounds of 1,024 contributors can make a segment grow to
-NAMES_MAX = 1_024  # in the directory, by who only looks: a node leaves two
-ALL_ROUNDS = 2**31  # more than a segment has: who only looks wants all of it, and not only what a node would keep
+# For readers other than the node itself:
+READ_TIMES = 5  # attempts, if a running node replaces the segment meanwhile
+READ_BYTES_MAX = 2**29  # twice the largest segment that 256 rounds of 1,024 contributors can lead to
+NAMES_MAX = 1_024  # files in the directory; a node leaves two
+ALL_ROUNDS = 2**31  # more than a segment has: readers want all of it, not only what a node would keep
 
 _SEGMENT = re.compile(r"[0-9]{8}\.log")
 
@@ -52,17 +55,17 @@ _log = structlog.get_logger("p2ptrain.store")
 
 
 class Log:
-    """Of one node. Only one process may have it open."""
+    """A node's write-ahead log. Only one process may have it open."""
 
     def __init__(self, directory: Path, base: AgreedState, kept: int, is_forgetful: bool = False) -> None:
-        """Open it, or begin it from this state; `is_forgetful` if one that begins now is not the first there was."""
+        """Opens the log, or begins it from state `base`; `is_forgetful` if a log existed before and has been lost."""
         self.directory = directory
         self.journal = Journal(base, kept)
         self.is_forgetful = is_forgetful
         self.number = self.size = self.limit = 0  # of the segment
         self._descriptor = -1
-        self._is_torn = False  # a write has failed, and what it left behind has to go
-        self._is_lost = False  # of this segment nothing can be said any more: only a new one will do
+        self._is_torn = False  # a write has failed, and its remains must be cut off
+        self._is_lost = False  # the segment's state on the disk is unknown: a new one is needed
         make_directory(directory)
         found = self._segments()
         if found:
@@ -84,7 +87,7 @@ class Log:
     # Writing
 
     def append(self, records: Sequence[Record]) -> None:
-        """When this returns the records survive a power cut; if it raises, they are as if they had never been."""
+        """Appends records durably: after this returns they survive a power cut; if it raises, none was appended."""
         if not records:
             return
         journal, frames = self.journal.copy(), []
@@ -104,12 +107,12 @@ class Log:
     def _write(self, content: bytes) -> None:
         self._is_torn = True
         write_all(self._descriptor, content)
-        self._is_lost = True  # what a failed sync has dropped, no later one writes: this end is not to be built on
+        self._is_lost = True  # data dropped by a failed sync is not written by a later one: never append after it
         os.fsync(self._descriptor)
         self._is_torn = self._is_lost = False
 
     def _mend(self) -> None:
-        """Get rid of what an append that failed has left behind."""
+        """Removes the remains of a failed append."""
         if self._is_lost:
             self._begin_segment()
         elif self._is_torn:
@@ -117,7 +120,7 @@ class Log:
         self._is_torn = False
 
     def _compact(self) -> None:
-        """Begin a new segment; if that cannot be, the old one grows on."""
+        """Begins a new segment; if that fails, the old one keeps growing."""
         try:
             with trouble(self.directory):
                 self._begin_segment()
@@ -137,7 +140,7 @@ class Log:
         except OSError:
             forget(partial)
             raise
-        # From here on the new one may have its name, and would be read instead of the old: there is no way back.
+        # From here on the new segment may have its name and would be read instead of the old: no way back.
         self._is_lost, self.number = True, number
         rename(partial, path)
         self._use(path, len(content), len(content))
@@ -179,11 +182,11 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """What a segment comes to."""
+    """The result of reading a segment."""
 
     journal: Journal
     is_forgetful: bool
-    end: int  # of what is whole
+    end: int  # of the complete frames
     snapshot_bytes: int
 
 
@@ -198,15 +201,15 @@ def _folded(path: Path, data: bytes, kept: int) -> _Segment:
         for at, body in rest:
             record = decoded(path, at, body)
             if isinstance(record, Snapshot):
-                raise damaged(path, at, "a second snapshot")
+                raise damaged(path, at, "the segment has a second snapshot")
             journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
     except RemoteProtocolError as error:
-        raise damaged(path, at, f"holds what this version would not say: {error}") from error
+        raise damaged(path, at, f"it holds a message that this version would not send: {error}") from error
     return _Segment(journal, snapshot.is_forgetful and not rest, end, FRAME_BYTES + len(first))
 
 
 def newest_segment(directory: Path) -> tuple[Path, bytes] | None:
-    """For who only looks, also while a node writes: its newest segment as it is now; None if there is no log."""
+    """Reads a node's newest segment without locking, also while the node writes; None if there is no log."""
     for _ in range(READ_TIMES):
         segments = [path for path, _ in listed(directory, NAMES_MAX) if _SEGMENT.fullmatch(path.name)]
         if not segments:
@@ -214,17 +217,17 @@ def newest_segment(directory: Path) -> tuple[Path, bytes] | None:
         data = read_regular(segments[-1], READ_BYTES_MAX)
         if data is not None:
             return segments[-1], data
-    raise DataError(f"{directory}: it changes faster than it can be read. Try again, or stop the node first")
+    raise DataError(f"{directory}: changes faster than it can be read. Try again, or stop the node first")
 
 
 def read_journal(directory: Path) -> Journal | None:
-    """For who only looks: what a node's own log comes to; None if there is none. No signature is verified."""
+    """Reads the journal of a node's own log without locking; None if there is no log. Signatures are not verified."""
     found = newest_segment(directory)
     return None if found is None else _folded(*found, ALL_ROUNDS).journal
 
 
 class _OwnWords:
-    """Takes signatures for good: what was said was signed here, and lay under a digest."""
+    """Accepts any signature: our own messages were signed here and are protected by the log's digests."""
 
     run_id = b""
 
@@ -233,5 +236,5 @@ class _OwnWords:
 
 
 def read_own(envelope: bytes) -> Message:
-    """What we have said ourselves."""
+    """Decodes a message that this node has sent."""
     return decode(envelope, _OwnWords()).message

@@ -1,11 +1,11 @@
-"""How often this machine came to another state than everybody else, over all starts.
+"""Counts how often this machine computed another state than everybody else, across restarts.
 
-A wrong state is mended by taking over the right one. But a machine that comes to one again and again is broken, and
-nobody is helped by its going on for ever: after three within a hundred rounds the node ends, and does not start again
-before its owner has said so. Else whatever starts it again (systemd, a container's restart policy) would have it go on.
+A wrong state is corrected by adopting the right one. But a machine that keeps computing wrong states is broken: after
+three within a hundred rounds the node ends, and refuses to start until its owner has intervened. Otherwise systemd or
+a container's restart policy would keep it going for ever.
 
-What is noted are the rounds, in a small file of its own: its owner removes it, which no row of a database makes easy.
-A file that is damaged or lost counts for nothing, and counting begins anew.
+The rounds are in a small file, because the owner can simply remove that, unlike a row of a database. If the file is
+damaged or lost, counting starts again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import read, write_atomically
 from p2ptrain.store.formats import refuse_newer
 
-MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds, and the node ends
+MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # this many wrong states within this many rounds end the node
 
 _log = structlog.get_logger("p2ptrain.store")
 
@@ -33,16 +33,16 @@ class _Noted(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Mismatches:
-    """Of one node in one run. One thread writes."""
+    """The recent rounds in which this node computed a wrong state. Only one thread writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rounds = self._read()  # the last, each less than MISMATCH_ROUNDS before the newest
+        self.rounds = self._read()  # the last ones, each less than MISMATCH_ROUNDS before the newest
 
     def note(self, number: int) -> None:
-        """A state came out wrong; `number` is the round that was applied last. HardwareError: one too many.
+        """Notes a wrong state after round `number`. Raises HardwareError if there were too many.
 
-        One round counts once: whoever is started again before it was mended may come to the same.
+        A round counts once: a node restarted before the correction may compute the same state again.
         """
         if number in self.rounds:
             return
@@ -50,20 +50,20 @@ class Mismatches:
         self.rounds = (*recent, number)[-MISMATCHES_MAX:]
         try:
             write_atomically(self.path, _encoded(self.rounds))
-        except DataError as error:  # then a restart does not know of it, and this life does
-            _log.error("a wrong state is not noted", why=str(error))
+        except DataError as error:  # a restart will not know of it, but this process does
+            _log.error("cannot note a wrong state", why=str(error))
         self.refuse()
 
     def refuse(self) -> None:
-        """HardwareError if there were too many: also at a start."""
+        """Raises HardwareError if there were too many; called at every start, too."""
         if len(self.rounds) == MISMATCHES_MAX:
             rounds = ", ".join(map(str, self.rounds))
-            fix = f"test its memory, and do not overclock it. Then remove {self.path}: until then no start goes on"
-            what = f"the state came out wrong here in rounds {rounds}, and right everywhere else"
+            fix = f"test its memory, and do not overclock it. Then remove {self.path}; the node does not start before"
+            what = f"this node computed a wrong state in rounds {rounds}, unlike all others"
             raise HardwareError(f"{what}. Suspect this machine's hardware: {fix}")
 
     def _read(self) -> tuple[int, ...]:
-        """Nothing if it cannot be read; DataError if a later release has written it."""
+        """Returns the noted rounds, none if the file is unreadable. Raises DataError if a later release wrote it."""
         try:
             content = read(self.path)
         except DataError as error:
@@ -78,7 +78,7 @@ class Mismatches:
         return noted.rounds if _encoded(noted.rounds) == content else self._lost("damaged")
 
     def _lost(self, why: str) -> tuple[int, ...]:
-        _log.warning("wrong states of before are not known", path=str(self.path), why=why)
+        _log.warning("earlier wrong states are unknown", path=str(self.path), why=why)
         return ()
 
 

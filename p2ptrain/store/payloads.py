@@ -1,8 +1,8 @@
-"""Payloads, by digest: in memory while a round is being agreed on, and as files what has to last.
+"""Stores payloads by digest: in memory while a round is being agreed on, and in files once they must last.
 
-A payload that is only in memory costs nothing when its round passes it by. When they take too much room, the longest
-unused go to the disk without being waited for: the core counts on what it was told is here. What is read from the disk
-is what its digest says, or is not there.
+A payload that no round takes never touches the disk. If memory gets short, the least recently used ones are written to
+files without syncing, since the core relies on every payload that it was told of. Digests are checked on reading; a
+damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class PayloadStore:
-    """Of one node. Threads may share it."""
+    """A node's payloads. Threads may share it."""
 
     def __init__(self, directory: Path, memory_bytes: int = MEMORY_BYTES) -> None:
         self.directory, self.memory_bytes = directory, memory_bytes
         make_directory(directory)
-        self._memory: OrderedDict[bytes, bytes] = OrderedDict()  # the longest unused first
+        self._memory: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
         self._bytes = 0  # in memory
-        self._lasting: set[bytes] = set()  # by this process
-        self._spilled: set[bytes] = set()  # written by this process, and not synced
-        self.damaged = 0  # files that were found so, and removed
-        self._lock = threading.RLock()  # of the tables, never for as long as a disk may take
-        self._writing = threading.Lock()  # of a file; who has it does not ask for the other
+        self._lasting: set[bytes] = set()  # written and synced by this process
+        self._spilled: set[bytes] = set()  # written by this process, not synced
+        self.damaged = 0  # damaged files that were found and removed
+        self._lock = threading.RLock()  # for the tables
+        self._writing = threading.Lock()  # for writing a file; its holder does not take the other lock
 
     def put(self, name: bytes, content: bytes) -> None:
-        """Hold a payload; whoever calls has checked its digest."""
+        """Stores a payload whose digest the caller has checked."""
         with self._lock:
             if name in self._memory or name in self._lasting or name in self._spilled:
-                return  # any other file of this name was not looked into, and may be damaged
+                return  # a file from an earlier process may be damaged, so write it again
             self._memory[name] = content
             self._bytes += len(content)
             while self._bytes > self.memory_bytes:
@@ -56,7 +56,7 @@ class PayloadStore:
                 self._drop(oldest)
 
     def keep(self, names: Iterable[bytes]) -> list[bytes]:
-        """Make these last, as far as they are here; the others are returned."""
+        """Makes these payloads durable, and returns those that are missing."""
         missing: list[bytes] = []
         written: list[bytes] = []
         with self._lock:
@@ -66,7 +66,7 @@ class PayloadStore:
             if content is None:
                 missing.append(name)
                 continue
-            with self._writing:  # what was spilled is written again: a sync that once failed would not say so twice
+            with self._writing:  # spilled ones are written again: a sync that failed once does not fail again
                 replace_file(self._path_of(name), content)
             written.append(name)
         if written:
@@ -78,7 +78,7 @@ class PayloadStore:
         return missing
 
     def fleeting(self, names: Iterable[bytes]) -> list[bytes]:
-        """Those of these that are here, and that a power cut would take."""
+        """Returns those of these payloads that are here but would not survive a power cut."""
         with self._lock:
             return [
                 name for name in names if name in self._spilled or (name in self._memory and name not in self._lasting)
@@ -93,7 +93,7 @@ class PayloadStore:
         path = self._path_of(name)
         content = read(path)
         if content is not None and payload_digest(content) != name:
-            _log.warning("payload damaged and removed", path=str(path))
+            _log.warning("removed a damaged payload", path=str(path))
             with self._lock:
                 self.damaged += 1
                 forget(path)
@@ -103,7 +103,7 @@ class PayloadStore:
         return content
 
     def read_piece(self, name: bytes, index: int) -> bytes | None:
-        """A piece for a peer, who checks it; None if there is none."""
+        """Returns a piece for a peer, which checks it; None if it does not exist."""
         size = self.size(name)
         if size is None or not 0 <= index < piece_count(size):
             return None
@@ -140,15 +140,15 @@ class PayloadStore:
         return name in self._memory
 
     def names(self) -> set[bytes]:
-        """Of those that this process has put here or made last."""
+        """Returns the names of the payloads that this process has stored."""
         with self._lock:
             return {*self._memory, *self._lasting, *self._spilled}
 
     def prune(self, keep: Collection[bytes], known: Collection[bytes] | None = None) -> None:
-        """Forget all others, but not what came since `keep` was made: what is here and not among the `known`."""
+        """Removes all payloads except `keep`, and except new ones: those stored that are not in `known`."""
         with self._lock:
             if known is not None:
-                keep = {*keep, *self.names().difference(known)}  # what came since
+                keep = {*keep, *self.names().difference(known)}
             for name in [name for name in self._memory if name not in keep]:
                 self._drop(name)
             self._lasting.intersection_update(keep)

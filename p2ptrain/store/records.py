@@ -1,22 +1,22 @@
-"""Records: what people want to know about the past, in one sqlite file beside the run's other files.
+"""The records: history for people, in one sqlite file in the run's directory.
 
-    addresses   where peers were reached, for the next start, and when that was
-    rounds      one row for each round that was applied here
-    peers       what became of each peer's contributions, and what it did wrong
-    points      the points against a peer, whenever they have grown
-    mine        what this node has done in the run, in one row
-    format      the version of all this, in one row
+    addresses   peers' addresses for the next start, and when each was last reached
+    rounds      one row for each round applied here
+    peers       the outcome of each peer's contributions, and its offences
+    points      a peer's penalty points, each time they have grown
+    mine        this node's own totals in the run, in one row
+    format      the version of this format, in one row
 
-It is history for people, and nothing that is agreed rests on it. So a commit is not waited for until it is on the
-disk (WAL mode and synchronous = NORMAL: a power cut costs the last rows, and leaves the file whole); a damaged file is
-named, moved aside as records.sqlite.damaged, and begun anew; and a disk that takes nothing costs history and nothing
-else. Rows that peers can have made are bounded in number and in bytes. Each row is a map from names to values, encoded
-as msgpack under a digest of its own, so that a bit that has flipped is not shown as a figure: such a row counts as not
-written. What the names mean is the schema's business (observe/schema.py); here it is kept. The version stands
-in sqlite's header, too: only both together say that a newer p2ptrain has written here, and that this one must not. One
-alone is a bit that has flipped, and no reason not to start.
+Nothing that is agreed on depends on it. So commits are not synced (WAL mode and synchronous = NORMAL: a power cut loses
+the last rows but leaves the file intact); a damaged file is logged, moved aside as records.sqlite.damaged and replaced;
+and if the disk cannot be written, only history is lost. Rows that peers can cause are bounded in number and in bytes.
 
-One thread writes at a time; whoever only reads opens the file for that, while others write.
+Each row is a map from names to values, encoded as msgpack with its own digest: a row with a flipped bit is skipped, not
+shown as a figure. The names are defined in observe/schema.py. The version is also in sqlite's header: only if both
+places agree has a newer p2ptrain written the file, and this one must not touch it. If just one differs, a bit has
+flipped, which is no reason not to start.
+
+One thread writes at a time; readers open the file read-only, even while others write.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from p2ptrain.errors import DataError
 from p2ptrain.files import fix_of, forget, read
 
 RECORDS_NAME, DAMAGED_SUFFIX = "records.sqlite", ".damaged"
-OLD_PEERS_NAME = "peers.json"  # in which the addresses stood before
+OLD_PEERS_NAME = "peers.json"  # where earlier releases kept the addresses
 VERSION = 1  # of the format
 ADDRESSES_MAX = 1_024  # a few are enough to find the others
 ADDRESS_LENGTH_MAX = 512
 ROUNDS_MAX = 100_000  # rows: two months of a round a minute, a day of a round a second
-PEERS_MAX = 4_096  # as many as the core remembers the reputation of
-POINTS_MAX = 20_000  # rows; those of the longest ago go first
-BYTES_MAX = 2**28  # of the file: 100,000 rounds of 50 contributors; where there are 1,024, of 7,000 rounds
-PRUNE_WRITES = 64  # writes between looks at these bounds
-WAL_PAGES = 256  # after which sqlite takes its log into the file: 1 MB, and about as much at once
-WAL_BYTES_MAX = 2**20  # to which the log is cut then; it grows beyond while somebody reads what is before it
-BUSY_SECONDS = 2.0  # that a writer waits for another, which there should not be
+PEERS_MAX = 4_096  # as many reputations as the core remembers
+POINTS_MAX = 20_000  # rows; the oldest are deleted first
+BYTES_MAX = 2**28  # of the file: 100,000 rounds of 50 contributors, or 7,000 rounds of 1,024
+PRUNE_WRITES = 64  # writes between checks of these bounds
+WAL_PAGES = 256  # after which sqlite checkpoints its WAL: 1 MB
+WAL_BYTES_MAX = 2**20  # to which the WAL is then truncated; it grows beyond while a reader needs older pages
+BUSY_SECONDS = 2.0  # for which a writer waits for another writer, which should not exist
 
 _Addresses = Annotated[list[Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]], Meta(max_length=ADDRESSES_MAX)]
 _log = structlog.get_logger("p2ptrain.store")
 T = TypeVar("T")
 Row = dict[str, Any]
-ROUND, PEER, POINTS, MINE = "RoundRecord", "PeerRecord", "Points", "Mine"  # what the digest of a row begins with
+ROUND, PEER, POINTS, MINE = "RoundRecord", "PeerRecord", "Points", "Mine"  # the domains of the rows' digests
 
 _SCHEMA = """
 CREATE TABLE addresses (place INTEGER PRIMARY KEY, address TEXT NOT NULL UNIQUE, peer TEXT NOT NULL, reached_at REAL);
@@ -75,7 +75,7 @@ PRAGMA user_version = {VERSION};
 
 
 class Batch(Struct, frozen=True):
-    """Rows to be written in one go."""
+    """Rows to be written in one transaction."""
 
     rounds: Sequence[Row] = ()
     peers: Sequence[Row] = ()
@@ -84,23 +84,23 @@ class Batch(Struct, frozen=True):
 
 
 class Past(Struct, frozen=True):
-    """The rows that a start begins with."""
+    """The rows that are read at a start."""
 
-    rounds: Sequence[Row] = ()  # the last of them, the newest last
-    peers: Sequence[Row] = ()  # the longest unchanged first
+    rounds: Sequence[Row] = ()  # the last ones, newest last
+    peers: Sequence[Row] = ()  # least recently changed first
     mine: Row = msgspec.field(default_factory=dict)
 
 
 class Records:
-    """Of one run. What fails raises DataError, and may be tried again."""
+    """The records of one run. Methods raise DataError on failure, and may be retried."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.Lock()
         self._writes = 0
-        if path.exists():  # a newer one is refused at once; else it is made when there is something to write
-            with suppress(_TroubleError):  # which comes up again
+        if path.exists():  # refuses a newer format at once; a missing file is created at the first write
+            with suppress(_TroubleError):  # it will come up again
                 self._do("opened", lambda connection: None)
         self._take_over_addresses()
 
@@ -112,7 +112,7 @@ class Records:
     # Rounds, peers, and mine
 
     def write(self, batch: Batch) -> None:
-        """All of it or nothing. A round that is there already stays as it is: a restart applies some again."""
+        """Writes all rows or none. A round already there is left as it is: a restart applies some rounds again."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany(
@@ -136,7 +136,7 @@ class Records:
         self._writes += 1
 
     def past(self, count: int) -> Past:
-        """The last rounds, all peers, and mine; nothing if they cannot be read: it is no reason not to start."""
+        """Returns the last rounds, all peers, and `mine`; empty if unreadable, which is no reason not to start."""
 
         def work(connection: sqlite3.Connection) -> Past:
             rounds = _rounds_in(connection, count, self.path)
@@ -148,7 +148,7 @@ class Records:
         return self._read(work, Past())
 
     def points_of(self, peer: bytes) -> list[Row]:
-        """How the points against a peer grew, the oldest first."""
+        """Returns the rows of a peer's penalty points, oldest first."""
         query = "SELECT record, digest FROM points WHERE peer = ? ORDER BY id"
         return self._read(lambda each: [*_unpacked(each.execute(query, (peer,)), POINTS, self.path)], [])
 
@@ -156,16 +156,16 @@ class Records:
     # Addresses
 
     def addresses(self) -> list[str]:
-        """The best first."""
+        """Returns the remembered addresses, best first."""
         return self._read(_addresses_in, [])
 
     def reached(self) -> dict[str, float | None]:
-        """When each address was reached last, in seconds since 1970; None: never, as far as is known."""
+        """Returns when each address was last reached, in seconds since 1970; None if that is not known."""
         query = "SELECT address, reached_at FROM addresses ORDER BY place"
         return self._read(lambda each: dict(each.execute(query)), {})
 
     def remember(self, addresses: Sequence[str], linked: Collection[str] = (), now: float | None = None) -> None:
-        """In place of those of before; peers of these ids are connected now."""
+        """Replaces the remembered addresses; `linked` are the ids of the peers connected now."""
         kept = [each for each in dict.fromkeys(addresses) if len(each) <= ADDRESS_LENGTH_MAX][:ADDRESSES_MAX]
 
         def work(connection: sqlite3.Connection) -> None:
@@ -180,14 +180,14 @@ class Records:
         self._do("written", work)
 
     def _take_over_addresses(self) -> None:
-        """From the file in which they stood before."""
+        """Imports the addresses from the file of earlier releases."""
         old = self.path.with_name(OLD_PEERS_NAME)
         if not old.exists():
             return
         try:
             self.remember([*self.addresses(), *_old_addresses(old)])
         except DataError as error:
-            _log.warning("remembered addresses stay where they are", path=str(old), why=str(error))
+            _log.warning("cannot import remembered addresses", path=str(old), why=str(error))
         else:
             forget(old)
 
@@ -200,11 +200,11 @@ class Records:
         try:
             return self._do("read", work)
         except DataError as error:
-            _log.warning("the past is not known", why=str(error))
+            _log.warning("cannot read the records", why=str(error))
             return nothing
 
     def _do(self, done: str, work: Callable[[sqlite3.Connection], T]) -> T:
-        """In one transaction. A file that turns out to be damaged is moved aside, and it is done with a new one."""
+        """Runs `work` in one transaction. If the file is damaged, moves it aside and runs it on a new one."""
         with self._lock:
             try:
                 return self._attempt(work)
@@ -230,14 +230,16 @@ class Records:
 
     def _close(self) -> None:
         if self._connection is not None:
-            with suppress(sqlite3.Error):  # what was committed stays where it is
+            with suppress(sqlite3.Error):  # committed rows are not affected
                 self._connection.close()
             self._connection = None
 
     def _move_aside(self, error: sqlite3.Error) -> None:
-        """For whoever wants to look into it; one is kept."""
+        """Renames the damaged file for inspection; only the latest such file is kept."""
         aside = self.path.with_name(self.path.name + DAMAGED_SUFFIX)
-        _log.warning("the records are damaged, and begun anew", path=str(self.path), kept=str(aside), why=str(error))
+        _log.warning(
+            "the records are damaged; starting a new file", path=str(self.path), kept=str(aside), why=str(error)
+        )
         try:
             for suffix in ("", "-wal", "-shm"):
                 path = Path(f"{self.path}{suffix}")
@@ -246,11 +248,11 @@ class Records:
                 else:
                     forget(Path(f"{aside}{suffix}"))
         except OSError as trouble:
-            raise _TroubleError(self.path, "moved aside, and is damaged", trouble) from trouble
+            raise _TroubleError(self.path, "moved aside, although it is damaged", trouble) from trouble
 
 
 class _TroubleError(DataError):
-    """What sqlite refuses, with what to do about it."""
+    """An error of sqlite or the disk, with its fix."""
 
     def __init__(self, path: Path, done: str, error: sqlite3.Error | OSError) -> None:
         code = error.errno if isinstance(error, OSError) else _ERRNO.get(_code_of(error))
@@ -268,7 +270,7 @@ _ERRNO = {
 
 
 def read_rounds(directory: Path, count: int) -> list[Row]:
-    """The last rounds of the run in this directory, the newest last; also while its daemon writes."""
+    """Returns the last rounds of the run in this directory, newest last, even while its daemon writes."""
     path = directory / RECORDS_NAME
     if not path.exists():
         return []
@@ -280,7 +282,7 @@ def read_rounds(directory: Path, count: int) -> list[Row]:
 
 
 def remembered_peers(directory: Path) -> list[str]:
-    """Addresses that worked in the run of this directory, the best first; losing them is no reason not to start."""
+    """Returns the remembered addresses of this directory's run, best first; empty if they cannot be read."""
     path, old = directory / RECORDS_NAME, directory / OLD_PEERS_NAME
     found = _old_addresses(old) if old.exists() else []
     if path.exists():
@@ -288,14 +290,14 @@ def remembered_peers(directory: Path) -> list[str]:
             with closing(_opened_to_read(path)) as connection:
                 found = [*_addresses_in(connection), *found]
         except (sqlite3.Error, DataError) as error:
-            _log.warning("remembered addresses are lost", path=str(path), why=str(error))
+            _log.warning("cannot read remembered addresses", path=str(path), why=str(error))
     return list(dict.fromkeys(found))[:ADDRESSES_MAX]
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """As this version has it."""
+    """Opens the file for writing, and creates it or its tables if needed."""
     if not path.exists():
-        with suppress(OSError):  # which sqlite then says better
+        with suppress(OSError):  # sqlite reports it better
             path.touch(0o600)
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
@@ -311,7 +313,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(f"BEGIN; {_SCHEMA} {_FORMAT} COMMIT;")
         elif versions != (VERSION, VERSION):
-            _log.info("the version of the records is put right", path=str(path), found=versions)
+            _log.info("corrected the records' version", path=str(path), found=versions)
             connection.executescript(f"BEGIN; {_FORMAT} COMMIT;")
     except (sqlite3.Error, DataError):
         connection.close()
@@ -331,7 +333,7 @@ def _opened_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _versions_of(connection: sqlite3.Connection, path: Path) -> tuple[int, int]:
-    """In the header, and in the table; 0: in none. Newer is what both say is newer."""
+    """Returns the versions in the header and the table, 0 if missing. Raises DataError if both are newer."""
     header: int = connection.execute("PRAGMA user_version").fetchone()[0]
     has_table = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'format'").fetchone()
     row = connection.execute("SELECT version FROM format").fetchone() if has_table else None
@@ -346,12 +348,12 @@ def _text(raw: bytes) -> str:
 
 
 def _code_of(error: sqlite3.Error) -> int:
-    """Without what extends it."""
+    """Returns sqlite's primary error code, without the extension."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is at fault: no sqlite file, one that is torn, or one with other tables than we make."""
+    """Whether the file is at fault: not an sqlite file, corrupt, or with other tables than ours."""
     return _code_of(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
@@ -364,7 +366,7 @@ def _old_addresses(path: Path) -> list[str]:
         content = read(path)
         return [] if content is None else msgspec.json.decode(content, type=_Addresses)
     except (DataError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _log.warning("remembered addresses are lost", path=str(path), why=str(error))
+        _log.warning("cannot read remembered addresses", path=str(path), why=str(error))
         return []
 
 
@@ -387,7 +389,7 @@ def _digest_of(kind: str, encoded: bytes) -> bytes:
 
 
 def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: str, path: Path) -> Iterator[Row]:
-    """Those that are what was written."""
+    """Yields the rows whose digest is right."""
     decoder, lost = msgspec.msgpack.Decoder(Row), 0
     for encoded, name in rows:
         if isinstance(encoded, bytes) and _digest_of(kind, encoded) == name:
@@ -395,11 +397,11 @@ def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: str, path: Path) -> Ite
         else:
             lost += 1
     if lost:
-        _log.warning("damaged rows are passed over", path=str(path), kind=kind, rows=lost)
+        _log.warning("skipping damaged rows", path=str(path), kind=kind, rows=lost)
 
 
 def _prune(connection: sqlite3.Connection) -> None:
-    """Let go of what is longest ago."""
+    """Deletes the oldest rows beyond the bounds."""
     connection.execute("DELETE FROM rounds WHERE id <= (SELECT max(id) FROM rounds) - ?", (ROUNDS_MAX,))
     connection.execute("DELETE FROM points WHERE id <= (SELECT max(id) FROM points) - ?", (POINTS_MAX,))
     connection.execute(
@@ -408,5 +410,5 @@ def _prune(connection: sqlite3.Connection) -> None:
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
-    if (pages - free) * size > BYTES_MAX:  # a quarter at once: the room is used again, and this not done every time
+    if (pages - free) * size > BYTES_MAX:  # a quarter at once, so that this is rare; sqlite reuses the space
         connection.execute("DELETE FROM rounds WHERE id <= (SELECT min(id) + (max(id) - min(id) + 3) / 4 FROM rounds)")

@@ -1,13 +1,13 @@
-"""A segment of the write-ahead log, as bytes: how records lie in it, and whether what is no record was torn or damaged.
+"""The byte format of a segment of the write-ahead log, and how torn and damaged records are told apart.
 
-    segment   header, then frames: a snapshot of the journal first, then records in the order they were persisted
+    segment   header, then frames: a snapshot of the journal, then records in the order they were persisted
     header    magic, format version, digest of both with the segment's number
     frame     u32 length | 8 bytes BLAKE3 of the body | 4 bytes BLAKE3 of these, the segment and the offset | body
 
-The head of a frame has a digest of its own, so that a length can be trusted: a frame whose body ends beyond the file
-was torn by a power cut, and nobody was told of it; one that is all there and has another digest was damaged later.
-That is refused and never cut off, because what stood there was perhaps said. After Mohan et al., "ARIES" (TODS 1992),
-and what LevelDB's and TigerBeetle's logs tell the two by.
+The head of a frame has its own digest, so that the length can be trusted: a frame whose body ends beyond the file was
+torn by a power cut, and nobody was told of it; one that is complete but has a wrong digest was damaged later. Damage is
+an error and is never cut off, because that record may have been sent. After Mohan et al., "ARIES" (TODS 1992), and the
+logs of LevelDB and TigerBeetle, which make the same distinction.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 
 VERSION = 1
-RECORD_BYTES_MAX = 2**31  # a snapshot of 65,536 rounds of a large swarm is the largest there is
-SECTOR_BYTES = 512  # what a disk writes as a whole, or not at all
+RECORD_BYTES_MAX = 2**31  # the largest is a snapshot of 65,536 rounds of a large swarm
+SECTOR_BYTES = 512  # a disk writes a sector as a whole or not at all
 
 _MAGIC = b"p2ptrain log"
 _HEADER = Layout("<12sI8s")
@@ -33,7 +33,7 @@ FRAME_BYTES = _FRAME.size  # before a body
 
 
 class Snapshot(Struct, frozen=True, tag=True):
-    """All that the records before this segment came to."""
+    """The result of all records before this segment."""
 
     saved: Saved
     is_forgetful: bool  # the log before this one was lost, and nothing was written since
@@ -44,12 +44,12 @@ _DECODER: msgspec.msgpack.Decoder[Record | Snapshot] = msgspec.msgpack.Decoder(R
 
 
 def encoded(what: Record | Snapshot) -> bytes:
-    """A body."""
+    """Encodes the body of a frame."""
     return _ENCODER.encode(what)
 
 
 def decoded(path: Path, at: int, body: bytes) -> Record | Snapshot:
-    """What a body at an offset of a segment says."""
+    """Decodes the body of the frame at an offset of a segment."""
     try:
         return _DECODER.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -65,7 +65,7 @@ def _header_digest(number: int, version: int) -> bytes:
 
 
 def frame(number: int, at: int, body: bytes) -> bytes:
-    """A body as it stands at an offset of a segment."""
+    """Frames a body for an offset of a segment."""
     assert len(body) < RECORD_BYTES_MAX, "a record has its bound"
     name = digest("log record", body)[:8]
     return _FRAME.pack(len(body), name, _frame_digest(number, at, len(body), name)) + body
@@ -77,7 +77,7 @@ def _frame_digest(number: int, at: int, length: int, name: bytes) -> bytes:
 
 
 def frames_of(path: Path, number: int, data: bytes) -> tuple[list[tuple[int, bytes]], int]:
-    """The bodies in a segment with their offsets, at least one, and where what is torn begins; DataError on damage."""
+    """Returns the bodies in a segment with their offsets, and where they end. Raises DataError on damage."""
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         raise damaged(path, 0, "not the beginning of a log")
     _, version, name = _HEADER.unpack_from(data)
@@ -110,21 +110,21 @@ def _body_at(number: int, data: bytes, at: int) -> bytes | None:
 
 
 def _is_torn(number: int, data: bytes, at: int) -> bool:
-    """Whether a frame that is not whole is one that was never written whole."""
+    """Whether an incomplete frame was torn while it was written, rather than damaged later."""
     left = len(data) - at
     if left < _FRAME.size:
         return True
     length, name, check = _FRAME.unpack_from(data, at)
     if check == _frame_digest(number, at, length, name) and left < _FRAME.size + length:
         return True
-    # Some file systems make a file longer first: what was not written yet is zeros, from the begin of a sector on.
+    # Some file systems extend the file first: the unwritten rest is zeros, from the start of a sector.
     last = max(at, (len(data) - 1) // SECTOR_BYTES * SECTOR_BYTES)
     return not any(data[last:])
 
 
 def damaged(path: Path, at: int, why: str) -> DataError:
     fix = (
-        "It was whole once, so this is the disk's or somebody's doing. Restore the file, or move the directory "
-        f"{path.parent} away: the node then asks its peers how far it had spoken, and is silent until it knows"
+        "It was intact once, so the disk or somebody has changed it. Restore the file, or move the directory "
+        f"{path.parent} away: the node then asks its peers what it had said, and is silent until it knows"
     )
     return DataError(f"{path}: damaged at byte {at}: {why}. {fix}")

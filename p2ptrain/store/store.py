@@ -1,16 +1,16 @@
-"""The store: all that one identity keeps of one run, in one locked directory.
+"""The store: all data of one identity in one run, in one locked directory.
 
     run.json       the run's config, in its canonical encoding
-    identity       the public key of whose directory this is
-    wal/           what was persisted (log.py)
-    payloads/      contributions of the history and of what was said (payloads.py)
-    diary.jsonl    what was trained since the checkpoints (diary.py)
+    identity       the public key of the node that owns the directory
+    wal/           the write-ahead log (log.py)
+    payloads/      contributions that the history or our own messages refer to (payloads.py)
+    diary.jsonl    the trainings since the checkpoints (diary.py)
     checkpoints/   the trainer's state (checkpoints.py)
     records.sqlite history for people, and addresses that worked (records.py)
-    mismatches     rounds in which the state came out wrong here (mismatches.py)
+    mismatches     rounds in which this node computed a wrong state (mismatches.py)
 
-That an identity has spoken in a run stands beside its key: whoever moves the key to another machine, or loses the
-directory, comes back as one who does not know what it has said, and not as a newcomer.
+A file beside the key records that the identity has sent messages in a run: if the key is moved to another machine, or
+the directory is lost, the node returns as one that does not know what it has said, not as a newcomer.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _log = structlog.get_logger("p2ptrain.store")
 
 
 class PayloadLostError(DataError):
-    """What is to be said rests on a payload that is not here any more."""
+    """A message about to be sent depends on a payload that is no longer here."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
-        super().__init__(f"payload {name.hex()} is not here any more, and what rests on it cannot be said")
+        super().__init__(f"payload {name.hex()} is no longer here, so what depends on it cannot be sent")
 
 
 class Store:
-    """Of one identity in one run. One thread writes."""
+    """The data of one identity in one run. Only one thread writes."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Store:
         *,
         checkpoints_kept: int = 4,
     ) -> None:
-        """Open a directory, or begin it; `genesis` is the state before the first round."""
+        """Opens or creates the directory; `genesis` is the state before the first round."""
         self.directory, self.genesis, self.me, self.checkpoints_kept = directory, genesis, me, checkpoints_kept
         self.lock = Lock.of_directory(directory)
         with ExitStack() as failed:
@@ -87,7 +87,7 @@ class Store:
             failed.pop_all()
 
     def _claim(self, name: str, content: bytes, what: str) -> None:
-        """Written at the first start, and the same ever after."""
+        """Writes a file at the first start, and checks that it is unchanged at later ones."""
         path = self.directory / name
         found = read(path)
         if found is None:
@@ -98,7 +98,7 @@ class Store:
 
     @property
     def damaged_files(self) -> int:
-        """That this process has found so, and removed, cut off or passed over."""
+        """The number of damaged files that this process has found and removed, cut off or skipped."""
         return self.payloads.damaged + len(self.checkpoints.damaged) + self.diary.is_damaged
 
     def close(self) -> None:
@@ -113,11 +113,11 @@ class Store:
         self.close()
 
     # -----------------------------------------------------------------------------------------------
-    # What a start begins with
+    # Starting
 
     @property
     def is_forgetful(self) -> bool:
-        """This identity has spoken in this run, what it said is lost, and it has persisted nothing since."""
+        """Whether this identity has sent messages in this run, has lost them, and has persisted nothing since."""
         return self.log.is_forgetful
 
     @property
@@ -125,42 +125,42 @@ class Store:
         return self.log.journal
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """From which to go on; None: from the first weights. It reads the files whole."""
+        """Returns the checkpoint to continue from; None for the first weights. Reads the files completely."""
         return self.checkpoints.newest(self.journal)
 
     def saved(self, checkpoint: Checkpoint | None) -> Saved:
-        """For `Started`, when the trainer has loaded this checkpoint."""
+        """Returns the saved state for `Started`, once the trainer has loaded this checkpoint."""
         first = self.genesis
         number, root = (first.round, first.root) if checkpoint is None else (checkpoint.round, checkpoint.root)
         self._name_lost(number)
         return self.journal.saved_at(number, root)
 
     def _name_lost(self, number: int) -> None:
-        """Say which payloads a start from a round lacks: until a peer has given them, it would wait without a word."""
+        """Logs which payloads a start from this round lacks: the node waits until a peer provides them."""
         lost = sorted(name for name in self.journal.payloads_after(number) if name not in self.payloads)
         if lost:
             first = str(self.payloads.directory / lost[0].hex())
-            _log.warning("payloads to go on with are not here; peers may have them", count=len(lost), first=first)
+            _log.warning("payloads needed to continue are missing; peers may have them", count=len(lost), first=first)
 
     # -----------------------------------------------------------------------------------------------
-    # What is written
+    # Writing
 
     def write(self, records: Sequence[Record]) -> None:
-        """Make records last, and before them the payloads that they rest on. All of them, or DataError and none."""
+        """Writes records durably, after the payloads that they depend on. Raises DataError if none was written."""
         spoken = {name for record in records if isinstance(record, Said) for name in record.payloads}
         missing = self.payloads.keep(spoken)
         if missing:
             raise PayloadLostError(missing[0])
-        # Of a round that others decided, a payload may be on its way; it is kept when that is applied, or by `prune`.
+        # A payload of a round that others decided may still be on its way; it is written after applying or in `prune`.
         steps = [record.step for record in records if isinstance(record, Certified)]
         taken = [taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken]
         self.payloads.keep(self.payloads.fleeting(taken))
         self.log.append(records)
 
     def prune(self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None) -> None:
-        """Forget payloads that neither the history nor our words rest on, but for these; and old checkpoints.
+        """Removes old checkpoints, and payloads that neither the history nor our messages need, except `payloads`.
 
-        Once in a few rounds: it also makes last what came after its round was decided.
+        Called every few rounds; also writes out payloads that arrived after their round was decided.
         """
         needed = self.journal.payloads
         self.payloads.keep(self.payloads.fleeting(needed))

@@ -131,7 +131,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ["data", "prepare", "out", "--held-out", "100"],
-            "Invalid value for --held-out: 100 is not possible, choose 0 to below 100\n"
+            "Invalid value for --held-out: 100 is not valid, choose 0 to below 100\n"
             "Try: p2ptrain data prepare --help\n",
         ),
         (["data", "prepare", "out", "--held-out", "x"], "Try: p2ptrain data prepare --help\n"),
@@ -293,7 +293,9 @@ def test_a_node_has_no_canonical_bytes(capsys: pytest.CaptureFixture[str], tmp_p
     file.write_text("[device]")
     status, out, err = p2ptrain(capsys, "config", "show", file, "--canonical")
     assert (status, out) == (2, "")
-    assert err.splitlines()[-1] == f"{file}: device: unknown key. It belongs in another file, that of a node"
+    assert (
+        err.splitlines()[-1] == f"{file}: device: unknown key. It belongs in the other kind of config, that of a node"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------

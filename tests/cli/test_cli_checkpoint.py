@@ -90,11 +90,11 @@ def test_a_copy_is_made_of_what_is_whole(
     stamp = json.loads((tmp_path / "copy" / "checkpoint.json").read_text())
     assert (stamp["round"], (tmp_path / "copy" / STATE_NAME).read_bytes()) == (16, b"weights")
     status, _, err = p2ptrain(capsys, monkeypatch, "export", tmp_path / "copy", *place)
-    assert (status, err) == (1, f"{tmp_path / 'copy'}: it exists already\n")
+    assert (status, err) == (1, f"{tmp_path / 'copy'}: already exists\n")
     assert p2ptrain(capsys, monkeypatch, "export", tmp_path / "old", "--round", "8", *place)[0] == 0
     for number in ("24", "9"):  # damaged, and not there
         status, _, err = p2ptrain(capsys, monkeypatch, "export", tmp_path / "no", "--round", number, *place)
-        assert (status, err) == (1, f"{checkpoints.directory}: no whole checkpoint of round {number}\n")
+        assert (status, err) == (1, f"{checkpoints.directory}: no undamaged checkpoint of round {number}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "node", "old"]
 
 

@@ -61,10 +61,10 @@ def test_what_is_damaged_is_named_and_an_older_one_exported(
     path.write_bytes(path.read_bytes()[:-1])
     status, out, _ = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, out.partition(" of ")[0], weights_in(tmp_path / "out")) == (0, "round 8", state_in(node, 8))
-    assert f"passed over: {path}: " in caplog.text
+    assert f"skipped: {path}: " in caplog.text
     status, out, err = p2ptrain("export", tmp_path / "no", "--round", "16", *node.place)
     assert (status, out) == (1, "")
-    assert err == f"{node.checkpoints.directory}: no whole checkpoint of round 16\n"
+    assert err == f"{node.checkpoints.directory}: no undamaged checkpoint of round 16\n"
     assert not (tmp_path / "no").exists()
 
 
@@ -86,7 +86,7 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
         (("out", *node.place, "--run", "none"), f"--data-dir: no run none in {node.directory}."),
         (("out", "--data-dir", tmp_path / "nothing"), f"--data-dir: no run in {tmp_path / 'nothing'}."),
         (("out", "--checkpoint", tmp_path / "nothing"), f"--checkpoint: {tmp_path / 'nothing'} holds no checkpoint."),
-        (("out", "--checkpoint", tmp_path, "--round", "8"), "--round: the directory is of one round."),
+        (("out", "--checkpoint", tmp_path, "--round", "8"), "--round: the directory holds one round only."),
         (("out", "--round", "-1"), "Invalid value for '--round'"),
     ):
         status, out, err = p2ptrain("export", tmp_path / str(arguments[0]), *arguments[1:])
@@ -95,7 +95,7 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
         assert "Traceback" not in err
     empty = Node(tmp_path / "empty", run_of())
     status, _, err = p2ptrain("export", tmp_path / "out", *empty.place)
-    assert (status, err) == (1, f"{empty.checkpoints.directory}: no whole checkpoint\n")
+    assert (status, err) == (1, f"{empty.checkpoints.directory}: no undamaged checkpoint\n")
 
 
 def test_which_run_is_meant_has_to_be_clear(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_copied_checkpoint_is_exported_without_the_node(p2ptrain: Command, nod
     assert json.loads((tmp_path / "out" / "run.json").read_text())["name"] == "x"
     other = ("--run", "0" * 64)
     status, _, err = p2ptrain("export", tmp_path / "no", "--checkpoint", tmp_path / "copy", *away, *other)
-    assert (status, f"--run: {tmp_path / 'copy'} is of run {node.run.run_id}." in err) == (2, True)
+    assert (status, f"--run: {tmp_path / 'copy'} belongs to run {node.run.run_id}." in err) == (2, True)
 
 
 def test_a_copy_without_its_runs_settings_takes_those_of_the_node(
@@ -133,13 +133,13 @@ def test_a_copy_without_its_runs_settings_takes_those_of_the_node(
             other.write_bytes(content)
         arguments = ("--checkpoint", tmp_path / "copy")
         status, _, err = p2ptrain("export", tmp_path / "no", *arguments, "--data-dir", tmp_path / "nothing")
-        assert (status, err.partition(".")[0]) == (2, f"--data-dir: the settings of run {node.run.run_id} are not here")
+        assert (status, err.partition(".")[0]) == (2, f"--data-dir: the config of run {node.run.run_id} is not here")
         out = tmp_path / f"out of {hash(content)}"
         assert p2ptrain("export", out, *arguments, *node.place)[0] == 0
         assert weights_in(out) == state_in(node, 16)
     other.write_bytes(b"nonsense")
     status, _, err = p2ptrain("export", tmp_path / "no", *arguments, *node.place)
-    assert (status, f"{other}: not the settings of a run" in err) == (1, True)
+    assert (status, f"{other}: not a run's config" in err) == (1, True)
 
 
 @pytest.mark.parametrize("name", [STATE_NAME, TRAINER_NAME, STAMP_NAME])
@@ -196,7 +196,7 @@ def test_another_tokenizer_than_the_runs_is_refused(
     path.write_bytes(tokenizer_json(fill=1))
     arguments = ("--checkpoint", tmp_path / "copy", *node.place)
     status, _, err = p2ptrain("export", tmp_path / "no", *arguments)
-    assert (status, f"{path}: damaged, or not the run's" in err) == (1, True)
+    assert (status, f"{path}: damaged, or of another run" in err) == (1, True)
     path.unlink()
     assert p2ptrain("export", tmp_path / "out", *arguments)[0] == 0  # the node has it
     [kept] = node.directory.glob("data/*/tokenizer.json")
@@ -204,7 +204,7 @@ def test_another_tokenizer_than_the_runs_is_refused(
     status, _, err = p2ptrain("export", tmp_path / "no", *node.place)
     assert (status, f"{kept} is missing" in err) == (1, True)
     assert p2ptrain("checkpoint", "export", tmp_path / "bare", *node.place)[0] == 0, "the weights are worth a copy"
-    assert f"no tokenizer beside it: {kept} is missing" in caplog.text
+    assert f"exporting without the tokenizer: {kept} is missing" in caplog.text
     names = sorted(path.name for path in (tmp_path / "bare").iterdir())
     assert names == [STAMP_NAME, "run.json", STATE_NAME, TRAINER_NAME]
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(p2ptrain: Comman
     path = Node(tmp_path / "node", run).save(8, state_of(run)).path
     (path / "tokenizer.json").write_bytes(tokenizer.file_bytes)
     status, _, err = p2ptrain("export", tmp_path / "no", "--data-dir", tmp_path / "node")
-    assert (status, f"{tokenizer.vocab_size} tokens, and the run's model knows 200" in err) == (1, True)
+    assert (status, f"{tokenizer.vocab_size} tokens, but the run's model has 200" in err) == (1, True)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -250,5 +250,5 @@ def test_a_log_that_cannot_be_read_costs_a_line_of_the_card(
     (node.run_directory / "wal").mkdir()
     (node.run_directory / "wal" / "00000001.log").write_bytes(b"nonsense")
     assert p2ptrain("export", tmp_path / "out", *node.place)[0] == 0
-    assert "the members are not known: " in caplog.text
+    assert "the members are unknown: " in caplog.text
     assert "| members | 3 when it began |" in (tmp_path / "out" / "README.md").read_text()

@@ -106,17 +106,17 @@ def test_a_prompt_may_come_on_stdin(p2ptrain: Command, node: Node, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("a", "--tokens", "0"), "tokens: 0 is not possible. Choose 1 to 4,096\n"),
-        (("a", "--tokens", "4097"), "tokens: 4097 is not possible. Choose 1 to 4,096\n"),
+        (("a", "--tokens", "0"), "tokens: 0 is not valid. Choose 1 to 4,096\n"),
+        (("a", "--tokens", "4097"), "tokens: 4097 is not valid. Choose 1 to 4,096\n"),
         (("a", "--tokens", "many"), "Invalid value for '--tokens'"),
-        (("a", "--seed", "-1"), "seed: -1 is not possible."),
-        (("a", "--temperature", "nan"), "temperature: nan is not possible."),
-        (("a", "--temperature", "-1"), "temperature: -1.0 is not possible."),
+        (("a", "--seed", "-1"), "seed: -1 is not valid."),
+        (("a", "--temperature", "nan"), "temperature: nan is not valid."),
+        (("a", "--temperature", "-1"), "temperature: -1.0 is not valid."),
         (("a\udcff",), "prompt: not text. Write it in UTF-8\n"),
         (("x" * 8_193,), "prompt: more than 8,192 bytes. "),
         (("a", "--run", "none"), "--data-dir: no run none in "),
         (("a", "--checkpoint", "nowhere"), "--checkpoint: nowhere holds no checkpoint."),
-        (("a", "--checkpoint", "nowhere", "--round", "8"), "--round: the directory is of one round."),
+        (("a", "--checkpoint", "nowhere", "--round", "8"), "--round: the directory holds one round only."),
         ((), "Missing argument 'TEXT'"),
     ],
 )
@@ -128,7 +128,7 @@ def test_who_errs_is_told_what_to_do(arguments: tuple[str, ...], told: str, p2pt
 
 def test_where_nothing_is_saved_it_is_said_so(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
     status, _, err = p2ptrain("generate", "a", "--round", "9", *node.place)
-    assert (status, err) == (1, f"{node.checkpoints.directory}: no whole checkpoint of round 9\n")
+    assert (status, err) == (1, f"{node.checkpoints.directory}: no undamaged checkpoint of round 9\n")
     status, _, err = p2ptrain("generate", "a", "--data-dir", tmp_path / "nothing")
     assert (status, err.partition(".")[0]) == (2, f"--data-dir: no run in {tmp_path / 'nothing'}")
     node.save(24, state_of(node.run), root=b"r" * 32)
@@ -226,8 +226,8 @@ async def test_the_daemon_and_its_checkpoint_write_the_same(lived: Lived, p2ptra
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tokens": 4_097}, "tokens: 4097 is not possible"),
-        ({"tokens": 0}, "tokens: 0 is not possible"),
+        ({"tokens": 4_097}, "tokens: 4097 is not valid"),
+        ({"tokens": 0}, "tokens: 0 is not valid"),
         ({"tokens": True}, "sample: Expected `int`, got `bool`"),
         ({"tokens": 1.0}, "sample: Expected `int`, got `float`"),
         ({"tokens": "1"}, "sample: Expected `int`, got `str`"),
@@ -235,7 +235,7 @@ async def test_the_daemon_and_its_checkpoint_write_the_same(lived: Lived, p2ptra
         ({"prompt": "a\udcff"}, "prompt: not text"),
         ({"prompt": "ß" * 4_097}, "prompt: more than 8,192 bytes"),
         ({"seed": 2**63}, "seed: "),
-        ({"temperature": float("nan")}, "temperature: nan is not possible"),
+        ({"temperature": float("nan")}, "temperature: nan is not valid"),
         ({"temperature": "hot"}, "sample: Expected `float`, got `str`"),
         ({"more": 1}, "sample: Object contains unknown field `more`"),
     ],
@@ -272,11 +272,11 @@ async def test_what_would_hold_up_training_for_too_long_is_broken_off(
         monkeypatch.setattr(life, "SAMPLE_SECONDS_MAX", -1.0)
         status, out, err = await asyncio.to_thread(p2ptrain, "generate", "a", *lived.node.place)
         assert (status, out) == (1, "")
-        assert err.startswith("tokens: so many take more than ")
+        assert err.startswith("tokens: this many take more than ")
         assert err.endswith("Ask for fewer, or sample from a checkpoint with --round\n")
         monkeypatch.setattr(life, "SAMPLE_SECONDS_MAX", 60.0)
         lived.device.is_stopping = True
-        with pytest.raises(P2ptrainError, match="the daemon ends"):
+        with pytest.raises(P2ptrainError, match="the daemon is stopping"):
             await lived.ask(prompt="a", tokens=2, seed=1)
     assert drawn == []
     assert torch.equal(lived.trainer.live.weights, own)
@@ -309,7 +309,7 @@ async def test_a_daemon_that_hangs_is_told_of_with_the_checkpoint_that_writes_in
     def hangs(data_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
         asked.append(request["do"])
         if request["do"] == hangs_at:
-            raise SilentDaemonError(f"the daemon in {data_dir} (pid 77) does not answer; it may be stopped")
+            raise SilentDaemonError(f"the daemon in {data_dir} (pid 77) does not answer; it may be suspended")
         return {"run_id": lived.node.run.run_id}
 
     drawn = ("generate", "some ", *MORE, *lived.node.place)
@@ -318,7 +318,7 @@ async def test_a_daemon_that_hangs_is_told_of_with_the_checkpoint_that_writes_in
     status, out, err = p2ptrain(*drawn)
     assert (status, out, asked[-1]) == (0, alone[1], hangs_at)
     assert err == (
-        f"the daemon in {lived.node.directory} (pid 77) does not answer; it may be stopped. "
+        f"the daemon in {lived.node.directory} (pid 77) does not answer; it may be suspended. "
         f"So this is from a checkpoint, saved 2 h 1 min ago:\n{alone[2]}"
     )
     assert "saved" not in alone[2], "where there is no daemon, it is what was asked for"

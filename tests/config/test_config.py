@@ -1,4 +1,4 @@
-"""What a config file may say, what a user is told who says something else, and what a peer may send."""
+"""Config files: valid values, the errors for others, and configs sent by peers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(path: Path, text: str | bytes) -> Path:
 
 
 def complaint(load: Any, path: Path | None) -> str:
-    """The error of loading `path`, with its name shortened."""
+    """Returns the error of loading `path`, with the path shortened."""
     with pytest.raises(ConfigError) as caught:
         load(path)
     return str(caught.value).replace(str(path), "FILE")
@@ -147,7 +147,7 @@ IN_A_RUN = {
     "[data]\nzzz = 3": "FILE: data.zzz: unknown key. Known here: manifest",
     "k = 3": "FILE: k: unknown key. It belongs in [recipe]",
     "[modle]": "FILE: modle: unknown key. Did you mean model?",
-    "[http]": "FILE: http: unknown key. It belongs in another file, that of a node",
+    "[http]": "FILE: http: unknown key. It belongs in the other kind of config, that of a node",
     '"a\\nb: c" = 3': 'FILE: "a\\nb: c": unknown key. Known here: protocol, name, seed, model, tokenizer, data, '
     "recipe, state, agreement, admission",
     "seed = 1.0": "FILE: seed: expected a whole number, found 1.0. Write for instance seed = 0",
@@ -155,14 +155,14 @@ IN_A_RUN = {
     "seed = true": "FILE: seed: expected a whole number, found true. Write for instance seed = 0",
     "seed = 1979-05-27": "FILE: seed: expected a whole number, found a date or a time. Write for instance seed = 0",
     "seed = {}": "FILE: seed: expected a whole number, found a table. Write for instance seed = 0",
-    "seed = -1": "FILE: seed: -1 is not possible. Choose 0 to below 2**63",
-    "seed = 0x" + "f" * 9_999: "FILE: seed: a number beyond 64 bits is not possible. Choose 0 to below 2**63",
+    "seed = -1": "FILE: seed: -1 is not valid. Choose 0 to below 2**63",
+    "seed = 0x" + "f" * 9_999: "FILE: seed: a number beyond 64 bits is not valid. Choose 0 to below 2**63",
     "model = 3": "FILE: model: expected a table, found 3. Write [model] and its keys below it",
-    "[recipe]\nk = 0": "FILE: recipe.k: 0 is not possible. Choose 1 to 512",
-    "[recipe]\nk = 513": "FILE: recipe.k: 513 is not possible. Choose 1 to 512",
-    "[recipe]\ndecay = 1.5": 'FILE: recipe.decay: "3/2" is not possible. Choose 0 to 1',
-    "[recipe]\ninner_beta1 = 1": "FILE: recipe.inner_beta1: 1 is not possible. Choose 0 to below 1",
-    "[recipe]\nclip = -1": "FILE: recipe.clip: -1 is not possible. Choose 0 or more",
+    "[recipe]\nk = 0": "FILE: recipe.k: 0 is not valid. Choose 1 to 512",
+    "[recipe]\nk = 513": "FILE: recipe.k: 513 is not valid. Choose 1 to 512",
+    "[recipe]\ndecay = 1.5": 'FILE: recipe.decay: "3/2" is not valid. Choose 0 to 1',
+    "[recipe]\ninner_beta1 = 1": "FILE: recipe.inner_beta1: 1 is not valid. Choose 0 to below 1",
+    "[recipe]\nclip = -1": "FILE: recipe.clip: -1 is not valid. Choose 0 or more",
     f"[recipe]\nclip = {2**53}": "FILE: recipe.clip: numerator and denominator must stay below 2**53, "
     f"found {2**53}. Write for instance clip = 1",
     "[recipe]\nclip = nan": "FILE: recipe.clip: expected a finite number of ordinary size, found NaN. "
@@ -175,16 +175,16 @@ IN_A_RUN = {
     'Write for instance decay = "999/1000"',
     f'[recipe]\ndecay = "1/{2**53}"': "FILE: recipe.decay: numerator and denominator must stay below 2**53, "
     f'found "1/{2**53}". Write for instance decay = "999/1000"',
-    '[recipe]\nouter = "fast"': 'FILE: recipe.outer: "fast" is not possible. Choose "normalised", "mean" or "sign"',
-    "[recipe]\nchunk = 48": "FILE: recipe.chunk: 48 is not possible. Choose 8, 16, 32 or 64",
-    "protocol = 2": "FILE: protocol: 2 is not possible. Choose 1",
-    '[data]\nmanifest = "abc"': 'FILE: data.manifest: "abc" is not possible. '
+    '[recipe]\nouter = "fast"': 'FILE: recipe.outer: "fast" is not valid. Choose "normalised", "mean" or "sign"',
+    "[recipe]\nchunk = 48": "FILE: recipe.chunk: 48 is not valid. Choose 8, 16, 32 or 64",
+    "protocol = 2": "FILE: protocol: 2 is not valid. Choose 1",
+    '[data]\nmanifest = "abc"': 'FILE: data.manifest: "abc" is not valid. '
     "Choose embedded, or 64 hexadecimal digits in lower case",
     '[admission]\npolicy = "invite"\nkeys = "a"': 'FILE: admission.keys: expected a list in brackets, found "a". '
     "Write for instance keys = []",
     "[admission]\nkeys = [3]": "FILE: admission.keys: expected text in quotes, found 3 in the list. "
     "Write for instance keys = []",
-    '[admission]\nkeys = ["AB"]': 'FILE: admission.keys: "AB" is not possible. '
+    '[admission]\nkeys = ["AB"]': 'FILE: admission.keys: "AB" is not valid. '
     "Choose a list of at most 640, each 64 hexadecimal digits in lower case",
     "[admission]\nkeys = [" + f'"{KEY}",' * 641 + "]": "FILE: admission.keys: a list of 641 is too long. "
     "Write a list of at most 640, each 64 hexadecimal digits in lower case",
@@ -234,23 +234,23 @@ def test_a_mistake_in_a_run_file_is_told_with_its_key_and_what_to_do(text: str, 
 
 
 IN_A_NODE = {
-    "[network]\nlisten = ['tcp://0.0.0.0:4001']": 'FILE: network.listen: "tcp://0.0.0.0:4001" is not possible. Choose '
+    "[network]\nlisten = ['tcp://0.0.0.0:4001']": 'FILE: network.listen: "tcp://0.0.0.0:4001" is not valid. Choose '
     'a list of at most 64, each an address of this machine such as "/ip4/0.0.0.0/tcp/4001"',
     "[network]\nbootstrap = ['/ip4/203.0.113.7/tcp/4001']": 'FILE: network.bootstrap: "/ip4/203.0.113.7/tcp/4001" is '
-    "not possible. Choose a list of at most 64, each a node's address with its id at the end, such as "
+    "not valid. Choose a list of at most 64, each a node's address with its id at the end, such as "
     '"/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."',
-    "[device]\nname = 'gpu'": 'FILE: device.name: "gpu" is not possible. Choose auto, cpu, cuda or cuda:N',
-    "[device]\nname = 'cuda:١'": 'FILE: device.name: "cuda:١" is not possible. Choose auto, cpu, cuda or cuda:N',
-    "[limits]\nhours = '25:00-07:00'": 'FILE: limits.hours: "25:00-07:00" is not possible. '
+    "[device]\nname = 'gpu'": 'FILE: device.name: "gpu" is not valid. Choose auto, cpu, cuda or cuda:N',
+    "[device]\nname = 'cuda:١'": 'FILE: device.name: "cuda:١" is not valid. Choose auto, cpu, cuda or cuda:N',
+    "[limits]\nhours = '25:00-07:00'": 'FILE: limits.hours: "25:00-07:00" is not valid. '
     'Choose hours such as "22:00-07:00", or nothing',
     "[limits]\nhours = '07:00-07:00'": 'FILE: limits: hours = "07:00-07:00" leaves no time to train. '
     'Write "" for the whole day',
-    "[http]\nport = 65536": "FILE: http.port: 65536 is not possible. Choose 0 to 65,535",
+    "[http]\nport = 65536": "FILE: http.port: 65536 is not valid. Choose 0 to 65,535",
     "[http]\nhost = '0.0.0.0'": 'FILE: http: host = "0.0.0.0" would show the node to everyone on the network. '
     'Name a token_file, or set host = "127.0.0.1"',
     "[http]\nhost = 'example.org'": 'FILE: http: host = "example.org" would show the node to everyone on the network. '
     'Name a token_file, or set host = "127.0.0.1"',
-    "[recipe]": "FILE: recipe: unknown key. It belongs in another file, that of a run",
+    "[recipe]": "FILE: recipe: unknown key. It belongs in the other kind of config, that of a run",
     "[storage]\ndirectory = '~nobody at all/x'": "FILE: storage.directory: expected a path that begins with ~ for a "
     'home directory that is known, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
@@ -279,8 +279,8 @@ def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
     assert complaint(load_run_config, path).splitlines() == [
         "FILE: name: missing. Write name = ...: "
         "1 to 64 letters, digits, dots, dashes and underscores, a letter or digit first",
-        "FILE: seed: -1 is not possible. Choose 0 to below 2**63",
-        'FILE: recipe.outer: "x" is not possible. Choose "normalised", "mean" or "sign"',
+        "FILE: seed: -1 is not valid. Choose 0 to below 2**63",
+        'FILE: recipe.outer: "x" is not valid. Choose "normalised", "mean" or "sign"',
         "FILE: recipe.kk: unknown key. Did you mean k?",
         "FILE: nmae: unknown key. Did you mean name?",
     ]
@@ -291,14 +291,14 @@ def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
     [
         (
             b"a = 1\nb c = 2",
-            "not TOML: Expected '=' after a key in a key/value pair (at line 2, column 3). Mend the file there",
+            "not TOML: Expected '=' after a key in a key/value pair (at line 2, column 3). Correct the file there",
         ),
-        (b"a = 1\na = 2\n", "not TOML: Cannot overwrite a value (at line 2, column 6). Mend the file there"),
+        (b"a = 1\na = 2\n", "not TOML: Cannot overwrite a value (at line 2, column 6). Correct the file there"),
         (b"a = 1\nb = '\xff'", "line 2 is not UTF-8 text. Save it as UTF-8"),
         (b"a = " + b"9" * 5_000, "a number is too large. Write one of ordinary size"),
         (b"a = 1e" + b"9" * 30, "a number is too large. Write one of ordinary size"),
         (b"a = " + b"[" * 10_000, "lists or tables are nested too deeply. Write sections and keys"),
-        (b"#" * 262_145, "larger than 262,144 bytes, which no config needs. Check that it is the file you mean"),
+        (b"#" * 262_145, "larger than 262,144 bytes, which no config needs. Check that this is the right file"),
     ],
     ids=["syntax", "twice", "utf-8", "digits", "exponent", "nested", "large"],
 )
@@ -394,7 +394,7 @@ def test_an_empty_variable_counts_as_unset_and_names_without_two_underscores_are
         ),
         (
             {"DEVICE__THREADS": "2000"},
-            ["environment variable P2PTRAIN_DEVICE__THREADS: device.threads: 2000 is not possible. Choose 0 to 1,024"],
+            ["environment variable P2PTRAIN_DEVICE__THREADS: device.threads: 2000 is not valid. Choose 0 to 1,024"],
         ),
         (
             {"DEVICE__THREDS": "2"},

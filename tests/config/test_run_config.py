@@ -1,4 +1,4 @@
-"""The canonical encoding of a run: what its id is made of, and all that a peer may send."""
+"""The canonical encoding of a run's config, which its id is the digest of, as peers send it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rationals(low: int, high: int | None) -> st.SearchStrategy[Fraction]:
 
 @st.composite
 def runs(draw: st.DrawFn) -> RunConfig:
-    """Runs of every kind: whatever the checks leave, drawn so that most are possible."""
+    """Draws run configs of every kind, most of them valid."""
     heads = draw(st.sampled_from([1, 2, 4, 8]))
     kind = draw(st.sampled_from(["bytes", "json"]))
     name = draw(st.sampled_from(["distro", "demo", "local", "my.own_module:Recipe"]))
@@ -193,7 +193,7 @@ def test_the_exact_bound_is_that_of_the_arithmetic() -> None:
 
 
 def altered(**changes: Any) -> bytes:
-    """A run's canonical encoding with some keys of its recipe replaced."""
+    """Returns a run's canonical encoding with some keys of its recipe replaced."""
     raw = json.loads(RunConfig(name="a").canonical())
     raw["recipe"] |= changes
     return json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()

@@ -423,7 +423,7 @@ def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         (found,) = examine.look_for_daemon(patient)
         return found, patient.is_answering
 
-    found, answers = asked(SilentDaemonError("the daemon does not answer; it may be stopped"))
+    found, answers = asked(SilentDaemonError("the daemon does not answer; it may be suspended"))
     assert (level_of(found), answers) == (WARNING, False)
     found, answers = asked(NoDaemonError("no daemon runs there"))
     assert (level_of(found), answers) == (GOOD, False)

@@ -1,4 +1,4 @@
-"""Daemons as processes, each with its own p2pd, on loopback, and what tests do with them.
+"""Runs daemons as processes on loopback, each with its own p2pd.
 
 They are started with the commands that a person types and asked as `p2ptrain status` asks. Whatever they say about a
 round's root is collected, and has to be the same of all.
@@ -68,7 +68,7 @@ OWN = {
 
 
 class Daemon:
-    """One node: its directory and its command, started as often as a test likes."""
+    """One node, with its directory and command, that a test can start repeatedly."""
 
     def __init__(self, swarm: Swarm, name: str, *arguments: str | Path, listen: str = LISTEN, **own: str) -> None:
         self.swarm, self.name, self.own = swarm, name, own
@@ -115,7 +115,7 @@ class Daemon:
         return ask(self.directory, {"do": what}, seconds=ANSWER_SECONDS)
 
     def status(self) -> dict[str, Any]:
-        """Empty while it does not answer. What it says of the rounds' roots is compared with what others said."""
+        """Returns the status, empty if it does not answer, and compares its roots with those of the others."""
         try:
             status = self.ask()
         except P2ptrainError:
@@ -152,13 +152,13 @@ class Daemon:
     # Waiting
 
     def pause(self, seconds: float) -> None:
-        """Until the daemon ends, but not for longer."""
+        """Sleeps, but no longer than the daemon runs."""
         assert self.process is not None
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 
     def until(self, condition: Callable[[], object], seconds: float = SECONDS, look: float = LOOK_SECONDS) -> float:
-        """Wait until something holds while this daemon runs; the seconds that it took."""
+        """Waits until a condition holds while this daemon runs. Returns the seconds it took."""
         began = monotonic()
         while not condition():
             assert self.is_running, f"{self.name} has ended:\n{self.text[-3_000:]}"
@@ -172,7 +172,7 @@ class Daemon:
         return self
 
     def until_member(self) -> float:
-        """The seconds since it was started."""
+        """Waits until it is a member. Returns the seconds since it was started."""
         self.until(lambda: self.is_member)
         return monotonic() - self.started_at
 
@@ -183,7 +183,7 @@ class Daemon:
         return self.until(lambda: text in self.text, seconds)
 
     def until_ended(self, seconds: float = STOP_SECONDS) -> int:
-        """The exit status."""
+        """Waits until it has ended. Returns the exit status."""
         assert self.process is not None
         return self.process.wait(seconds)
 
@@ -195,7 +195,7 @@ class Daemon:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """As a power cut would; p2pd ends with it."""
+        """Kills the daemon with SIGKILL; its p2pd ends with it."""
         left = p2pds(self.directory)
         self.signal(signal.SIGKILL)
         assert self.until_ended() == -signal.SIGKILL
@@ -214,7 +214,7 @@ class Daemon:
 
 
 class Swarm:
-    """All daemons of a test."""
+    """The daemons of a test, and the roots that they have reported."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -230,7 +230,7 @@ class Swarm:
         return path
 
     def first(self, name: str = "first", run: str = "test", **own: str) -> Daemon:
-        """Begins the run."""
+        """Makes the first node, which starts the run."""
         return self.add(name, "start", self.run_file(run), **own)
 
     def joiner(self, name: str, *addresses: str, **own: str) -> Daemon:
@@ -241,7 +241,7 @@ class Swarm:
         return self.daemons[-1]
 
     def of(self, size: int) -> list[Daemon]:
-        """So many, all of them members."""
+        """Makes that many nodes, and waits until all are members."""
         nodes = [self.first().start().until_up()]
         nodes += [self.joiner(f"node{n}", nodes[0].address).start() for n in range(2, size + 1)]
         for node in nodes:
@@ -255,14 +255,14 @@ class Swarm:
             assert len(set(told.values())) == 1, f"round {number} has another root with {name}: {told}"
 
     def compared(self) -> int:
-        """Rounds of which two nodes have told the root."""
+        """Returns the rounds whose root at least two nodes have reported."""
         return sum(len(told) > 1 for told in self.roots.values())
 
     def note(self, what: str, seconds: float) -> None:
         self.notes.append(f"{what}: {seconds:.1f} s")
 
     def close(self) -> None:
-        """End everything at once; nothing of it may be left."""
+        """Ends all daemons at once, and asserts that no process is left."""
         for each in self.daemons:
             if each.is_running:
                 each.signal(signal.SIGKILL)
@@ -294,7 +294,7 @@ def swarm_in(directory: Path) -> Iterator[Swarm]:
 
 
 def p2pds(directory: Path) -> list[psutil.Process]:
-    """Those that run with a key under this directory."""
+    """Returns the p2pd processes that run with a key under this directory."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -304,7 +304,7 @@ def p2pds(directory: Path) -> list[psutil.Process]:
 
 
 def p2ptrain(*arguments: str | Path, seconds: float = SECONDS, **own: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command that ends by itself."""
+    """Runs a command that ends by itself. Returns exit status, stdout and stderr."""
     command = [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=seconds,

@@ -1,4 +1,4 @@
-"""For tests of the driver and its edges: a core that does as it is told, a trainer whose state is a chain of hashes.
+"""Helpers for tests of the driver and its edges: a scripted core, and a trainer whose state is a chain of hashes.
 
 The driver, its edges, the store and the device are the real ones. Only the device's jobs are done on the loop and take
 time of the loop, so that nothing depends on threads.
@@ -60,7 +60,7 @@ def root_of(state: bytes) -> bytes:
 
 
 class ChainTrainer:
-    """Chains of hashes: the state over all that was applied, the residual over all that was trained and given back."""
+    """A fake trainer: its state hashes all applied payloads, its residual all that was trained and restored."""
 
     def __init__(self, dataset: TokenDataset | None = None, seed: int = 0) -> None:
         self.dataset = dataset
@@ -155,7 +155,7 @@ class ChainTrainer:
 
 
 class LoopDevice(Device):
-    """The real one, whose jobs are done on the loop, one after the other, and take time of the loop."""
+    """A device whose jobs run on the loop, one after the other, and take the loop's time."""
 
     def __init__(self, trainer: ChainTrainer, train_seconds: float = 1.0) -> None:
         super().__init__(trainer)  # type: ignore[arg-type]
@@ -176,8 +176,8 @@ class LoopDevice(Device):
         return self.chain.check(payload)
 
 
-class LoopKeeping(Persistence):
-    """The real one, whose disk is slow on the loop, and may fail."""
+class LoopPersistence(Persistence):
+    """Persistence with a disk that takes the loop's time and may fail."""
 
     writes: list[list[ev.Record]]
     trouble: list[str]  # why the next writes fail, one after the other
@@ -194,7 +194,7 @@ class LoopKeeping(Persistence):
 
 
 class ScriptedNode:
-    """In the core's place: it notes what it hears, and answers as the test says."""
+    """Replaces the core: records its events and answers as the test says."""
 
     def __init__(self, run: RunConfig) -> None:
         self.seen = SimpleNamespace(me=ME, run=run, is_in=self.is_in, is_stopping=False, is_quarantined=False)
@@ -205,7 +205,7 @@ class ScriptedNode:
 
     @property
     def events(self) -> list[ev.Event]:
-        """What it has heard, but for the beginning and the end."""
+        """Returns the events that the core has heard, except start and stop."""
         return [event for _, event in self.handled if not isinstance(event, ev.Started | ev.StopRequested)]
 
     def is_in(self, peer: bytes) -> bool:
@@ -220,8 +220,8 @@ class ScriptedNode:
         return [ev.Stop("the test is over")] if isinstance(event, ev.StopRequested) else self.answer(event)
 
 
-class NotedLines:
-    """Notes what is to be said to one peer."""
+class RecordedMailboxes:
+    """Mailboxes that record the messages to each peer."""
 
     def __init__(self, done: list[tuple[Any, ...]]) -> None:
         self.done = done
@@ -239,7 +239,7 @@ class NotedLines:
 
 @dataclass
 class Bench:
-    """A driver, and all that it drives."""
+    """A driver with its edges, and helpers to control them."""
 
     network: Network
     transport: MemoryTransport
@@ -249,7 +249,7 @@ class Bench:
     node: ScriptedNode
     device: LoopDevice
     edges: Edges
-    persistence: LoopKeeping
+    persistence: LoopPersistence
     driver: Driver
     started: ev.Started
     done: list[tuple[Any, ...]]  # what was said, in order
@@ -262,7 +262,7 @@ class Bench:
         return self.device.chain
 
     async def serve(self, key: bytes, connected: bool = True) -> Node:
-        """A peer that serves what it is given."""
+        """Makes a peer that serves these blobs."""
         peer = Node(key, self.network.transport(key), TokenBucket(0), TokenBucket(0))
         await peer.server.__aenter__()
         self.servers.append(peer)
@@ -285,7 +285,7 @@ class Bench:
             await asyncio.wait([task])
 
     async def heard(self, event: ev.Event) -> None:
-        """Until the core has heard this."""
+        """Waits until the core has heard this event."""
         await until(lambda: event in self.node.events)
 
 
@@ -306,20 +306,20 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     done: list[tuple[Any, ...]] = []
     fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
     states = SavedStates()
-    library = ServedBlobs(run, store, states, data, fetcher)
+    served_blobs = ServedBlobs(run, store, states, data, fetcher)
 
     async def speaks(peer: bytes) -> bool:
         return True
 
     connections = Connections(transport, RUN, speaks, lambda peer: None, lambda peer: None, Random(0))
-    lines: Any = NotedLines(done)
+    mailboxes: Any = RecordedMailboxes(done)
     place = tmp_path / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
-    persistence = LoopKeeping(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
+    persistence = LoopPersistence(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     free = TokenBucket(0)
-    server = Server(transport, RUN, library, upload=free, blame=lambda *each: None)
-    edges = Edges(RUN, transport, connections, lines, fetching, persistence, library, server, free, free)
+    server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None)
+    edges = Edges(RUN, transport, connections, mailboxes, fetching, persistence, served_blobs, server, free, free)
     publish = transport.publish
 
     async def published(topic: str, data: bytes) -> None:
@@ -347,7 +347,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
 
 def doing(each: Bench, *effects: ev.Effect) -> None:
-    """Have the core want this."""
+    """Queues effects for the driver, as if the core had returned them."""
     each.driver.effects.add(effects)
     each.driver._has_effects.set()
 
@@ -357,7 +357,7 @@ def of_kind(each: Bench, *kinds: type) -> list[ev.Event]:
 
 
 def a_dataset(directory: Path, data: bytes = DATA, is_whole: bool = True) -> TokenDataset:
-    """Bytes as tokens, in one piece."""
+    """Makes a data set of bytes, in one piece."""
     stream = Split((piece_digest(data),), len(data))
     tokenizer = TokenizerName(digest="", kind="bytes", vocab_size=256)
     encoded = DatasetIndex(
@@ -370,7 +370,7 @@ def a_dataset(directory: Path, data: bytes = DATA, is_whole: bool = True) -> Tok
 
 
 def a_manifest(state: AgreedState, number: int, payloads: Sequence[bytes], **changes: Any) -> RoundManifest:
-    """As far as a driver looks into one."""
+    """Makes a manifest with the fields that a driver reads."""
     taken = tuple(
         Taken(author, number, number - 1, payload_digest(payload), len(payload))
         for author, payload in zip(KEYS, payloads, strict=False)
@@ -387,7 +387,7 @@ def a_message(author: bytes = PEER, number: int = 1) -> bytes:
 
 
 async def spin(condition: Callable[[], bool]) -> None:
-    """Let the others work until it is so, without any time passing."""
+    """Lets other tasks run until a condition holds, without any time passing."""
     for _ in range(10_000):
         if condition():
             return

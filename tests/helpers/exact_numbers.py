@@ -1,4 +1,4 @@
-"""Numbers that are the same on every machine: integers from splitmix64, and floats that are exact by construction."""
+"""Makes numbers that are the same on every machine: integers from splitmix64, and exact floats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2ptrain.learn.transform import Layout
 
 
 def integers(seed: int, count: int) -> NDArray[np.uint64]:
-    """splitmix64 (Steele, Lea, Flood 2014), vectorised."""
+    """Returns integers from splitmix64 (Steele, Lea, Flood 2014), vectorised."""
     with np.errstate(over="ignore"):
         state = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(
             0x9E3779B97F4A7C15
@@ -23,13 +23,13 @@ def integers(seed: int, count: int) -> NDArray[np.uint64]:
 
 
 def weights(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Multiples of 2**-24 in [-0.5, 0.5), exact in fp32."""
+    """Returns multiples of 2**-24 in [-0.5, 0.5), which are exact in fp32."""
     drawn = integers(seed, int(np.prod(shape))) >> np.uint64(40)
     return torch.from_numpy((drawn.astype(np.float64) / 2**24 - 0.5).astype(np.float32).reshape(shape))
 
 
 def contribution(seed: int, layout: Layout, recipe: RecipeConfig) -> Contribution:
-    """k different indices a chunk, values of every size, scales over a wide range."""
+    """Makes a contribution with k distinct indices per chunk, all value sizes, and scales over a wide range."""
     order = integers(seed, layout.chunks * layout.area).reshape(layout.chunks, layout.area)
     indices = np.sort(np.argsort(order, axis=1, kind="stable")[:, : recipe.k], axis=1).astype(np.uint16)
     drawn = integers(seed + 10**6, indices.size).reshape(indices.shape)

@@ -1,4 +1,4 @@
-"""The cases whose state roots are known, and how each comes about."""
+"""The cases with known state roots, and their computation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def golden_cases() -> dict[str, tuple[RecipeConfig, int]]:
 
 
 def golden_root(recipe: RecipeConfig, peers: int, device: torch.device) -> str:
-    """Three rounds at rates that no binary fraction equals."""
+    """Returns the root after three rounds, at rates that are not binary fractions."""
     layout = Layout(SHAPES, recipe.chunk)
     flat = flat_weights(len(recipe.name + recipe.outer)).to(device)
     for round_number, rate in enumerate((Fraction(1, 1000), Fraction(2, 3), Fraction(7, 300))):
@@ -77,7 +77,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "state_roots.json"
 
 
 def golden() -> dict[str, str]:
-    """The known root of each case."""
+    """Returns the known root of each case."""
     found: dict[str, str] = json.loads(GOLDEN.read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""How much memory a training pass takes, found by doing it on tensors that have shapes and no numbers."""
+"""Measures the memory of a training pass by running it on meta tensors, which have shapes but no data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from p2ptrain.learn.model import Transformer
 
 
 def peak_of_pass(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
-    """The most bytes that were alive at a time, without the weights and their gradient."""
+    """Returns the peak of live bytes, without the weights and their gradient."""
     with FakeTensorMode():
         live = LiveModel(Transformer(model, checkpointing=passes.checkpointing), autocast=passes.autocast)
         known = [live.weights, live.gradient]
@@ -32,7 +32,7 @@ def peak_of_pass(model: ModelConfig, sequences: int, passes: PassSettings) -> in
 
 
 class Alive(TorchDispatchMode):
-    """Adds up the bytes of all storages that operations make and that somebody still holds."""
+    """Adds up the bytes of all storages that operations have made and that are still referenced."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()

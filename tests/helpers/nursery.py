@@ -1,4 +1,4 @@
-"""Daemons that are born in a nursery (nursery_process.py), with the ways of subprocess.Popen."""
+"""Starts daemons in a nursery (nursery_process.py), with the interface of subprocess.Popen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BORN_SECONDS = 120.0  # the first one waits until everything is imported
 
 
 class Born:
-    """A daemon's process, which is no child of ours."""
+    """A daemon's process, which is not our child."""
 
     def __init__(self, line: socket.socket, request: bytes, log: IO[bytes]) -> None:
         self._told, told = os.pipe()
@@ -72,7 +72,7 @@ class Born:
 
 
 class Nursery:
-    """Ends with us at the latest, because nobody else holds the other end of its line."""
+    """A process that forks daemons. It ends with us at the latest, since only we hold the other end of its socket."""
 
     def __init__(self, seed: str) -> None:
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -98,7 +98,7 @@ _turns = itertools.count()
 
 
 def born(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Born:
-    """Of each nursery in turn."""
+    """Starts a daemon in the next nursery."""
     request = {"arguments": list(arguments), "environment": dict(environment), "directory": str(Path.cwd())}
     nursery = nurseries()[next(_turns) % len(SEEDS)]
     return Born(nursery.line, json.dumps(request).encode(), log)

@@ -1,4 +1,4 @@
-"""A process that has imported what a daemon imports, and forks one whenever it is asked.
+"""A process that has imported a daemon's modules and forks daemons on request.
 
 To import torch and the rest takes two of the three seconds of processor time that a daemon takes to start, and the
 tests start more than a hundred. What is forked here is a process of its own, in a session of its own, that runs
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _keep(request: dict[str, Any], log: int, told: int) -> None:
-    """Fork the daemon, and tell when it has ended: its status is its parent's alone to know."""
+    """Forks the daemon and reports its exit status, which only its parent can read."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = os.fork()
     if process == 0:

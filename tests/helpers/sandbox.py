@@ -1,4 +1,4 @@
-"""What deploy/systemd/p2ptrain.service forbids, without systemd: a program that puts it on itself and becomes another.
+"""Runs a command under the restrictions of deploy/systemd/p2ptrain.service, without systemd.
 
 `python sandbox.py COMMAND...` reads the unit and takes from itself, by the kernel's own means, new rights, all
 capabilities, other families of sockets and all system calls that the unit does not name; it is then COMMAND. What
@@ -28,7 +28,7 @@ class Comparison(ctypes.Structure):
 
 
 def settings(unit: str) -> dict[str, list[str]]:
-    """Every setting with its values; the last empty one clears those before it, as for systemd."""
+    """Returns every setting with its values; an empty one clears those before it, as in systemd."""
     found: dict[str, list[str]] = {}
     for key, value in re.findall(r"^(\w+)=(.*)$", unit, re.MULTILINE):
         found.setdefault(key, []).append(value)
@@ -36,7 +36,7 @@ def settings(unit: str) -> dict[str, list[str]]:
 
 
 def system_calls(lists: Iterable[str]) -> set[str]:
-    """What the values of SystemCallFilter= allow; systemd-analyze knows what is in a group."""
+    """Returns the system calls that SystemCallFilter= allows; systemd-analyze resolves the groups."""
     allowed: set[str] = set()
     for text in lists:
         names = members(text.removeprefix("~").split())

@@ -1,4 +1,4 @@
-"""What the tests of the store share: records of simulated nodes, and a disk that loses power.
+"""Helpers for tests of the store: records of simulated nodes, and a disk that loses power.
 
 `Power` stands between the store and the system. It counts what changes anything, cuts the power before a chosen
 change (in the middle of it, if it is a write), and then says what the disk would hold: of each directory the names,
@@ -34,7 +34,7 @@ KEPT = 6  # rounds of history: few, so that they go
 
 @lru_cache(maxsize=8)
 def lives(name: str, seed: int = 1) -> tuple[AgreedState, int, list[list[ev.Record]]]:
-    """The state before the first round, rounds of history, and what each disk of a scenario was asked to persist."""
+    """Returns the state before the first round, the rounds, and the records of each disk of a scenario."""
     disks: dict[int, tuple[Any, list[ev.Record]]] = {}
     clusters = []
 
@@ -55,7 +55,7 @@ def lives(name: str, seed: int = 1) -> tuple[AgreedState, int, list[list[ev.Reco
 
 
 def some_records(count: int = 40) -> tuple[AgreedState, list[ev.Record]]:
-    """A node's first records, and some of the kinds that are rare."""
+    """Returns a node's first records, and some rare ones."""
     base, _, disks = lives("leaves")
     records = disks[0][:count]
     entries = [record.step for record in records if isinstance(record, ev.Certified) and type(record.step) is Entry]
@@ -71,11 +71,11 @@ def folded(base: AgreedState, records: list[ev.Record], kept: int = KEPT) -> Jou
 
 
 class PowerCut(BaseException):
-    """Nothing runs after this: no handler of errors may see it."""
+    """The power is cut: no error handler may run after it."""
 
 
 class Power:
-    """Over all that happens in a directory."""
+    """A fake power supply that tracks all changes in a directory."""
 
     def __init__(self, root: Path, cut_at: int, rng: Random, fails: bool = False) -> None:
         self.root, self.cut_at, self.rng = root, cut_at, rng
@@ -107,7 +107,7 @@ class Power:
         self.held[os.fstat(descriptor).st_ino] = descriptor
 
     def _change(self) -> bool:
-        """Whether the power is cut now."""
+        """Counts a change. Returns whether the power is cut now."""
         if self.is_off:
             raise PowerCut
         self.changes += 1
@@ -167,7 +167,7 @@ class Power:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Run until the power is cut, or to the end."""
+        """Runs until the power is cut, or to the end."""
         hooks = self.hooks()
         self.real = {name: getattr(os, name) for name in hooks}
         with pytest.MonkeyPatch.context() as patch:
@@ -179,7 +179,7 @@ class Power:
                 assert self.is_off
 
     def disk_after(self, target: Path) -> None:
-        """What is there when the power is back."""
+        """Restores the directory as it is after the power cut."""
         now = {path.stat().st_ino: path for path in (self.root, *self.root.rglob("*"))}
         self._restore(self.root.stat().st_ino, target, now)
         self.close()

@@ -1,4 +1,4 @@
-"""Small tokenizer files, and data sets made in a line."""
+"""Makes small tokenizer files and data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = "<|endoftext|>"
 
 
 def tokenizer_json(*, fill: int = 0, end: str = END, **changes: Any) -> bytes:
-    """A byte-level BPE with "he" and "ll" merged, and `fill` more tokens that no text gives."""
+    """Returns a byte-level BPE with "he" and "ll" merged, and `fill` more tokens that no text produces."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: these stand for themselves
     others = [byte for byte in range(256) if byte not in printable]  # and these are moved up
     alphabet = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]

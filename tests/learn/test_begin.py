@@ -135,7 +135,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a founder that is no key": (
         lambda path: begin(run_of(data=_named(path)), path / "new", ["me"], path / "data"),
-        r'^admission\.founders: "me" is not possible\. Choose a list of at most 256, each 64 hexadecimal digits',
+        r'^admission\.founders: "me" is not valid\. Choose a list of at most 256, each 64 hexadecimal digits',
     ),
 }
 

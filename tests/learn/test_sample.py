@@ -61,14 +61,14 @@ def test_a_prompt_that_is_no_text_is_the_users_mistake(model: Transformer) -> No
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        ({"tokens": 0}, r"tokens: 0 is not possible\. Choose 1 to 4,096"),
-        ({"tokens": 4_097}, r"tokens: 4097 is not possible"),
-        ({"seed": -1}, r"seed: -1 is not possible\. Choose 0 to below 2\*\*63"),
-        ({"seed": 2**63}, r"seed: \d+ is not possible"),
-        ({"temperature": -1.0}, r"temperature: -1\.0 is not possible\. Choose 0, or 0\.01 to 100"),
-        ({"temperature": 1e-40}, r"temperature: 1e-40 is not possible"),
-        ({"temperature": float("nan")}, r"temperature: nan is not possible"),
-        ({"temperature": float("inf")}, r"temperature: inf is not possible"),
+        ({"tokens": 0}, r"tokens: 0 is not valid\. Choose 1 to 4,096"),
+        ({"tokens": 4_097}, r"tokens: 4097 is not valid"),
+        ({"seed": -1}, r"seed: -1 is not valid\. Choose 0 to below 2\*\*63"),
+        ({"seed": 2**63}, r"seed: \d+ is not valid"),
+        ({"temperature": -1.0}, r"temperature: -1\.0 is not valid\. Choose 0, or 0\.01 to 100"),
+        ({"temperature": 1e-40}, r"temperature: 1e-40 is not valid"),
+        ({"temperature": float("nan")}, r"temperature: nan is not valid"),
+        ({"temperature": float("inf")}, r"temperature: inf is not valid"),
     ],
 )
 def test_what_cannot_be_drawn_is_the_users_mistake(model: Transformer, wanted: dict[str, Any], why: str) -> None:

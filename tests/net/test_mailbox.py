@@ -42,7 +42,7 @@ class Ear:
         self.histories: list[tuple[bytes, bytes]] = []
         self.none: list[tuple[bytes, str]] = []
 
-    def lines(
+    def mailboxes(
         self, transport: MemoryTransport, upload: TokenBucket | None = None, download: TokenBucket | None = None
     ) -> Mailboxes:
         return Mailboxes(
@@ -62,8 +62,8 @@ async def pair(network: Network) -> AsyncIterator[tuple[Mailboxes, Mailboxes, Ea
     a, b = network.transport(A), network.transport(B)
     await a.connect(b.addresses()[0])
     ear_a, ear_b = Ear(), Ear()
-    async with ear_a.lines(a) as lines_a, ear_b.lines(b) as lines_b:
-        yield lines_a, lines_b, ear_a, ear_b
+    async with ear_a.mailboxes(a) as mailboxes_a, ear_b.mailboxes(b) as mailboxes_b:
+        yield mailboxes_a, mailboxes_b, ear_a, ear_b
     for node in list(network.nodes.values()):
         await node.close()
 
@@ -79,25 +79,25 @@ def encode(frame: msgspec.Struct) -> bytes:
 @skipping_time
 async def test_messages_arrive_in_order_over_one_stream() -> None:
     network = Network(latency_seconds=0.002)
-    async with pair(network) as (lines, _, _, ear):
+    async with pair(network) as (mailboxes, _, _, ear):
         said: list[Mail] = [
             Deliver((b"one", b"two")),
             MessageQuery((NAME, bytes(range(16)))),
             HistoryQuery(bytes(32), 7),
         ]
         for message in said * 20:
-            assert lines.post(B, message)
+            assert mailboxes.post(B, message)
         await until(lambda: len(ear.heard) == 60)
         assert ear.heard == [(A, message) for message in said * 20]
-        assert (lines.counters(), lines.queued_frames) == ({"sent": 60}, 0)
+        assert (mailboxes.counters(), mailboxes.queued_frames) == ({"sent": 60}, 0)
         assert len(network.nodes[A]._streams) == 1
 
 
 @skipping_time
 async def test_envelopes_that_fill_more_than_a_frame_go_in_several() -> None:
-    async with pair(Network()) as (lines, _, _, ear):
+    async with pair(Network()) as (mailboxes, _, _, ear):
         envelopes = tuple(some_bytes(size, size) for size in (1_000_000, 999_999, 1_000_000, 7, 97_000, 97_200, 1))
-        assert lines.post(B, Deliver(envelopes))
+        assert mailboxes.post(B, Deliver(envelopes))
         await until(lambda: sum(len(each.envelopes) for _, each in ear.heard if isinstance(each, Deliver)) == 7)
         assert tuple(e for _, each in ear.heard if isinstance(each, Deliver) for e in each.envelopes) == envelopes
         assert 2 <= len(ear.heard) <= 3
@@ -118,27 +118,27 @@ def test_no_frame_is_longer_than_a_frame_may_be(sizes: list[int]) -> None:
 @skipping_time
 async def test_what_does_not_fit_the_queue_is_dropped_and_counted() -> None:
     network = Network()
-    async with pair(network) as (lines, _, _, ear):
-        assert all(lines.post(B, MessageQuery((NAME,))) for _ in range(mailbox.QUEUED_MAX))
-        assert not any(lines.post(B, MessageQuery((NAME,))) for _ in range(2))
-        assert (lines.counters(), lines.queued_frames) == ({"dropped": 2}, mailbox.QUEUED_MAX)
+    async with pair(network) as (mailboxes, _, _, ear):
+        assert all(mailboxes.post(B, MessageQuery((NAME,))) for _ in range(mailbox.QUEUED_MAX))
+        assert not any(mailboxes.post(B, MessageQuery((NAME,))) for _ in range(2))
+        assert (mailboxes.counters(), mailboxes.queued_frames) == ({"dropped": 2}, mailbox.QUEUED_MAX)
         await until(lambda: len(ear.heard) == mailbox.QUEUED_MAX)
         big = Deliver((bytes(1_000_000),))
-        taken = [lines.post(B, big) for _ in range(20)]
+        taken = [mailboxes.post(B, big) for _ in range(20)]
         assert taken == [True] * 16 + [False] * 4
-        assert lines.counters()["dropped"] == 6
+        assert mailboxes.counters()["dropped"] == 6
         await until(lambda: len(ear.heard) == mailbox.QUEUED_MAX + 16)
 
 
 @skipping_time
 async def test_a_stream_that_breaks_is_opened_again_and_nothing_that_waits_is_lost() -> None:
     network = Network()
-    async with pair(network) as (lines, _, _, ear):
-        lines.post(B, MessageQuery((NAME,)))
+    async with pair(network) as (mailboxes, _, _, ear):
+        mailboxes.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 1)
         network.cut(A, B)
-        lines.post(B, Deliver((b"later",)))
-        await until(lambda: lines.counters().get("broken", 0) >= 2)
+        mailboxes.post(B, Deliver((b"later",)))
+        await until(lambda: mailboxes.counters().get("broken", 0) >= 2)
         network.heal()
         await network.nodes[A].connect(network.address(B))
         await until(lambda: len(ear.heard) == 2)
@@ -148,25 +148,25 @@ async def test_a_stream_that_breaks_is_opened_again_and_nothing_that_waits_is_lo
 @skipping_time
 async def test_what_waits_for_a_peer_that_does_not_come_back_is_dropped_after_a_while() -> None:
     network = Network()
-    async with pair(network) as (lines, _, _, _ear):
+    async with pair(network) as (mailboxes, _, _, _ear):
         network.kill(B)
-        lines.post(B, Deliver((b"lost",)))
-        await until(lambda: lines.queued_frames == 0)
-        assert lines.counters() == {"broken": mailbox.TRIES_MAX, "dropped": 1}
-        assert lines._outgoing == {}
+        mailboxes.post(B, Deliver((b"lost",)))
+        await until(lambda: mailboxes.queued_frames == 0)
+        assert mailboxes.counters() == {"broken": mailbox.TRIES_MAX, "dropped": 1}
+        assert mailboxes._outgoing == {}
 
 
 @skipping_time
 async def test_a_stream_with_nothing_to_say_is_closed() -> None:
     network = Network()
-    async with pair(network) as (lines, other, _, ear):
-        lines.post(B, MessageQuery((NAME,)))
+    async with pair(network) as (mailboxes, other, _, ear):
+        mailboxes.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 1)
-        assert (len(lines._outgoing), len(other._incoming)) == (1, 1)
+        assert (len(mailboxes._outgoing), len(other._incoming)) == (1, 1)
         start = asyncio.get_running_loop().time()
-        await until(lambda: not lines._outgoing and not other._incoming)
+        await until(lambda: not mailboxes._outgoing and not other._incoming)
         assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.IDLE_SECONDS, abs=1)
-        lines.post(B, MessageQuery((NAME,)))
+        mailboxes.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 2)
         assert ear.wrong == []
 
@@ -189,9 +189,9 @@ async def test_of_more_than_two_streams_of_a_peer_the_newest_stay() -> None:
 async def test_a_peer_that_nobody_has_room_for_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "PEERS_MAX", 1)
     network = Network()
-    async with pair(network) as (lines, other, _, ear):
-        lines.post(B, MessageQuery((NAME,)))
-        assert not lines.post(C, MessageQuery((NAME,)))
+    async with pair(network) as (mailboxes, other, _, ear):
+        mailboxes.post(B, MessageQuery((NAME,)))
+        assert not mailboxes.post(C, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 1)
         c = network.transport(C)
         await c.connect(network.address(B))
@@ -247,8 +247,8 @@ async def asked(ear: Ear) -> None:
 
 @skipping_time
 async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() -> None:
-    async with pair(Network(latency_seconds=0.002)) as (lines, other, ear_a, ear_b):
-        lines.ask_history(B, bytes(32), 3)
+    async with pair(Network(latency_seconds=0.002)) as (mailboxes, other, ear_a, ear_b):
+        mailboxes.ask_history(B, bytes(32), 3)
         await asked(ear_b)
         assert ear_b.heard == [(A, HistoryQuery(bytes(32), 3))]
         history = some_bytes(20 * 2**20 + 17)
@@ -262,7 +262,7 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
         await until(lambda: bool(ear_a.histories))
         assert ear_a.histories == [(B, history)]
         assert (ear_a.none, ear_a.wrong) == ([], [])
-        lines.ask_history(B, bytes(32), 4)
+        mailboxes.ask_history(B, bytes(32), 4)
         await until(lambda: len(ear_b.heard) == 2)
         other.post(A, TellHistory(b"short"))
         await until(lambda: len(ear_a.histories) == 2)
@@ -271,9 +271,9 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
 
 @skipping_time
 async def test_a_question_without_an_answer_ends_after_eight_seconds() -> None:
-    async with pair(Network()) as (lines, _, ear, other_ear):
-        lines.ask_history(B, bytes(32), 3)
-        lines.ask_history(B, bytes(32), 3)
+    async with pair(Network()) as (mailboxes, _, ear, other_ear):
+        mailboxes.ask_history(B, bytes(32), 3)
+        mailboxes.ask_history(B, bytes(32), 3)
         start = asyncio.get_running_loop().time()
         await until(lambda: bool(ear.none))
         assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.QUESTION_SECONDS, abs=0.1)
@@ -283,14 +283,14 @@ async def test_a_question_without_an_answer_ends_after_eight_seconds() -> None:
 
 @skipping_time
 async def test_an_answer_that_nobody_asked_for_or_that_is_late_is_thrown_away() -> None:
-    async with pair(Network()) as (lines, other, ear, _):
+    async with pair(Network()) as (mailboxes, other, ear, _):
         other.post(A, TellHistory(some_bytes(2**20)))
         other.post(A, Deliver((b"x",)))
         await until(lambda: other.counters().get("sent", 0) == 4)
-        await until(lambda: lines.counters().get("received", 0) == 4)
+        await until(lambda: mailboxes.counters().get("received", 0) == 4)
         assert (ear.histories, ear.wrong, ear.none) == ([], [], [])
-        assert lines.counters()["unasked"] == 1
-        assert lines._unasked == {}
+        assert mailboxes.counters()["unasked"] == 1
+        assert mailboxes._unasked == {}
 
 
 @skipping_time
@@ -299,8 +299,8 @@ async def test_what_a_history_takes_of_the_limits_other_things_wait_for() -> Non
     a, b = network.transport(A), network.transport(B)
     await a.connect(b.addresses()[0])
     ear_a, ear_b = Ear(), Ear()
-    async with ear_a.lines(a, download=limits[0]) as lines, ear_b.lines(b, upload=limits[1]) as other:
-        lines.ask_history(B, bytes(32), 3)
+    async with ear_a.mailboxes(a, download=limits[0]) as mailboxes, ear_b.mailboxes(b, upload=limits[1]) as other:
+        mailboxes.ask_history(B, bytes(32), 3)
         await until(lambda: bool(ear_b.heard))
         other.post(A, TellHistory(some_bytes(8 * 2**20)))
         await until(lambda: bool(ear_a.histories))
@@ -319,9 +319,9 @@ async def test_a_history_that_nobody_asked_for_takes_nothing_of_the_download_lim
     network, limit = Network(), TokenBucket(2**20)
     a, b = network.transport(A), network.transport(B)
     await a.connect(b.addresses()[0])
-    async with Ear().lines(a, download=limit) as lines, Ear().lines(b) as other:
+    async with Ear().mailboxes(a, download=limit) as mailboxes, Ear().mailboxes(b) as other:
         other.post(A, TellHistory(some_bytes(8 * 2**20)))
-        await until(lambda: lines.history_bytes["received"] > 8 * 2**20)
+        await until(lambda: mailboxes.history_bytes["received"] > 8 * 2**20)
         began = asyncio.get_running_loop().time()
         assert limit.take_now(2**20)
         await limit.take(2**20)
@@ -333,8 +333,8 @@ async def test_a_history_that_nobody_asked_for_takes_nothing_of_the_download_lim
 @skipping_time
 async def test_a_history_that_stops_coming_is_given_up_and_its_rest_thrown_away() -> None:
     network = Network()
-    async with pair(network) as (lines, _, ear, _):
-        lines.ask_history(B, bytes(32), 3)
+    async with pair(network) as (mailboxes, _, ear, _):
+        mailboxes.ask_history(B, bytes(32), 3)
         stream = await network.nodes[B].open(A, PROTOCOL)
         await stream.send(encode(HistoryBegins(2 * mailbox.PART_BYTES)))
         await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
@@ -343,14 +343,14 @@ async def test_a_history_that_stops_coming_is_given_up_and_its_rest_thrown_away(
         await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
         await stream.send(encode(MessageQuery((NAME,))))
         await until(lambda: bool(ear.heard))
-        assert (ear.histories, ear.wrong, lines._unasked) == ([], [], {})
+        assert (ear.histories, ear.wrong, mailboxes._unasked) == ([], [], {})
 
 
 @skipping_time
 async def test_a_history_that_dribbles_is_given_up_after_a_minute() -> None:
     network = Network()
-    async with pair(network) as (lines, _, ear, _):
-        lines.ask_history(B, bytes(32), 3)
+    async with pair(network) as (mailboxes, _, ear, _):
+        mailboxes.ask_history(B, bytes(32), 3)
         stream = await network.nodes[B].open(A, PROTOCOL)
         start = asyncio.get_running_loop().time()
         await stream.send(encode(HistoryBegins(100 * mailbox.PART_BYTES)))
@@ -364,12 +364,12 @@ async def test_a_history_that_dribbles_is_given_up_after_a_minute() -> None:
 @skipping_time
 async def test_the_rest_of_a_history_does_not_follow_on_another_stream() -> None:
     network = Network(latency_seconds=0.002)
-    async with pair(network) as (lines, other, ear_a, ear_b):
-        lines.ask_history(B, bytes(32), 3)
+    async with pair(network) as (mailboxes, other, ear_a, ear_b):
+        mailboxes.ask_history(B, bytes(32), 3)
         await asked(ear_b)
         other.post(A, TellHistory(some_bytes(20 * 2**20)))
         await until(lambda: other._outgoing[A].history_sent > 2**22)
-        lines._incoming[B][0].abort()
+        mailboxes._incoming[B][0].abort()
         await until(lambda: bool(ear_a.none))
         other.post(A, Deliver((b"after",)))
         await until(lambda: bool(ear_a.heard))
@@ -379,11 +379,11 @@ async def test_the_rest_of_a_history_does_not_follow_on_another_stream() -> None
 @skipping_time
 async def test_a_history_that_breaks_off_is_no_history() -> None:
     network = Network()
-    async with pair(network) as (lines, _, ear, _):
-        lines.ask_history(B, bytes(32), 3)
+    async with pair(network) as (mailboxes, _, ear, _):
+        mailboxes.ask_history(B, bytes(32), 3)
         stream = await network.nodes[B].open(A, PROTOCOL)
         await stream.send(encode(HistoryBegins(10)))
-        await until(lambda: lines._questions[B].stream is not None)
+        await until(lambda: mailboxes._questions[B].stream is not None)
         stream.abort()
         start = asyncio.get_running_loop().time()
         await until(lambda: bool(ear.none))
@@ -407,8 +407,8 @@ def test_a_history_of_wrong_parts_is_malformed(frames: list[bytes]) -> None:
     @skipping_time
     async def test() -> None:
         network = Network()
-        async with pair(network) as (lines, _, ear, _):
-            lines.ask_history(B, bytes(32), 3)
+        async with pair(network) as (mailboxes, _, ear, _):
+            mailboxes.ask_history(B, bytes(32), 3)
             stream: Stream = await network.nodes[B].open(A, PROTOCOL)
             for frame in frames:
                 await stream.send(frame)
@@ -422,9 +422,9 @@ def test_a_history_of_wrong_parts_is_malformed(frames: list[bytes]) -> None:
 @skipping_time
 async def test_only_so_many_histories_are_asked_for_at_once() -> None:
     network = Network()
-    async with pair(network) as (lines, _, ear, _):
+    async with pair(network) as (mailboxes, _, ear, _):
         for number in range(mailbox.QUESTIONS_MAX + 1):
-            lines.ask_history(key(100 + number), bytes(32), 3)
+            mailboxes.ask_history(key(100 + number), bytes(32), 3)
         await until(lambda: len(ear.none) == 1)
         assert ear.none == [(key(100 + mailbox.QUESTIONS_MAX), "too many requests are open already")]
 
@@ -432,10 +432,10 @@ async def test_only_so_many_histories_are_asked_for_at_once() -> None:
 @skipping_time
 async def test_what_waits_for_a_peer_is_forgotten_with_it() -> None:
     network = Network()
-    async with pair(network) as (lines, _, _, ear):
-        lines.post(B, Deliver((b"one",)))
-        lines.forget(B)
-        lines.post(B, Deliver((b"two",)))
+    async with pair(network) as (mailboxes, _, _, ear):
+        mailboxes.post(B, Deliver((b"one",)))
+        mailboxes.forget(B)
+        mailboxes.post(B, Deliver((b"two",)))
         await until(lambda: bool(ear.heard))
         assert ear.heard == [(A, Deliver((b"two",)))]
-        lines.forget(C)
+        mailboxes.forget(C)

@@ -89,7 +89,7 @@ def test_without_any_place_it_is_said_what_to_do(base: Path, monkeypatch: pytest
     monkeypatch.setattr(directories.os, "access", lambda place, how: False)
     with (
         pytest.raises(
-            ConfigError, match=r"no place for sockets.*XDG_RUNTIME_DIR|XDG_RUNTIME_DIR.*no place for sockets"
+            ConfigError, match=r"no directory for sockets.*XDG_RUNTIME_DIR|XDG_RUNTIME_DIR.*no directory for sockets"
         ),
         private_directory(),
     ):

@@ -1,4 +1,4 @@
-"""Who a node is connected with, on a network in memory: what it believes about addresses, and whom it waits for."""
+"""A node's connections over the in-memory network: which addresses it trusts, and which peers it waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 20.0
 
 
 class Node:
-    """A transport with its connections, and what an `ask` answers."""
+    """A transport with its connections and its answers to questions."""
 
     def __init__(self, network: Network, key: bytes, run_id: bytes = RUN) -> None:
         self.network, self.key, self.run_id = network, key, run_id
@@ -181,7 +181,7 @@ async def test_a_bootstrap_of_another_run_is_told_apart_and_said_so(caplog: pyte
     first.connections.add(other.address, Origin.USER)
     with caplog.at_level(logging.WARNING):
         async with running(first, other):
-            await until(lambda: "answers, but" in caplog.text)
-    told = f"{other.address} answers, but takes part in another run: elsewhere ({OTHER_RUN.hex()[:16]})"
+            await until(lambda: "is reachable, but" in caplog.text)
+    told = f"{other.address} is reachable, but takes part in another run: elsewhere ({OTHER_RUN.hex()[:16]})"
     assert [record.message for record in caplog.records] == [told]
     assert (first.seen, other.seen) == ([], [])

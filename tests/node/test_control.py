@@ -1,4 +1,4 @@
-"""The owner's line to the daemon: what comes over it, and what it says when nobody is there."""
+"""The control socket: requests and answers, and the errors when no daemon answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def asked(data: Path, request: dict[str, Any], seconds: float = 20.0) -> d
 
 
 async def raw(made: Control, request: bytes) -> bytes:
-    """What comes back for these bytes."""
+    """Returns the reply to these bytes."""
     reader, writer = await asyncio.open_unix_connection(made.socket)
     try:
         writer.write(request)
@@ -96,7 +96,7 @@ async def test_one_connection_too_many_is_told_so_and_those_that_ask_nothing_end
     monkeypatch.setattr(control, "CLIENT_SECONDS", 0.3)
     async with running(tmp_path) as made:
         idle = [await asyncio.open_unix_connection(made.socket) for _ in range(CONNECTIONS_MAX)]
-        with pytest.raises(P2ptrainError, match=r"^busy: 16 commands wait for an answer already; try again$") as raised:
+        with pytest.raises(P2ptrainError, match=r"^busy: 16 commands are waiting already; try again$") as raised:
             await asked(tmp_path, {})
         assert not isinstance(raised.value, NoDaemonError)
         for reader, writer in idle:
@@ -111,7 +111,7 @@ async def test_what_an_earlier_daemon_left_does_not_stop_the_next(tmp_path: Path
         await first.start()
         assert first._server is not None
         first._server.close()  # killed: nothing is removed
-        with pytest.raises(NoDaemonError, match="did not end properly"):
+        with pytest.raises(NoDaemonError, match="did not shut down cleanly"):
             await asked(tmp_path, {})
         second = Control(tmp_path, Path(runtime), answer)
         await second.start()
@@ -139,13 +139,13 @@ def test_a_note_that_says_nothing_is_no_daemon(content: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("place", ["gone.sock", "a" * 200, "daemon.json"])
 def test_a_socket_on_which_nobody_listens_is_no_daemon(place: str, tmp_path: Path) -> None:
     note(tmp_path, json.dumps({"socket": str(tmp_path / place), "pid": 77}))
-    with pytest.raises(NoDaemonError, match="the last one, pid 77, did not end properly"):
+    with pytest.raises(NoDaemonError, match=r"the last one \(pid 77\) did not shut down cleanly"):
         ask(tmp_path, {})
 
 
 @asynccontextmanager
 async def saying(data: Path, *parts: bytes, ends: bool = True) -> AsyncIterator[None]:
-    """Something listens there, and says this."""
+    """Listens on the control socket and replies with these bytes."""
     over = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -168,10 +168,10 @@ async def saying(data: Path, *parts: bytes, ends: bool = True) -> AsyncIterator[
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ((), "broke off its answer"),
-        ((b"nonsense\n",), "broke off its answer"),
-        ((b"[1]\n",), "is no daemon"),
-        ((b'{"half": ',), "broke off its answer"),
+        ((), "did not finish its answer"),
+        ((b"nonsense\n",), "did not finish its answer"),
+        ((b"[1]\n",), "is not a p2ptrain daemon"),
+        ((b'{"half": ',), "did not finish its answer"),
     ],
 )
 async def test_an_answer_that_is_none_is_no_daemon(parts: tuple[bytes, ...], why: str, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ async def test_an_answer_that_is_none_is_no_daemon(parts: tuple[bytes, ...], why
 
 
 async def test_a_mistake_in_the_daemon_is_not_called_its_absence(tmp_path: Path) -> None:
-    """Whoever reads that none runs starts a second one, or takes the run for over."""
+    """A user told that no daemon runs would start a second one, or think that the run is over."""
     said: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context.get("exception")))
 
@@ -190,7 +190,7 @@ async def test_a_mistake_in_the_daemon_is_not_called_its_absence(tmp_path: Path)
 
     async with running(tmp_path) as made:
         made.answer = err
-        with pytest.raises(P2ptrainError, match="its log tells of a mistake"):
+        with pytest.raises(P2ptrainError, match="its log has an error"):
             await asked(tmp_path, {})
         made.answer = answer
         assert await asked(tmp_path, {}) == {"asked": {}}
@@ -206,7 +206,7 @@ async def test_an_answer_without_end_is_cut_off(tmp_path: Path, monkeypatch: pyt
 
 async def test_a_daemon_that_is_stopped_does_not_answer_and_it_is_said_so(tmp_path: Path) -> None:
     async with saying(tmp_path, ends=False):
-        with pytest.raises(SilentDaemonError, match=r"\(pid 77\) does not answer; it may be stopped"):
+        with pytest.raises(SilentDaemonError, match=r"\(pid 77\) does not answer; it may be suspended"):
             await asked(tmp_path, {}, seconds=0.2)
 
 

@@ -1,4 +1,4 @@
-"""Records of rounds count on when the core forgets what it had tallied; and one that counts wrongly is told."""
+"""The rounds' records stay correct when the core forgets its tallies; a wrong count is logged."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_what_the_core_forgets_of_a_peer_is_not_taken_from_what_was_counted(tmp_
 
 
 def test_a_record_that_counts_less_than_none_late_is_told_all_the_same() -> None:
-    """Earlier releases wrote such ones."""
+    """Earlier releases wrote such records."""
     assert lived(1, late=-3).late == 0

@@ -1,4 +1,4 @@
-"""Data that comes from peers: only the pieces that are needed, nothing that its digest does not name, nothing torn."""
+"""Training data from peers: only the needed pieces are fetched, each is checked, and none is left half written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINES = 600_000  # of eight bytes: five pieces, one token a byte
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
-    """What a peer has."""
+    """Makes the complete data set of a peer."""
     directory = tmp_path_factory.mktemp("whole")
     lines = "".join(f"{number:07}\n" for number in range(LINES))
     made = prepared(directory / "data", written(directory / "a.txt", lines), held_out=Fraction(1, 4))
@@ -306,7 +306,7 @@ def test_bytes_need_no_file(whole: TokenDataset) -> None:
 
 
 def test_a_tokenizer_that_nobody_can_use_is_not_the_peers_fault(tmp_path: Path) -> None:
-    """Whoever begins a run can name anything."""
+    """The starter of a run can name any file."""
 
     class Liar(JsonTokenizer):
         def __init__(self, file_bytes: bytes, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The device's edge: trainings that a kill has undone are repeated to the bit, with a real trainer."""
+"""The device with a real trainer: trainings lost in a kill are repeated bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
 
 
 class Life:
-    """A device that is alone in its run; of round 3 it is said that nobody takes its contribution."""
+    """A device alone in its run; the contribution of round 3 is never taken."""
 
     def __init__(self, dataset: TokenDataset, name: str, **changes: Any) -> None:
         self.device = Device(make(dataset, name, **changes))
@@ -49,7 +49,7 @@ class Life:
         assert self.device._apply(number, payloads, taken, bytes(32), self.device.adopted) is not None
 
     def save(self, path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
-        """All that a checkpoint holds."""
+        """Saves all that a checkpoint contains."""
         self.device.trainer.save(path)
         with safe_open(path, framework="np") as file:
             return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
@@ -98,7 +98,7 @@ def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, capl
     life = Life(dataset, "distro")
     life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())], life.device.trained)
     life.train(1)
-    assert "the training of round 1 came out otherwise than before the restart" in caplog.text
+    assert "the training of round 1 came out differently than before the restart" in caplog.text
     life.close()
 
 
@@ -120,7 +120,7 @@ def test_trainings_take_as_many_threads_as_they_are_told_and_are_repeated_with_a
 
 
 def test_a_training_that_diverges_contributes_nothing_and_is_counted(dataset: TokenDataset) -> None:
-    """Steps so long that the weights leave all numbers: the loss of the step after is none."""
+    """The steps are so large that the weights overflow: the loss after them is not finite."""
     life = Life(dataset, "local", inner_learning_rate=Fraction(10**15))
     for number in (1, 2):
         with pytest.raises(TrainingError, match="is not finite"):

@@ -1,4 +1,4 @@
-"""The driver: effects in order, the disk before the word, and the core's deadline kept."""
+"""The driver: effects in order, the disk before sending, and the core's deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def send(number: int, peer: bytes = PEER) -> ev.Send:
 
 
 def said(number: int, peer: bytes = PEER) -> tuple[str, bytes, Deliver]:
-    """What `send` comes to."""
+    """Returns the record of a message posted to a peer."""
     return ("post", peer, Deliver((bytes([number]),)))
 
 
@@ -34,7 +34,7 @@ def persist(number: int) -> ev.Persist:
 
 
 def answering(each: Bench, effects: dict[bytes, list[ev.Effect]]) -> None:
-    """When a peer is seen, do this."""
+    """Makes the core answer `PeerSeen` with these effects."""
     each.node.answer = lambda event: effects.get(event.peer, []) if isinstance(event, ev.PeerSeen) else []
 
 
@@ -43,7 +43,7 @@ async def now_is(moment: float) -> None:
 
 
 def iterations(counts: list[int]) -> None:
-    """Count how often the loop goes round."""
+    """Counts the loop's iterations."""
     loop: Any = asyncio.get_running_loop()
     select = loop._clock.select
 
@@ -119,8 +119,8 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
         assert each.persistence.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
     told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
     assert told == [
-        "the disk is full; nothing is said or applied until it can be saved",
-        "the disk takes data again",
+        "the disk is full; the node sends and applies nothing until this can be written",
+        "the disk can be written again",
     ]
 
 
@@ -135,7 +135,7 @@ async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_disk_that_takes_no
             assert not life.done()
             each.node.seen.is_stopping = True
             await now_is(4 * DISK_SECONDS)
-            assert life.result() == "the disk takes nothing: the disk is full"
+            assert life.result() == "the disk cannot be written: the disk is full"
 
 
 @skipping_time
@@ -268,7 +268,7 @@ async def test_the_deadline_wakes_the_core_without_any_event_and_without_a_busy_
 
 @skipping_time
 async def test_a_timer_that_comes_early_is_set_again(tmp_path: Path) -> None:
-    """uvloop rounds to milliseconds: of its timers, every third comes before its time."""
+    """uvloop rounds to milliseconds: every third of its timers fires early."""
     async with bench(tmp_path) as each:
         loop: Any = asyncio.get_running_loop()
         call_at = loop.call_at

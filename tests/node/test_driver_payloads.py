@@ -1,4 +1,4 @@
-"""The driver's payloads: fetched once, checked, held and served, whoever lies and whatever the disk loses."""
+"""The driver's payloads: fetched once, checked, stored and served, despite liars and disk losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARRIVED = ev.PayloadArrived(NAME, True, PAYLOAD_BYTES)
 
 
 class Counted(MemoryBlob):
-    """Counts how often it is read."""
+    """A blob that counts how often it is read."""
 
     reads = 0
 
@@ -111,7 +111,7 @@ async def test_a_payload_that_was_lost_before_we_could_rest_our_words_on_it_is_f
 async def test_a_disk_that_cannot_be_read_or_is_full_does_not_end_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is held may be spilled to the disk, and what is sought may lie there."""
+    """Storing a payload may spill another to the disk, and a lookup may read the disk."""
 
     def broken(self: PayloadStore, *arguments: object) -> None:
         raise DataError("the disk does not answer")

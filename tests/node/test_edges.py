@@ -1,4 +1,4 @@
-"""The driver's edges: rounds are applied, states and data fetched and served, whoever lies and whatever is lost."""
+"""The driver with its edges: it applies rounds and fetches and serves states and data, despite liars and losses."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def state_blob(state: bytes) -> dict[BlobName, MemoryBlob]:
 
 
 def held(each: Bench, number: int, count: int = 2) -> Any:
-    """The manifest of a round whose payloads are here."""
+    """Stores payloads and makes the manifest of a round that took them."""
     bodies = [some_bytes(PAYLOAD_BYTES, 100 * number + seat) for seat in range(count)]
     for body in bodies:
         each.store.payloads.put(payload_digest(body), body)
@@ -106,7 +106,7 @@ async def test_a_round_that_does_not_follow_the_state_is_not_applied(tmp_path: P
 
 @skipping_time
 async def test_a_round_of_a_line_that_was_left_is_not_applied_to_the_state_that_was_taken_over(tmp_path: Path) -> None:
-    """It waited for a payload while the state of another line came, of the round before it."""
+    """It waited for a payload while the state of another branch arrived, of the round before it."""
     async with bench(tmp_path) as each, each.running():
         lost = some_bytes(PAYLOAD_BYTES, 9)
         server = await each.serve(PEER)
@@ -176,7 +176,7 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
 
 
 def test_a_trainer_that_finds_no_room_for_its_state_says_so_as_a_disk_does(tmp_path: Path) -> None:
-    """safetensors has an error of its own for that, which is no OSError."""
+    """safetensors raises its own error for that, which is not an OSError."""
     with pytest.raises(DataError):
         Capture({}, {}, torch.zeros(0)).write(tmp_path / "gone" / "trainer.safetensors")
 
@@ -244,7 +244,7 @@ async def test_of_a_state_that_came_out_wrong_only_what_differs_is_fetched(
         await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
         assert each.trainer.state == NEWER
         assert server.server.counters()["pieces"] == 1
-        assert "1 pieces of my own state were wrong, each of 1 MiB: 1" in caplog.text
+        assert "1 pieces (1 MiB each) of this node's own state were wrong: 1" in caplog.text
         assert list((tmp_path / "fetching").iterdir()) == []
 
 
@@ -269,8 +269,8 @@ async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_w
         each.persistence.put(NAME, BODY)
         doing(each, ev.Apply(manifest))
         await each.heard(ev.Applied(manifest.branch, 9, root_of(right)))
-        assert ("1 pieces differ, each of 1 MiB: 1" in caplog.text) == bool(flipped)
-        assert ("round 9 came out again as it was" in caplog.text) == (not flipped)
+        assert ("1 pieces (1 MiB each) differ: 1" in caplog.text) == bool(flipped)
+        assert ("round 9, wrong before, came out the same again" in caplog.text) == (not flipped)
 
 
 @skipping_time
@@ -313,7 +313,7 @@ async def test_when_nobody_has_a_state_that_would_do_catching_up_has_failed(tmp_
         await until(lambda: bool(each.node.events))
         [failed] = each.node.events
         assert isinstance(failed, ev.CatchUpFailed) and failed.attempt == 1
-        assert failed.why == "none of 2 peers has a state of the 1 that would do"
+        assert failed.why == "none of 2 peers has one of the 1 states that would do"
 
 
 @skipping_time

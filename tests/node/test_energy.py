@@ -1,4 +1,4 @@
-"""What the device draws, by a tree of files as Linux has it and a library as NVIDIA's driver brings it."""
+"""The device's energy, measured with a file tree like Linux's and a library like the one of NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def zone(directory: Path, name: str, what: str, microjoules: int) -> Path:
 
 
 class Card:
-    """libnvidia-ml, as far as it is called."""
+    """The part of libnvidia-ml that is called."""
 
     def __init__(self, millijoules: int | None, milliwatts: int | None = None) -> None:
         self.millijoules, self.milliwatts = millijoules, milliwatts
@@ -75,7 +75,7 @@ class Card:
 
 
 class Looks:
-    """Of one meter, at times that the test sets."""
+    """Reads one meter at times set by the test."""
 
     def __init__(self, meter: Meter) -> None:
         self.now = 1_000.0
@@ -158,7 +158,7 @@ def counted(rounds: Recorder, make: Callable[[], Meter], paused: list[bool]) -> 
 
 
 class Meters:
-    """Ten joules more at each reading, a number of times."""
+    """A meter that counts ten joules per reading and fails after some readings."""
 
     def __init__(self, readings: int, then: Exception) -> None:
         self.readings, self.then, self.count = readings, then, 0

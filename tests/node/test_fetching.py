@@ -1,4 +1,4 @@
-"""Training data from peers of whom some give nothing: each wastes our time once in a while, and not with each piece."""
+"""Training data from peers of which some give nothing: each costs time now and then, not for every piece."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def serve_data(each: Bench, peer: bytes) -> None:
 
 
 async def be_silent(each: Bench, *peers: bytes) -> None:
-    """Connected, and takes every question."""
+    """A peer that is connected but answers no request."""
 
     async def hang(stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()
@@ -41,7 +41,7 @@ async def be_silent(each: Bench, *peers: bytes) -> None:
 
 
 async def piece_seconds(each: Bench) -> float:
-    """How long a piece takes to come."""
+    """Returns how long it takes to fetch a piece."""
     began = now()
     await each.edges.fetching._data_piece(PIECE)
     return now() - began

@@ -1,4 +1,4 @@
-"""Getting what a run begins with, where those who tell of it first give nothing."""
+"""Joining a run when the first peers to report it give nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAR_SECONDS = 3.0  # to one who is an ocean away, or only starting: others have 
 
 @dataclass
 class Swarm:
-    """A run of which two nodes tell; one of them gives what it begins with."""
+    """Two nodes that report a run, of which only one provides its config and data."""
 
     network: Network
     run: RunConfig
@@ -166,7 +166,7 @@ async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path)
         for key in (LIAR, GOOD):
             each.network.nodes[key]._handlers.pop(questions.PROTOCOL)
             await questions.serve(each.network.nodes[key], answer)
-        with pytest.raises(ConfigError, match=r"is of protocol 2, and this release speaks 1. Install a release"):
+        with pytest.raises(ConfigError, match=r"uses protocol 2, and this release speaks 1. Install a release"):
             await find_run(each.me, each.config, None)
 
 

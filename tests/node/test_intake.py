@@ -1,4 +1,4 @@
-"""The intake: what peers say is bounded, checked, and told with its blame; what is our own is never lost."""
+"""The intake: peers' messages are bounded, checked and attributed; our own events are never dropped."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
     async with bench(tmp_path) as each:
         for number in range(EVENTS_MAX + 10):
             each.driver.intake.hear(bytes([number % 32]) * 32, a_message(number=number))
-        each.driver.intake.hear_line(OTHER, Deliver((b"nonsense", a_message())))
-        each.driver.intake.hear_line(OTHER, HistoryQuery(bytes(32), 1))
+        each.driver.intake.hear_mail(OTHER, Deliver((b"nonsense", a_message())))
+        each.driver.intake.hear_mail(OTHER, HistoryQuery(bytes(32), 1))
         own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
         for event in own:
             each.driver.give(event)
@@ -59,7 +59,7 @@ async def test_what_does_not_decode_is_told_with_the_reason_and_ends_what_came_w
     async with bench(tmp_path) as each:
         each.driver.intake.hear(PEER, b"nonsense")
         with pytest.raises(RemoteProtocolError, match="not a message"):  # which closes the line, and is told once
-            each.driver.intake.hear_line(OTHER, Deliver((a_message(), bytes(1), a_message())))
+            each.driver.intake.hear_mail(OTHER, Deliver((a_message(), bytes(1), a_message())))
         async with each.running():
             await until(lambda: len(each.node.events) == 2)
         first, second = each.node.events
@@ -113,7 +113,7 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
 
 @skipping_time
 async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -> None:
-    """Anybody can sign announcements under keys of their own, and checks take longer than a frame does to arrive."""
+    """Anyone can sign announcements with new keys, and a check takes longer than a frame takes to arrive."""
     async with bench(tmp_path) as each:
         shut, opened = some_bytes(PAYLOAD_BYTES), asyncio.Event()
         each.device.gate = opened.wait  # type: ignore[assignment]
@@ -130,7 +130,7 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
 
 @skipping_time
 async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tmp_path: Path) -> None:
-    """Lines are open, and the topic is subscribed to, before the driver runs and for a while after."""
+    """Mailboxes are open and the topic is subscribed to slightly before and after the driver runs."""
     async with bench(tmp_path) as each:
         body = some_bytes(PAYLOAD_BYTES)
         offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)

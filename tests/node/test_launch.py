@@ -1,4 +1,4 @@
-"""What a daemon's life ends by, and with what error."""
+"""How a daemon's process ends, and with which error."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does(number: 
 
 
 class Taker(io.StringIO):
-    """A standard output, and each write that it was given."""
+    """A standard output that records each write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Taker(io.StringIO):
 
 
 def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under PYTHONUNBUFFERED the log's next line came between it and its end, in the file that takes both."""
+    """With PYTHONUNBUFFERED, a log line used to get between it and its newline in the shared file."""
     monkeypatch.setattr(sys, "stdout", taker := Taker())
     addresses = [f"/ip4/192.0.2.{n}/tcp/4001/p2p/{peer_id_of(key(1))}" for n in (1, 2)]
     transport: Any = SimpleNamespace(addresses=lambda: addresses)

@@ -1,4 +1,4 @@
-"""A good guest: when the node trains, how much of the time, in how much memory; clock and battery are the test's."""
+"""The limits: when the node trains, for what share of the time, and in how much memory. Clock and battery are fakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from p2ptrain.learn import memory as memory_module
 from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
 from p2ptrain.learn.shortage import mega
 from p2ptrain.node import device as device_module
-from p2ptrain.node import limits as guest_module
+from p2ptrain.node import limits as limits_module
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.limits import (
     MachineLimits,
@@ -103,10 +103,10 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     (main,) = rooms_of(run, config_of(0).device)
     with caplog.at_level("INFO"):
         refuse_too_large(run, config_of(0))
-    assert "run large takes about" in caplog.text, "what it takes is told before it is taken"
+    assert "run large needs about" in caplog.text, "what it takes is told before it is taken"
     assert "weights 3 MB + gradient 3 MB + residual 3 MB + activations" in caplog.text
     refuse_too_large(run, config_of(main.needed))
-    with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large takes about .*weights .* Raise it"):
+    with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large needs about .*weights .* Raise it"):
         refuse_too_large(run, config_of(main.needed - 1))
     # Less than nothing: what this process, of many tests, has taken counts as free.
     monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: -resident_bytes())
@@ -115,14 +115,16 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
     refuse_too_large(run, config_of(0))
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
-    with pytest.raises(TooLargeError, match=r"even with one sequence a pass, and there are .*device\.checkpointing"):
+    with pytest.raises(
+        TooLargeError, match=r"even with one sequence per pass, but there are only .*device\.checkpointing"
+    ):
         refuse_too_large(run, config_of(0))
 
 
 def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As much as can be said where there is none: what it would be asked is answered for it."""
+    """Without a GPU here, the test fakes the answers to the queries."""
     run = RunConfig.model_validate({"name": "large", "model": {"preset": "100m"}})
     need = need_of(run, PassSettings(autocast=True, device="cuda"))
     least = need_of(run, PassSettings(autocast=True, device="cuda", sequences_per_pass=1))
@@ -137,7 +139,7 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     refuse_too_large(run, NodeConfig())
     assert "of cuda:0 are free now" in caplog.text
     there[1] -= 1
-    with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence a pass"):
+    with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence per pass"):
         refuse_too_large(run, NodeConfig())
 
     def full(device: object) -> None:
@@ -162,7 +164,7 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     ],
 )
 def test_only_a_battery_that_is_in_use_counts(battery: object, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_module.psutil, "sensors_battery", lambda: battery)
+    monkeypatch.setattr(limits_module.psutil, "sensors_battery", lambda: battery)
     assert is_on_battery() is expected
 
 
@@ -170,7 +172,7 @@ def test_a_machine_that_cannot_tell_counts_as_plugged_in(monkeypatch: pytest.Mon
     def fail() -> None:
         raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(guest_module.psutil, "sensors_battery", fail)
+    monkeypatch.setattr(limits_module.psutil, "sensors_battery", fail)
     assert is_on_battery() is False
 
 
@@ -193,7 +195,7 @@ def test_a_nice_process_steps_back_with_all_that_it_starts_and_never_forward() -
 
 
 class Machine:
-    """What a guest looks at."""
+    """The fake clock, battery and memory."""
 
     def __init__(self) -> None:
         self.now, self.is_unplugged, self.resident = at("12:00"), False, 0
@@ -268,7 +270,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
         assert "limits: hours = '22:00-07:00', device_percent = 25" in caplog.text
         for option, wrong in (("hours", "7-8"), ("hours", "07:00-07:00"), ("percent", 0), ("percent", "9"),
                               ("percent", True), ("memory", -1), ("battery", "perhaps"), ("hours", 7)):  # fmt: skip
-            with pytest.raises(ConfigError, match=rf"^--{option}: .* is not possible\. Give ") as raised:
+            with pytest.raises(ConfigError, match=rf"^--{option}: .* is not valid\. Give ") as raised:
                 await daemon.answer({"do": "limit", "upload": 7, option: wrong})
             assert repr(wrong) in str(raised.value)
         assert await daemon.answer({"do": "limit"}) == told
@@ -288,7 +290,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
 
 
 class Steps(ChainTrainer):
-    """A trainer of two steps of a second each."""
+    """A trainer with two steps of one second each."""
 
     def __init__(self, time: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A whole swarm in one process: real cores, drivers, stores and protocols over a network in memory.
+"""A whole swarm in one process: real cores, drivers, stores and protocols over the in-memory network.
 
 Only the trainer is not real: its state is a chain of hashes over all contributions, so that whoever applies anything
 else, or in another order, has another root for ever.
@@ -33,7 +33,7 @@ FOUNDERS = 4
 
 
 class Member:
-    """One node, started as often as a test likes."""
+    """A node that a test can start repeatedly."""
 
     def __init__(self, swarm: Swarm, number: int) -> None:
         self.swarm, self.number = swarm, number
@@ -99,7 +99,7 @@ class Member:
             await save_last(self.daemon)
 
     async def crash(self) -> None:
-        """What it does from now on has no effect on others."""
+        """Cuts the node off: whatever it still does has no effect on others."""
         assert self.applied >= 0
         self.swarm.network.kill(self.key)
         self.life.cancel()
@@ -113,7 +113,7 @@ class Member:
 
 
 class Swarm:
-    """Its founders, and who comes later."""
+    """The founders of a run, and the nodes that join later."""
 
     def __init__(self, directory: Path, **agreement: Any) -> None:
         self.directory = directory
@@ -133,7 +133,7 @@ class Swarm:
         )
 
     async def reach(self, number: int, *nodes: Member) -> None:
-        """Until these have applied so many rounds."""
+        """Waits until these nodes have applied that many rounds."""
         waiting = nodes or tuple(self.nodes)
 
         def is_there() -> bool:
@@ -149,7 +149,7 @@ class Swarm:
         return max(node.applied for node in self.nodes if not node.life.done())
 
     def compare(self, least: int) -> None:
-        """That all who applied a round have the same root for it, and that there were so many rounds."""
+        """Asserts that all nodes have the same root for each round, and that there were enough rounds."""
         by_round: dict[int, set[bytes]] = {}
         for node in self.nodes:
             assert node.applied >= 0
@@ -164,7 +164,7 @@ class Swarm:
 
 @asynccontextmanager
 async def swarm(tmp_path: Path, faces: Faces | None = None, **agreement: Any) -> AsyncIterator[Swarm]:
-    """`faces` are the first node's."""
+    """Runs a swarm; `faces` are the first node's."""
     made = Swarm(tmp_path, **agreement)
     made.nodes[0].faces = faces
     try:

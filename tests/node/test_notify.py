@@ -1,4 +1,4 @@
-"""What a supervisor hears of a node, over a real socket; and a real node under what its unit forbids."""
+"""Notifications to a supervisor over a real socket, and a real node under the restrictions of its systemd unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAITS_SECONDS_MAX = 2.0  # on a busy machine, for nothing
 
 
 class Supervisor:
-    """The other end of the socket."""
+    """The supervisor's end of the socket."""
 
     def __init__(self, name: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -34,7 +34,7 @@ class Supervisor:
         self.heard: list[dict[str, str]] = []
 
     def listen(self) -> list[dict[str, str]]:
-        """Everything that was said so far."""
+        """Reads everything received so far."""
         while True:
             try:
                 text = self.socket.recv(DATAGRAM_MAX).decode()
@@ -157,7 +157,7 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 
 def lives_under(supervisor: Supervisor, swarm: Swarm, name: str, *prefix: str) -> None:
-    """One node from its start to its end, and what is said of that."""
+    """Runs a node from start to end, and checks what the supervisor is told."""
     own = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "4000000", "P2PTRAIN_LIMITS__NICE": "19"}
     node = swarm.first(**own)
     node.prefix = prefix
@@ -175,7 +175,7 @@ def lives_under(supervisor: Supervisor, swarm: Swarm, name: str, *prefix: str) -
     assert node.until_ended() == 0
     assert supervisor.was_told("STOPPING") == ["1", "1"]
     assert "leaving the run" in supervisor.was_told("STATUS")
-    assert supervisor.was_told("STATUS")[-1].endswith(": it saves its state and ends")
+    assert supervisor.was_told("STATUS")[-1].endswith(": saving the state")
 
 
 @pytest.mark.timeout(TEST_SECONDS)

@@ -1,4 +1,4 @@
-"""What the owner orders while a node runs, in a swarm in memory: pause, limits, a checkpoint now."""
+"""The owner's orders to a running node of an in-memory swarm: pause, limits, a checkpoint now."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_limits_change_at_once_and_what_is_not_named_stays(tmp_path: Path)
         assert await daemon.answer({"do": "limit", "upload": 0, "download": 0}) == dict.fromkeys(rates, 0) | rest
         assert (await daemon.answer({"do": "limit", "threads": threads + 1}))["threads"] == threads + 1
         for wrong in (0, 1_025, True, "2"):
-            with pytest.raises(ConfigError, match=r"^--threads: .* is not possible\. Give a number"):
+            with pytest.raises(ConfigError, match=r"^--threads: .* is not valid\. Give a number"):
                 await daemon.answer({"do": "limit", "threads": wrong, "percent": 50})
         assert made.nodes[0].status["limits"] == dict.fromkeys(rates, 0) | rest | {"threads": threads + 1}
 
@@ -103,7 +103,7 @@ async def test_a_limit_that_is_none_is_refused_and_changes_nothing(tmp_path: Pat
     async with swarm(tmp_path) as made:
         daemon = made.nodes[0].daemon
         for wrong in (-1, RATE_MAX + 1, True, 1.5, "7", [7]):
-            with pytest.raises(ConfigError, match=r"^--download: .* is not possible\. Give bytes a second"):
+            with pytest.raises(ConfigError, match=r"^--download: .* is not valid\. Give bytes a second"):
                 await daemon.answer({"do": "limit", "upload": 7, "download": wrong})
         assert made.nodes[0].status["limits"]["upload_bytes_per_second"] == 10**9
 

@@ -1,4 +1,4 @@
-"""Checkpoints while rounds go on: what is copied when, who waits for the disk, and who does not."""
+"""Checkpoints while rounds go on: when the state is copied, and what waits for the disk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GATE_SECONDS = 20.0  # a test that fails should not hang
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Until it is open, the disk is slow."""
+    """A gate that holds up the disk until the test opens it."""
     opened = threading.Event()
     yield opened
     opened.set()
 
 
 class LazyDisk:
-    """In place of the thread that writes: it does what it was asked for when somebody waits for it, and not before."""
+    """Replaces the writing thread: runs a job only when somebody waits for it."""
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Any:
         return SimpleNamespace(result=lambda: job(*arguments))
@@ -38,14 +38,14 @@ class LazyDisk:
 
 
 async def saved(each: Bench, number: int, **options: Any) -> None:
-    """After a round."""
+    """Saves a checkpoint after a round."""
     each.trainer.round = number
     manifest = a_manifest(each.genesis, number, [])
     await each.persistence.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
 
 
 async def begun(each: Bench, gate: threading.Event, number: int, **options: Any) -> asyncio.Task[None]:
-    """A checkpoint that is being written until the gate is open, as is every one after it."""
+    """Begins a checkpoint that cannot be written, nor any later one, until the gate is open."""
     capture, has_begun = each.trainer.capture, threading.Event()
 
     def slow(is_copied: bool) -> Any:
@@ -65,7 +65,7 @@ async def begun(each: Bench, gate: threading.Event, number: int, **options: Any)
 
 
 def failing(each: Bench, why: str, times: int = 2**62) -> list[int]:
-    """A trainer that cannot copy its state so many times; the rounds in which it was asked to."""
+    """Makes the trainer fail to copy its state a number of times. Returns the rounds of the attempts."""
     capture, tries = each.trainer.capture, []
 
     def fail(is_copied: bool = True) -> Any:
@@ -130,7 +130,7 @@ async def test_without_memory_for_a_copy_there_is_no_checkpoint_and_the_node_goe
     async with bench(tmp_path) as each:
         failing(each, "can't allocate memory")
         await saved(each, 4)
-        assert each.persistence.checkpoint_trouble == "there is no memory for a copy of the state"
+        assert each.persistence.checkpoint_trouble == "not enough memory for a copy of the state"
 
 
 async def test_a_mistake_in_the_trainer_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, g
 
 
 async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the kept history nothing would lead on from it."""
+    """Beyond the kept history, a restart could not continue from it."""
     monkeypatch.setattr("p2ptrain.node.persistence.RETRY_SECONDS", 0.01)
     async with bench(tmp_path) as each:
         each.persistence._history_rounds = 8
@@ -192,7 +192,7 @@ async def test_the_room_on_the_disk_is_what_the_disk_says_and_unknown_where_it_s
 async def test_a_disk_that_does_not_tell_its_room_holds_up_nothing_that_is_said(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one of the network that is away."""
+    """A network disk may be unreachable."""
 
     def slow(path: Path) -> SimpleNamespace:
         assert gate.wait(GATE_SECONDS)

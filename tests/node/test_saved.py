@@ -1,4 +1,4 @@
-"""Which checkpoint is taken or kept: what the node's own log certifies, and never what it contradicts."""
+"""Choosing checkpoints: the node's own log certifies the right one, and those it contradicts are never chosen."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def checkpoint_of(node: Node, number: int) -> Checkpoint:
 
 
 def log_of(node: Node, **known: Any) -> None:
-    """The node's log, which begins with an agreed state that says this."""
+    """Makes a node's log that begins with a given agreed state."""
     first = genesis(bytes.fromhex(node.run.run_id), tuple(sorted(KEYS[:3])), bytes(32))
     Log(node.run_directory / "wal", msgspec.structs.replace(first, **known), kept=64).close()
 
 
 def certify(node: Node, number: int, root: bytes | None = None, last: int = 30) -> None:
-    """Let the log name a root of a round; without one, that of the checkpoint."""
+    """Makes the log certify a root of a round, by default the checkpoint's."""
     root = checkpoint_of(node, number).root if root is None else root
     log_of(node, round=last, head=b"l" * 32, root_round=number, root=root)
 
@@ -68,7 +68,7 @@ def test_the_newest_that_the_log_certifies_is_taken_and_said(
     assert p2ptrain("export", out, *node.place) == (0, f"{told}: {out}\n", "")
     newest = checkpoint_of(node, 24)
     why = "not certified: the newest certified root in the log is of round 16, before round 24"
-    assert f"passed over: {newest.path}: {why}" in caplog.text
+    assert f"skipped: {newest.path}: {why}" in caplog.text
     status, text, err = p2ptrain("generate", "ab", "--tokens", "3", *node.place)
     assert (status, text[:2], err) == (0, "ab", f"{told}\n")
     status, said, _ = p2ptrain("checkpoint", "export", tmp_path / "copy", *node.place)
@@ -82,16 +82,16 @@ def test_the_newest_that_the_log_certifies_is_taken_and_said(
 def test_another_root_than_the_certified_one_is_not_taken(
     p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its files are what its stamp says, and its stamp says what the swarm did not agree on."""
+    """Its files match its stamp, but the stamp's root is not the agreed one."""
     certify(node, 24, b"r" * 32)
     wrong, out = checkpoint_of(node, 24), tmp_path / "out"
     told = f"round 16 of x, root {short(node, 16)}, not certified: the log has no certified root for round 16"
     assert p2ptrain("export", out, *node.place) == (0, f"{told}: {out}\n", "")
     why = f"round 24 was certified with the root {(b'r' * 32).hex()[:16]}, but this state has {short(node, 24)}"
-    assert f"passed over: {wrong.path}: not of the history that this node has: {why}" in caplog.text
+    assert f"skipped: {wrong.path}: not part of this node's history: {why}" in caplog.text
     for command in (("export", tmp_path / "no"), ("generate", "a"), ("checkpoint", "export", tmp_path / "no")):
         status, _, err = p2ptrain(*command, "--round", "24", *node.place)
-        assert (status, err) == (1, f"{node.checkpoints.directory}: no whole checkpoint of round 24\n")
+        assert (status, err) == (1, f"{node.checkpoints.directory}: no undamaged checkpoint of round 24\n")
     assert not (tmp_path / "no").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_copy_with_another_root_than_the_certified_one_is_not_taken_either(
     certify(node, 24, b"r" * 32)
     status, said, err = p2ptrain("export", tmp_path / "no", "--checkpoint", copy, *node.place)
     assert (status, said) == (1, "")
-    assert err.startswith(f"{copy}: not of the history that this node has: round 24 was certified with the root ")
+    assert err.startswith(f"{copy}: not part of this node's history: round 24 was certified with the root ")
 
 
 def test_a_checkpoint_of_a_branch_that_the_log_has_left_is_not_taken(
@@ -142,7 +142,7 @@ def test_a_certified_one_that_is_damaged_is_passed_over(
     damaged.write_bytes(damaged.read_bytes()[:-1])
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, said.startswith(f"round 24 of x, root {short(node, 24)}, not certified: ")) == (0, True)
-    assert f"passed over: {damaged}: damaged" in caplog.text
+    assert f"skipped: {damaged}: damaged" in caplog.text
 
 
 def test_a_log_that_cannot_be_read_certifies_nothing(
@@ -154,7 +154,7 @@ def test_a_log_that_cannot_be_read_certifies_nothing(
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, said.startswith(f"round 24 of x, root {short(node, 24)}, not certified: ")) == (0, True)
     assert ", not certified: the log of its run here cannot be read: " in said
-    assert f"nothing certifies a checkpoint, and the members are not known: {path}: damaged" in caplog.text
+    assert f"checkpoints cannot be certified, and the members are unknown: {path}: damaged" in caplog.text
 
 
 def test_thinning_out_keeps_the_newest_that_is_certified(p2ptrain: Command, node: Node) -> None:
@@ -180,7 +180,7 @@ def test_thinning_out_does_not_count_what_the_log_contradicts(
         ["removed round        8", "kept    round       16"],
     )
     assert left(node) == [16, 24], "what is not of the history is named, and left for its owner to look at"
-    assert "not of the history that this node has" in caplog.text
+    assert "not part of this node's history" in caplog.text
 
 
 def test_an_error_that_quotes_a_name_commands_no_terminal(p2ptrain: Command, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_what_a_node_prunes_while_it_is_read_is_not_missed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A running node saves a newer one and removes those before, at any moment of the reading."""
+    """A running node may save a newer one and remove older ones at any moment."""
     seen: list[str] = []
 
     def goes_on() -> None:
@@ -248,7 +248,7 @@ def test_what_a_node_prunes_while_it_is_read_is_not_missed(
     monkeypatch.setattr(of, name, moved)
     words = {"export": [tmp_path / "out"], "generate": ["ab"], "checkpoint export": [tmp_path / "out"]}[command]
     status, out, err = p2ptrain(*command.split(), *words, *node.place)
-    assert (status, seen, "passed over" in caplog.text) == (0, [when], False), err
+    assert (status, seen, "skipped" in caplog.text) == (0, [when], False), err
     assert "round 32" in " ".join((out + err).split())
 
 
@@ -262,6 +262,6 @@ def test_what_is_pruned_again_and_again_is_told(
 
     monkeypatch.setattr(Checkpoints, "export", export)
     status, out, err = p2ptrain("checkpoint", "export", tmp_path / "out", *node.place)
-    assert (status, out, err.endswith("the node removes checkpoints faster than they are read. Stop it first\n")) == (
+    assert (status, out, err.endswith("faster than they can be read. Stop it first\n")) == (
         1, "", True,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a node serves, while its trainer's thread saves states and the disk's thread prunes them."""
+"""Served blobs, while the trainer's thread saves states and the disk's thread prunes them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_the_last_states_that_were_saved_and_are_there_are_served(library: Serve
 
 
 def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, tmp_path: Path) -> None:
-    """Between any two steps of who answers, the trainer's thread may save a state."""
+    """The trainer's thread may save a state between any two steps of an answer."""
     numbers = itertools.count(STATES_SERVED)
     before = [checkpoint(tmp_path, number) for number in range(STATES_SERVED)]
     for each in before:
         library.states.offer(each, b"")
 
     class Watched:
-        """A path; when the one who answers looks at it, another state is saved, which looks as well."""
+        """A path whose `exists` lets another state be saved first."""
 
         is_asked = True
 
@@ -76,13 +76,13 @@ def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, t
 
 
 def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served() -> None:
-    """Its files were not read whole when the node started."""
+    """The files are not verified when the node starts."""
     state = some_bytes(2 * PIECE_BYTES)
     pieces = [state[:PIECE_BYTES], state[PIECE_BYTES:-1] + bytes([state[-1] ^ 1])]
     kept: Any = SimpleNamespace(round=3, state_bytes=len(state), read_piece=lambda index: pieces[index])
     blob = StateBlob(kept, b"".join(leaf_digests(state)))
     assert blob.read(0) == pieces[0]
-    with pytest.raises(DataError, match="the saved state of round 3 is damaged in piece 1"):
+    with pytest.raises(DataError, match="the saved state of round 3 is damaged: piece 1"):
         blob.read(1)
-    with pytest.raises(DataError, match="damaged in piece 1"):
+    with pytest.raises(DataError, match="damaged: piece 1"):
         list(verified(blob))

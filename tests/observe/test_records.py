@@ -179,7 +179,7 @@ def test_damaged_addresses_of_before_are_none(path: Path, content: bytes) -> Non
     path.with_name("peers.json").write_bytes(content)
     with structlog.testing.capture_logs() as said, closing(Records(path)) as records:
         assert records.addresses() == []
-    assert [each["event"] for each in said] == ["remembered addresses are lost"]
+    assert [each["event"] for each in said] == ["cannot read remembered addresses"]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_what_is_no_file_of_ours_is_moved_aside_and_begun_anew(path: Path, conte
     if content:
         assert path.with_name("records.sqlite.damaged").read_bytes() == content
         assert [(each["event"], each["path"]) for each in said] == [
-            ("the records are damaged, and begun anew", str(path))
+            ("the records are damaged; starting a new file", str(path))
         ]
 
 
@@ -356,7 +356,7 @@ def test_a_row_that_was_changed_counts_as_not_written(path: Path, records: Recor
         connection.execute("UPDATE rounds SET record = (SELECT record FROM rounds WHERE id = 1) || x'00' WHERE id = 1")
     with structlog.testing.capture_logs() as said:
         assert records.past(9).rounds == [row(2)]
-    assert [(each["event"], each["rows"]) for each in said] == [("damaged rows are passed over", 1)]
+    assert [(each["event"], each["rows"]) for each in said] == [("skipping damaged rows", 1)]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_a_disk_that_refuses_is_named_and_tried_again_the_next_time(
             records.write(Batch([row(2)]))
         with structlog.testing.capture_logs() as said:
             assert records.past(9) == Past(), "and what cannot be read is no reason to stop"
-        assert [each["event"] for each in said] == ["the past is not known"]
+        assert [each["event"] for each in said] == ["cannot read the records"]
     records.write(Batch([row(3)]))
     assert records.past(9).rounds == [row(1), row(3)]
     assert not path.with_name("records.sqlite.damaged").exists()

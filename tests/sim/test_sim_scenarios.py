@@ -95,7 +95,7 @@ def table(**changes: Any) -> dict[str, Any]:
         ({"links": {"loss": 2}}, "links.loss: expected `float` <= 1.0. Write a value of that kind"),
         ({"nodes": "many"}, "nodes: expected `int`, got `str`. Write a value of that kind"),
         ({"agreement": {"view_second": 3}}, "agreement.view_second: unknown key. Did you mean view_seconds?"),
-        ({"agreement": {"view_seconds": 0}}, "agreement.view_seconds: 0 is not possible. Choose 1 to 600"),
+        ({"agreement": {"view_seconds": 0}}, "agreement.view_seconds: 0 is not valid. Choose 1 to 600"),
         (
             {"fault": [{"kind": "leave", "at": 1, "nodes": [4]}]},
             "fault[0].nodes: there is no node 4. Name nodes from 0 to 3",

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, passed over when damaged or of a branch that has lost."""
+"""Checkpoints: complete or absent, and skipped if damaged or on a branch that lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened(directory: Path, run_id: bytes = RUN) -> Checkpoints:
 def write(
     checkpoints: Checkpoints, number: int, head: bytes, root: bytes | None = None, weights: bytes = b"weights"
 ) -> Checkpoint:
-    """Without a root, it has the one that the history certifies for it, if it does already."""
+    """Writes a checkpoint, by default with the root that the history certifies."""
     content = f"all of round {number}".encode()
     if root is None:
         root = b"x" * 32 if head == LOST else history()[0].roots.get(number, b"x" * 32)
@@ -70,7 +70,7 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def with_leaves(directory: Path) -> tuple[Checkpoint, bytes, bytes]:
-    """A checkpoint, its weights, and the digests of their pieces."""
+    """Writes a checkpoint. Returns it, its weights, and the digests of their pieces."""
     weights = Random(2).randbytes(2 * PIECE_BYTES + 100)
     root = merkle_root(leaf_digests(weights), len(weights))
     leaves = leaves_of(weights, root)
@@ -134,7 +134,7 @@ def test_the_newest_is_the_last_made_of_the_saved_history(tmp_path: Path) -> Non
 
 
 def test_a_start_does_not_go_on_from_a_state_that_the_history_refutes(tmp_path: Path) -> None:
-    """The node had miscalculated the round, saved it, and was killed before it was healed."""
+    """The node had computed a wrong state, saved it, and was killed before it was corrected."""
     journal, states = history()
     wronged, newest = states[-2], states[-1]
     assert newest.root_round == wronged.round
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str
             path.unlink()
     with structlog.testing.capture_logs() as said:
         assert checkpoints.newest(journal) == good
-    assert {each["event"] for each in said} == {"checkpoint passed over"}
+    assert {each["event"] for each in said} == {"checkpoint skipped"}
     assert all(str(path.parent) in each["why"] for each in said)
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_a_later_release_is_refused_and_not_removed(tmp_path: Pa
         write(checkpoints, states[-1].round, states[-1].head)
     checkpoints.prune(1, journal)
     assert newer.exists()
-    with pytest.raises(NewerError, match="a later release has made it"):
+    with pytest.raises(NewerError, match="made by a later release"):
         checkpoints.newest(journal)
 
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path: Path) -> None:
     write(opened(tmp_path, b"o" * 32), 7, b"h" * 32)
     with structlog.testing.capture_logs() as said:
         assert opened(tmp_path).present() == []
-    assert "of another run" in said[0]["why"]
+    assert "belongs to another run" in said[0]["why"]
 
 
 def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) ->
 def test_a_checkpoint_that_is_finished_while_others_are_pruned_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """The trainer's thread writes, and the disk's thread may be anywhere in its looks at the directory."""
+    """The trainer's thread writes while the disk's thread scans the directory."""
     journal, states = history()
     checkpoints, looks, made = opened(tmp_path), itertools.count(), []
     for state in states[-4:]:
@@ -320,7 +320,7 @@ def test_wherever_the_power_is_cut_a_checkpoint_is_whole_or_not_there(tmp_path: 
         intact = [each.round for each in again.present() if again.verify(each) is None]
         assert intact[-1:] == ([newest.round] if newest else [])
         # A directory that was being removed may be there in part; it is older than what is whole.
-        assert all(each["event"] == "checkpoint passed over" for each in said)
+        assert all(each["event"] == "checkpoint skipped" for each in said)
         if not power.is_off:
             break
         cuts += 1

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a node, it is found out or does no harm: never does it go on with other bits.
+"""Any damage to a node's files is detected or harmless: the node never continues with other bits.
 
 The node of test_crash_points.py, killed in the middle of a run; one of its files is damaged, and it starts again.
 It then ends with the bits of a run that was left alone, or says what is wrong, or waits for peers to give it what it
@@ -62,7 +62,7 @@ KINDS = {
 
 
 def damage(path: Path, others: list[Path], rng: Random) -> tuple[str, set[Path]]:
-    """Do something to a file; what, and to which."""
+    """Damages a file. Returns how, and which one."""
     touched = {path}
     content = bytearray(path.read_bytes())
     kind = rng.choice(("flip", "cut", "swap", "zeros", "remove", "append"))
@@ -89,13 +89,13 @@ def damage(path: Path, others: list[Path], rng: Random) -> tuple[str, set[Path]]
 
 
 def lived_again(root: Path, manifest: str, rounds: int = ROUNDS) -> dict[int, Bits]:
-    """With the key and the data that lie there."""
+    """Runs the node again with the key and the data in this directory."""
     me = Identity.load_or_make(root / "identity.key")
     return lived(root, TokenDataset.open(root / "data", manifest), rounds, me)
 
 
 def killed(tmp_path: Path, dataset: TokenDataset, manifest: str) -> Path:  # noqa: F811
-    """What a node leaves behind that is killed in the middle of a run, with every kind of file."""
+    """Makes the directory of a node killed in the middle of a run, with every kind of file."""
     living, sound = tmp_path / "living", tmp_path / "sound"
     shutil.copytree(dataset.directory, living / "data")
     key = living / "identity.key"
@@ -116,7 +116,7 @@ def kind_of(place: Path) -> str:
 
 
 def names_why(told: str, touched: set[Path], root: Path) -> bool:
-    """Whether a node that waits says so of a file that only peers can give, or says what it asks them."""
+    """Whether a waiting node names the file that only peers can provide, or its request to them."""
     lost = {path for path in touched if kind_of(path.relative_to(root)) in FROM_PEERS}
     is_asking = any(path.suffix == ".log" for path in lost) and any(each in told for each in ASKING)
     return is_asking or any(path.name in told for path in lost)
@@ -128,7 +128,7 @@ def corrupted(
     count: int,
     caplog: pytest.LogCaptureFixture,
 ) -> Counter[tuple[str, str, str]]:
-    """How many of these corruptions ended how, by kind of file and of damage."""
+    """Counts the outcomes of these corruptions, by kind of file and of damage."""
     caplog.set_level(logging.INFO, "p2ptrain")
     (tmp_path / "whole").mkdir()
     expected = lived(tmp_path / "whole", dataset)
@@ -191,7 +191,7 @@ def test_a_thousand_corruptions_are_found_out_or_do_no_harm(
 
 
 async def half_fetched(tmp_path: Path, number: int) -> str:
-    """Damage what an earlier life has fetched, and go on; what was done to it."""
+    """Damages a partly fetched state and resumes the fetch. Returns how it was damaged."""
     rng, begun = Random(number), tmp_path / "fetching" / root_of(STATE).hex()
     begun.parent.mkdir(parents=True)
     sink = FileSink(begun)

@@ -1,4 +1,4 @@
-"""Wherever the power is cut, or the disk fails once, a node that starts again ends with the same bits.
+"""Whenever the power fails, or the disk fails once, a restarted node ends with the same bits.
 
 One node that is a swarm by itself, with its real core, driver, store and log; only its trainer is a chain of hashes,
 over all that was applied and all that was trained, on which data: whatever is lost, done twice or done in another order
@@ -37,7 +37,7 @@ ME = Identity(bytes(31) + b"\1")
 
 
 class WatchedTrainer(ChainTrainer):
-    """Knows what its bits were after each round: weights, residual, and contributions whose fate is open."""
+    """Records its bits after each round: weights, residual, and contributions whose fate is open."""
 
     def __init__(self, dataset: TokenDataset) -> None:
         super().__init__(dataset)
@@ -55,7 +55,7 @@ class WatchedTrainer(ChainTrainer):
 
 
 async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME) -> dict[int, Bits]:
-    """Take part until so many rounds are applied, write them down for people, and then be killed."""
+    """Runs until some rounds are applied and recorded, and is then killed."""
     run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(
         manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
     )
@@ -111,7 +111,7 @@ def dataset(tmp_path: Path) -> TokenDataset:
 
 
 def changes_of(tmp_path: Path, dataset: TokenDataset) -> tuple[int, dict[int, Bits]]:
-    """How often a whole run changes anything on the disk, and the bits that it comes to."""
+    """Returns how many changes to the disk a whole run makes, and its final bits."""
     root = tmp_path / "whole"
     root.mkdir()
     power = Power(root, -1, Random(0))

@@ -1,4 +1,4 @@
-"""The diary: what it is told lasts, and what is damaged counts as not said."""
+"""The diary: entries are durable, and damaged ones are ignored."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(path: Path) -> None:
 
 
 def test_lines_of_a_later_format_are_refused_and_kept(path: Path) -> None:
-    """Also behind a damaged line: to cut that off would cut off what the later release has written."""
+    """Even after a damaged line: cutting that off would remove the later release's entries, too."""
     for number in (4, 5):
         Diary(path).note(trained(number))
     good = path.read_bytes()

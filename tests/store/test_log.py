@@ -1,4 +1,4 @@
-"""The write-ahead log: what was appended comes back, what was torn is cut off, and what was damaged is refused."""
+"""The write-ahead log: appended records come back, torn ones are cut off, and damage is an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reopened(directory: Path, base: AgreedState, kept: int = KEPT) -> Journal:
 
 
 def offsets(path: Path) -> list[int]:
-    """Where the frames of a segment begin, and its end."""
+    """Returns where the frames of a segment begin, and its end."""
     bodies, end = frames_of(path, int(path.name[:8]), path.read_bytes())
     return [at for at, _ in bodies] + [end]
 
@@ -96,7 +96,7 @@ def test_a_log_without_its_past_says_so_until_something_was_written(tmp_path: Pa
 def test_over_a_node_s_life_the_journal_is_the_same_before_and_after_every_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Batches of chance, starts in between, and segments so small that there are many."""
+    """Random batches, restarts in between, and segments small enough that there are many."""
     monkeypatch.setattr(wal, "SEGMENT_BYTES", 20_000)
     base, kept, disks = lives(name)
     for index in (0, len(disks) // 2, len(disks) - 1):
@@ -187,7 +187,7 @@ def test_blocks_that_were_never_written_are_cut_off(tmp_path: Path, kept: int) -
 
 
 def test_a_flipped_bit_anywhere_in_the_log_is_refused(tmp_path: Path) -> None:
-    """In the last record too: it may have been said."""
+    """In the last record, too: it may have been sent."""
     base, records = some_records()
     log = begun(tmp_path, [*records[:6], ev.Silence(b"b" * 32, 7)], base)
     log.close()
@@ -263,8 +263,8 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
         ([{"type": "Silence", "branch": b"", "round": 1}], "does not begin with a snapshot"),
         ([None, {"type": "Promise"}], "not a record that this version knows"),
         ([None, {"type": "Silence", "branch": 5}], "not a record that this version knows"),
-        ([None, {"type": "Said", "envelope": b"?"}], "what this version would not say"),
-        ([None, None], "a second snapshot"),
+        ([None, {"type": "Said", "envelope": b"?"}], "this version would not send"),
+        ([None, None], "the segment has a second snapshot"),
     ],
 )
 def test_what_stands_under_its_digest_and_is_no_record_is_refused(tmp_path: Path, bodies: list[Any], why: str) -> None:
@@ -283,7 +283,7 @@ def test_what_stands_under_its_digest_and_is_no_record_is_refused(tmp_path: Path
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, partly: bool = False) -> None:
-    """The system's call fails once, with nothing or half done."""
+    """Makes a system call fail once, with nothing or half of it done."""
     real = getattr(os, name)
 
     def fail(first: Any, *rest: Any) -> Any:
@@ -371,7 +371,7 @@ def test_a_directory_that_may_not_be_written_says_what_to_do(tmp_path: Path, mon
 def test_wherever_the_power_is_cut_what_was_appended_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Before and in the middle of every change, with small segments; a process that is killed is the mild case."""
+    """Before and in the middle of every change, with small segments; a killed process is the mild case."""
     monkeypatch.setattr(wal, "SEGMENT_BYTES", 1_000)
     base, records = some_records(60)
     batches = [records[at : at + 2] for at in range(0, len(records), 2)]
@@ -405,7 +405,7 @@ def test_wherever_the_power_is_cut_what_was_appended_is_there(
 def test_whichever_change_fails_what_was_appended_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """One call of the system fails, the batch is tried again, and a little later the power goes."""
+    """One system call fails, the batch is retried, and a little later the power fails."""
     monkeypatch.setattr(wal, "SEGMENT_BYTES", 1_000)
     base, records = some_records(60)
     number = 0

@@ -1,4 +1,4 @@
-"""A machine that miscalculates: it is found out over restarts, and ends with an error until its owner has looked."""
+"""A machine that computes wrong states is detected across restarts, and refuses to run until its owner intervenes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 async def miscalculate(tmp_path: Path, number: int) -> None:
-    """One start of a node, which comes to one wrong state."""
+    """Starts a node that computes one wrong state."""
     async with bench(tmp_path) as each, each.running():
         each.node.answer = lambda event: [ev.NoteWrongState(number)] if event == ev.PeerSeen(PEER) else []
         each.driver.give(ev.PeerSeen(PEER))
@@ -64,7 +64,7 @@ def test_no_start_goes_on_until_the_owner_has_removed_the_note(tmp_path: Path, d
     made = Mismatches(note)
     made.note(7)
     made.note(8)
-    with pytest.raises(HardwareError, match=f"Then remove {re.escape(str(note))}: until then no start goes on"):
+    with pytest.raises(HardwareError, match=f"Then remove {re.escape(str(note))}; the node does not start before"):
         made.note(9)
     for _ in range(2):
         with pytest.raises(HardwareError, match="in rounds 7, 8, 9,"):
@@ -97,7 +97,7 @@ def test_a_note_that_is_damaged_counts_for_nothing_and_counting_begins_anew(path
         path.write_bytes(bad)
         with structlog.testing.capture_logs() as said:
             made = Mismatches(path)
-        assert (made.rounds, [each["event"] for each in said]) == ((), ["wrong states of before are not known"])
+        assert (made.rounds, [each["event"] for each in said]) == ((), ["earlier wrong states are unknown"])
     made.note(3)
     assert Mismatches(path).rounds == (3,)
 
@@ -125,7 +125,7 @@ def test_a_disk_that_takes_nothing_does_not_hide_them_from_this_life(
         made.note(2)
         with pytest.raises(HardwareError):
             made.note(3)
-    assert [each["event"] for each in said] == ["a wrong state is not noted"] * 3
+    assert [each["event"] for each in said] == ["cannot note a wrong state"] * 3
     assert Mismatches(path).rounds == ()
 
 

@@ -1,4 +1,4 @@
-"""Payloads and a disk that is slow: whoever only wants to hold one does not wait for it."""
+"""Payloads on a slow disk: storing one in memory does not wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store: one process in a directory, an identity that knows whether it has spoken, payloads, and all together."""
+"""The store: one process per directory, an identity that knows whether it has sent messages, and payloads."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_damaged_payload_is_named_and_removed(tmp_path: Path) -> None:
     again = PayloadStore(tmp_path)
     with structlog.testing.capture_logs() as said:
         assert again.get(named(1)) is None
-    assert [(each["event"], each["path"]) for each in said] == [("payload damaged and removed", str(path))]
+    assert [(each["event"], each["path"]) for each in said] == [("removed a damaged payload", str(path))]
     assert not path.exists()
     again.put(named(1), content_of(1))
     assert again.keep([named(1)]) == []
@@ -235,7 +235,7 @@ def test_a_payload_that_could_not_be_kept_is_still_here(tmp_path: Path, monkeypa
 
 
 def held(store: Store, records: list[ev.Record]) -> None:
-    """Have the payloads that records rest on; of a simulation only their names are known."""
+    """Stores fake payloads for records of a simulation, which has only their names."""
     for record in records:
         names = record.payloads if isinstance(record, ev.Said) else ()
         if isinstance(record, ev.Certified) and isinstance(record.step, Entry):
@@ -278,7 +278,7 @@ def test_words_do_not_go_to_the_log_before_their_payloads(tmp_path: Path, monkey
     base, records = some_records()
     said = next(record for record in records if isinstance(record, ev.Said) and record.payloads)
     with opened(tmp_path) as store:
-        with pytest.raises(DataError, match=f"payload {said.payloads[0].hex()} is not here any more"):
+        with pytest.raises(DataError, match=f"payload {said.payloads[0].hex()} is no longer here"):
             store.write([said])
         held(store, [said])
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Where a node is reached: over QUIC alone, or nowhere."""
+"""Nodes that are reachable over QUIC alone, or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 @pytest.mark.parametrize("listen", [(QUIC,), ("/ip4/127.0.0.1/tcp/0",), ()])
 async def test_the_last_frame_of_a_stream_arrives_over_quic_too(listen: tuple[str, ...], tmp_path: Path) -> None:
-    """p2pd lets go of a stream when one end has no more to say, and over QUIC what is on its way goes with it."""
+    """p2pd drops a stream once one end has closed it, and over QUIC the data in flight is lost with it."""
     async with nodes_in(tmp_path) as make:
         server, client = await make((QUIC,)), await make(listen)
         run = questions.RunInfo(bytes(32), "answers", 1, 1)

@@ -1,4 +1,4 @@
-"""Bootstraps that are not what one hopes for: down, someone else, of another run or of no run at all."""
+"""Bootstrap addresses that do not work: down, another peer's, of another run, or of no p2ptrain node."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_versio
             (place,) = alien.addresses()
             other = swarm.first("other", "other", P2PTRAIN_NETWORK__BOOTSTRAP=f"{first.address},{place}").start()
             lost = swarm.joiner("lost", place).start()
-            is_alien = f"{place} answers, but is not a p2ptrain node, or runs an incompatible version"
-            is_elsewhere = f"{first.address} answers, but takes part in another run: test ("
+            is_alien = f"{place} is reachable, but is not a p2ptrain node, or runs an incompatible version"
+            is_elsewhere = f"{first.address} is reachable, but takes part in another run: test ("
             other.until_says(is_alien)
             other.until_says(is_elsewhere)
             lost.until_says(f"{is_alien}; will go on trying")
             other.until_applied(2)
             assert (first.peers, other.peers) == (0, 0)
-            assert other.text.count("answers, but") == 2
+            assert other.text.count("is reachable, but") == 2
         finally:
             await alien.close()
 
@@ -81,7 +81,7 @@ def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: Swarm
     first.until_applied(1)
     lost = swarm.joiner("lost", first.address).start()
     assert lost.until_ended() == 2
-    assert "is of protocol 2, and this release speaks 1. Install a release that speaks it" in lost.text
+    assert "uses protocol 2, and this release speaks 1. Install a release that speaks it" in lost.text
     first.until_applied(first.applied + 2)
     assert first.peers == 0
 

@@ -1,4 +1,4 @@
-"""The second signal ends a daemon at once, whatever it is at, and what it leaves is whole."""
+"""A second signal ends a daemon at once, whatever it is doing, and its files stay consistent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_second_signal_does_not_wait_for_a_checkpoint_and_the_directory_open
         node.until_applied(9)
         node.until(marker.exists)
         node.signal(signal.SIGINT)
-        node.until_says("leaving the run; once more to end at once")
+        node.until_says("leaving the run; signal again to end at once")
         began = time.monotonic()
         node.signal(signal.SIGINT)
         assert node.until_ended(AT_ONCE_SECONDS) == 130

@@ -1,4 +1,4 @@
-"""The log of events is there when it is needed: after a node that failed, and after one that hung and was killed."""
+"""The event log is complete after a node crashed, and after one hung and was killed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_log_that_cannot_be_written_ends_with_a_warning(tmp_path: Path, caplog
     events, _ = file_in(tmp_path / "events")
     events.note(1.0, ev.Tick(), [])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no log of events" in caplog.text
+    assert "cannot write the event log" in caplog.text
 
 
 @skipping_time

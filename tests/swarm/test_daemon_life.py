@@ -1,4 +1,4 @@
-"""A swarm of real daemons in ordinary trouble: newcomers, goodbyes, deaths and sleep. Its replicas stay the same."""
+"""A swarm of real daemons with nodes that join, leave, die and sleep. The replicas stay the same."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 
 def goes_on(*nodes: Daemon) -> None:
-    """All of them apply some more rounds."""
+    """Waits until all of them have applied some more rounds."""
     for node, number in [(node, node.applied + ROUNDS) for node in nodes]:
         node.until_applied(number)
 
 
 def until_back(node: Daemon, *others: Daemon) -> float:
-    """Where the others are, and a member; the seconds since it was started."""
+    """Waits until a node has caught up and is a member. Returns the seconds since it was started."""
     number = max(other.applied for other in others)
     node.until(lambda: node.applied >= number and node.is_member)
     return monotonic() - node.started_at
@@ -171,7 +171,7 @@ def test_the_second_interrupt_ends_at_once(swarm: Swarm) -> None:
     goes_on(first, second)
     second.kill()
     first.signal(signal.SIGINT)
-    first.until_says("leaving the run; once more to end at once")
+    first.until_says("leaving the run; signal again to end at once")
     assert first.is_running  # it waits for the other, who should know
     first.signal(signal.SIGINT)
     asked_at = monotonic()

@@ -1,4 +1,4 @@
-"""A node that is killed in each phase of a round comes back with the state that the others have.
+"""A node killed in any phase of a round comes back with the same state as the others.
 
 Which phase that is, its log of events tells: a core of the test's own runs again what is written there, as it is
 written. It says when to kill, and afterwards how far the victim really was.
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 class Shadow:
-    """The core of a daemon, as its log of events has it so far."""
+    """The core of a daemon, replayed from its event log so far."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._path = daemon.events()[-1]
@@ -34,7 +34,7 @@ class Shadow:
         self._rest = b""
 
     def phase(self) -> str:
-        """After what is written now."""
+        """Returns the phase after all events written so far."""
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
             now, event, effects, signatures = replay._parsed(replay._LINE, line, self._path, 0)
@@ -53,7 +53,7 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 
 def killed_in(phase: str, victim: Daemon) -> bool:
-    """Kill a member as soon as it is seen in this phase; whether it was still in it."""
+    """Kills a member as soon as it is in this phase. Returns whether it still was."""
     with closing(Shadow(victim)) as shadow:
         shadow.phase()
         number = shadow.node.here.number  # not in this round: what a start brings about is another matter
@@ -63,7 +63,7 @@ def killed_in(phase: str, victim: Daemon) -> bool:
 
 
 def until_back(victim: Daemon, *others: Daemon) -> float:
-    """Where the others are, and a member; the seconds since it was started."""
+    """Waits until a node has caught up and is a member. Returns the seconds since it was started."""
     number = max(other.applied for other in others) + 1
     victim.until(lambda: victim.applied >= number and victim.is_member)
     return monotonic() - victim.started_at

@@ -1,4 +1,4 @@
-"""Starts that fail, or are broken off: what is said, the exit status, and that the next start finds nothing amiss."""
+"""Starts that fail or are interrupted: the message, the exit status, and a clean next start."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
         swarm.note("says that nobody is there", took)
     owner = ("--data-dir", searching[2].directory)
     status, _, err = p2ptrain("status", *owner)
-    assert (status, err) == (1, "it is starting, or looks for the run: its log says what it waits for\n")
+    assert (status, err) == (1, "the node is starting or looking for the run; see its log\n")
     assert p2ptrain("leave", *owner)[0] == 0
     assert searching[2].until_ended(SECONDS_TO_END) == 130
     for each, number, status in zip(searching, (signal.SIGINT, signal.SIGTERM), (130, 130), strict=False):
@@ -141,9 +141,9 @@ def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused_on_both_ways_in_before_anything_is_made(swarm: Swarm) -> None:
-    """Of memory one byte is allowed; who is allowed enough tells what the run takes before it takes it."""
+    """With a limit of one byte it is refused; with enough memory, its need is logged before it is allocated."""
     first = swarm.first().start().until_up()
-    assert first.text.index("takes about") < first.text.index("p2ptrain join --bootstrap")
+    assert first.text.index("needs about") < first.text.index("p2ptrain join --bootstrap")
     assert " of main memory (weights " in first.text
     limit = {"P2PTRAIN_LIMITS__MEMORY_BYTES": "1"}
     beginning = swarm.add("beginning", "start", swarm.run_file("other"), **limit).start()

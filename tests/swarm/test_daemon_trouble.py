@@ -1,4 +1,4 @@
-"""Real daemons in trouble from outside: a flood of messages, a directory that takes nothing, ten minutes of sleep."""
+"""Real daemons in trouble: a flood of messages, a read-only directory, ten minutes of sleep."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 
 
 def goes_on(*nodes: Daemon) -> None:
-    """All of them apply some more rounds."""
+    """Waits until all of them have applied some more rounds."""
     for node, number in [(node, node.applied + ROUNDS) for node in nodes]:
         node.until_applied(number)
 
 
 def is_silent(node: Daemon) -> Callable[[], bool]:
-    """Whether it has published nothing for a while."""
+    """Whether the node has published nothing for a while."""
     seen: deque[int] = deque(maxlen=SILENT_LOOKS)
 
     def look() -> bool:
@@ -66,7 +66,7 @@ def dropped(node: Daemon) -> int:
 
 
 class Flooder:
-    """A peer that knows a run, has no part in it, and says well-formed nothings as quickly as it can."""
+    """A peer outside the run that sends well-formed but useless messages as fast as it can."""
 
     def __init__(self, identity: Identity, transport: P2pd, run_id: bytes) -> None:
         self.identity, self.transport, self.run_id = identity, transport, run_id
@@ -83,7 +83,7 @@ class Flooder:
             )
 
     async def deliver(self, peer: bytes) -> None:
-        """To one peer, for as long as it listens."""
+        """Sends to one peer for as long as it listens."""
         try:
             stream = await self.transport.open(peer, f"/p2ptrain/1/{self.run_id.hex()}/line")
             for frame in frames_of(Deliver(tuple(self.envelopes))):
@@ -95,7 +95,7 @@ class Flooder:
 
 @asynccontextmanager
 async def flooder(swarm: Swarm, address: str, run_id: bytes) -> AsyncIterator[tuple[Flooder, bytes]]:
-    """Connected to the node at this address, and that node's key."""
+    """Connects a flooder to the node at this address. Yields it and the node's key."""
     key = swarm.directory / "flooder.key"
     with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:
         identity = Identity.make(key)
@@ -135,7 +135,7 @@ async def test_who_is_flooded_drops_and_counts_and_goes_on_with_the_others(swarm
 
 
 class ReadOnly:
-    """How a directory becomes read-only for a daemon, though what it has open there stays so, and writable again.
+    """Makes a directory read-only for a daemon, except for files already open, and writable again.
 
     By its mode; where that stops nobody, as with root, the daemon gets a mount namespace, in which the directory is
     mounted over itself.
@@ -161,7 +161,7 @@ class ReadOnly:
             node.prefix = (*self.prefix, *_over(node.directory, 'exec "$@"'))
 
     def close(self, node: Daemon) -> None:
-        """While it runs."""
+        """Makes the directory read-only while the daemon runs."""
         if self.is_by_mode:
             self._chmod(node, 0o500)
         else:
@@ -244,7 +244,7 @@ def test_a_directory_that_becomes_read_only_degrades_one_node_and_stops_no_other
     opened_at, number = monotonic(), first.applied
     victim.until(lambda: victim.applied >= number and victim.is_member)
     swarm.note("caught up after its directory could be written again", monotonic() - opened_at)
-    victim.until_says("the disk takes data again")
+    victim.until_says("the disk can be written again")
     goes_on(first, second, victim)
     victim.until(lambda: not is_degraded(victim))
 
@@ -275,6 +275,6 @@ def test_a_laptop_asleep_for_ten_minutes_catches_up(swarm: Swarm) -> None:
     swarm.note(f"caught up with {slept} rounds after {ASLEEP_SECONDS:.0f} s of sleep", monotonic() - woke_at)
     goes_on(first, second, laptop)
     seat = f"{laptop.ask()['peer_id']} got a seat: 3 members"
-    said = ("nothing ran here for ", "lost a seat or left: 2 members", "took over the state of round ", seat)
+    said = ("nothing ran here for ", "lost a seat or left: 2 members", "adopted the state of round ", seat)
     places = [laptop.text.rfind(each) for each in said]
     assert places[0] > 0 and places == sorted(places), laptop.text[-5_000:]

@@ -1,4 +1,4 @@
-"""What no restart mends has an exit status of its own, so that whoever starts nodes again does not try for ever."""
+"""Errors that no restart mends have their own exit status, so that a supervisor does not restart for ever."""
 
 from __future__ import annotations
 

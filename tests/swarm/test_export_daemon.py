@@ -1,4 +1,4 @@
-"""A real daemon: it is asked for text while it trains, its model is exported meanwhile, and when it has gone."""
+"""A real daemon: text is sampled while it trains, and its model is exported then and after it has ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_daemon_writes_what_its_checkpoint_writes_and_is_exported_while_it_run
 
 
 def _exported(swarm: Swarm, node: Daemon, name: str) -> tuple[int, bytes]:
-    """The round, and the weights."""
+    """Returns the round and the weights of an export."""
     out = swarm.directory / name
     status, told, err = p2ptrain("export", out, "--data-dir", node.directory)
     assert status == 0

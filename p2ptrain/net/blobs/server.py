@@ -141,13 +141,13 @@ class Server:
         self,
         transport: Transport,
         run_id: bytes,
-        library: Catalog,
+        catalog: Catalog,
         *,
         upload: TokenBucket,
         blame: Callable[[bytes, str], None],
     ) -> None:
         self.protocol = bulk_protocol(run_id)
-        self._transport, self._library, self._upload, self._blame = transport, library, upload, blame
+        self._transport, self._catalog, self._upload, self._blame = transport, catalog, upload, blame
         self._turns, self._word_limit = Turns(upload), TokenBucket(0)
         self._word_turns = Turns(self._word_limit)
         self._streams: set[Stream] = set()
@@ -218,7 +218,7 @@ class Server:
                 if name != BlobName(request.kind, request.name):
                     name, blob = BlobName(request.kind, request.name), None
                 if blob is None or blob.held != all_pieces(blob.size):  # a complete blob stays so while it is served
-                    blob = self._library.find(name, stream.peer) or blob
+                    blob = self._catalog.find(name, stream.peer) or blob
                 await self._say(stream, await self._have(name, blob, request, stream.peer))
             elif name is None or blob is None or request.index >= piece_count(blob.size):
                 raise RemoteProtocolError(f"piece {request.index} requested without being offered")
