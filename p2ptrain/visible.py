@@ -10,7 +10,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def count_of(size: float) -> str:
-    """A number of bytes, for a person."""
+    """Formats a number of bytes for people."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1_000 or unit == "GB":
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

@@ -1,8 +1,8 @@
-"""The commands: they parse arguments, call one thing and print what it returns.
+"""The command line. Each command parses its arguments, calls one function and prints the result.
 
-What takes long to import (pydantic, numpy, torch, rich) is imported in the commands that use it, so that
-`p2ptrain --help` answers at once. Errors are one paragraph on stderr, which names the key or the file and says what to
-do; exit statuses are in exits.py. Typer itself sees to Ctrl-C and to a reader that goes away.
+Slow imports (pydantic, numpy, torch, rich) happen inside the commands that need them, so `p2ptrain --help` answers at
+once. An error is one paragraph on stderr that names the key or file and says how to fix it; exit statuses are in
+exits.py. Typer handles Ctrl-C and closed pipes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from p2ptrain.config import RunConfig
 
-# Help is plain text: rich's would take half of the time that --help may take.
+# Help is plain text: rich alone would use half of the time budget of --help.
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, invoke_without_command=True, pretty_exceptions_enable=False
 )
@@ -44,8 +44,8 @@ config_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 data_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 app.add_typer(config_app, name="config", help="Check and show configurations.")
 app.add_typer(data_app, name="data", help="Make training data.")
-app.add_typer(checkpoint.app, name="checkpoint", help="What this node has saved.")
-app.add_typer(node.identity_app, name="identity", help="This node's key, by which others know it.")
+app.add_typer(checkpoint.app, name="checkpoint", help="List, check and copy this node's checkpoints.")
+app.add_typer(node.identity_app, name="identity", help="Show or create this node's key.")
 checkpoint.app.command("now")(control.checkpoint_now)
 for command in (
     node.start,
@@ -81,20 +81,20 @@ STATUSES: dict[type[P2ptrainError], ExitStatus] = {
 
 
 def main() -> int:
-    """Run the command line; the exit status."""
+    """Runs the command line and returns the exit status."""
     try:
         return app(prog_name="p2ptrain", standalone_mode=False) or 0
     except P2ptrainError as error:
         status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), ExitStatus.FAILED)
         return _complain(str(error), status)
-    except typer.TyperException as error:  # an option or a command that is not there, an argument missing
+    except typer.TyperException as error:  # an unknown command or option, or a missing argument
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "p2ptrain"
         return _complain(f"{error.format_message()}\nTry: {command} --help", ExitStatus.USER_ERRED)
 
 
 def _complain(text: str, status: int) -> int:
-    typer.echo(visible(text, keep="\n"), err=True)  # it may quote a file or a peer
+    typer.echo(visible(text, keep="\n"), err=True)  # the text may quote a file or a peer
     return status
 
 
@@ -103,7 +103,10 @@ def top(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Train one model together over the internet: no coordinator, bit-identical replicas, nobody trusted."""
+    """Train one model together over the internet.
+
+    There is no coordinator, no peer has to be trusted, and all replicas are bit-identical.
+    """
     if version:
         typer.echo(f"p2ptrain {__version__}")
         raise typer.Exit
@@ -122,12 +125,12 @@ def _help_without_command(context: typer.Context) -> None:
 # p2ptrain config
 
 
-ConfigFile = Annotated[Path, typer.Argument(help="A run's file or a node's; it is recognised by its keys.")]
+ConfigFile = Annotated[Path, typer.Argument(help="A run's or a node's config; its keys tell which.")]
 
 
 @config_app.command()
 def check(file: ConfigFile) -> None:
-    """Say whether FILE is right, and if not, what to change."""
+    """Check FILE, and say what to change if it is wrong."""
     from p2ptrain.config import RunConfig, load_config
 
     config = load_config(file)
@@ -139,7 +142,7 @@ def check(file: ConfigFile) -> None:
     typer.echo(f"{file}: OK, a run")
     typer.echo(f"model    {parameter_count(config.model):,} parameters")
     typer.echo(f"payload  {_payload_bytes(config):,} bytes a contribution")
-    typer.echo(f"run id   {config.run_id if config.is_sealed else 'none before it is started with its data'}")
+    typer.echo(f"run id   {config.run_id if config.is_sealed else 'none until the run is started with its data'}")
 
 
 def _payload_bytes(run: RunConfig) -> int:
@@ -149,14 +152,14 @@ def _payload_bytes(run: RunConfig) -> int:
     from p2ptrain.learn.model import Transformer
     from p2ptrain.learn.transform import Layout
 
-    with torch.device("meta"):  # shapes alone, whatever the size
+    with torch.device("meta"):  # shapes only: no memory, whatever the size
         shapes = [tuple(parameter.shape) for parameter in Transformer(run.model).parameters()]
     return PayloadFormat.of(Layout(shapes, run.recipe.chunk), run.recipe).payload_bytes
 
 
 @config_app.command()
 def schema(kind: Annotated[Literal["run", "node"], typer.Argument(help="Which configuration.")] = "run") -> None:
-    """Print the JSON schema of a configuration, with every key's meaning."""
+    """Print a configuration's JSON schema."""
     import json
 
     from p2ptrain.config import NodeConfig, RunConfig
@@ -167,9 +170,11 @@ def schema(kind: Annotated[Literal["run", "node"], typer.Argument(help="Which co
 @config_app.command()
 def show(
     file: ConfigFile,
-    canonical: Annotated[bool, typer.Option("--canonical", help="The bytes of a run that its id is made of.")] = False,
+    canonical: Annotated[
+        bool, typer.Option("--canonical", help="Print the exact bytes that a run's id is the hash of.")
+    ] = False,
 ) -> None:
-    """Print all values of FILE, with the defaults filled in and what each key means."""
+    """Print FILE with all defaults and explanations."""
     from p2ptrain.config import RunConfig, load_config, load_run_config
     from p2ptrain.config.text import to_toml
 
@@ -192,23 +197,28 @@ def _percent(text: str) -> Fraction:
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--held-out") from error
     if not 0 <= share < 1:
-        raise typer.BadParameter(f"{text} is not valid, choose 0 to below 100", param_hint="--held-out")
+        raise typer.BadParameter(
+            f"{text} is out of range: choose at least 0 and less than 100", param_hint="--held-out"
+        )
     return share
 
 
 @data_app.command()
 def prepare(
-    out: Annotated[Path, typer.Argument(help="Directory to make; it must not hold anything else.")],
-    files: Annotated[list[Path] | None, typer.Argument(help="Text files, or JSON lines with a text in each.")] = None,
-    embedded: Annotated[bool, typer.Option("--embedded", help="Use the text that every Python carries, too.")] = False,
+    out: Annotated[Path, typer.Argument(help="Directory to create; it must be empty if it exists.")],
+    files: Annotated[list[Path] | None, typer.Argument(help="Text files, or JSON lines with a text each.")] = None,
+    embedded: Annotated[bool, typer.Option("--embedded", help="Also use the texts that ship with Python.")] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json of the tokenizers library; without one, bytes.")
+        Path | None, typer.Option(help="A tokenizer.json of the tokenizers library; by default, tokens are bytes.")
     ] = None,
     held_out: Annotated[
-        str, typer.Option(metavar="PERCENT", help="Share of the documents that is never trained on.")
+        str, typer.Option(metavar="PERCENT", help="Share of documents to keep for validation, never trained on.")
     ] = "1",
 ) -> None:
-    """Turn text into a data set: tokens in pieces, and the manifest that names them."""
+    """Turn text into a data set for training.
+
+    The data set consists of pieces of tokens and a manifest of their digests.
+    """
     share = _percent(held_out)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn

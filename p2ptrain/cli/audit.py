@@ -1,4 +1,4 @@
-"""The command that verifies a run's history without asking anybody."""
+"""`p2ptrain audit`: verify a run's history offline."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from p2ptrain.cli.node import AsJson, Run
 
 
 def audit(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A node's data directory, or one of a run in it.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A node's data directory, or a run's inside it.")],
     run: Run = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify a run's history in DIR: signatures, payloads, states, and by replaying them the final state root.
+    """Verify the history of a run in DIR, offline.
 
-    It only reads, also while the node runs, and DIR may come from somebody else. Exit status 1 if anything is wrong or
+    Checks signatures, payloads and states, and replays the rounds to verify the final state root. The audit only
+    reads, so the node may keep running, and DIR may be somebody else's. The exit status is 1 if anything is wrong or
     cannot be checked.
     """
     from p2ptrain.audit.run import audit as look

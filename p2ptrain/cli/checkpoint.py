@@ -1,4 +1,4 @@
-"""The commands about checkpoints of the local node."""
+"""`p2ptrain checkpoint`: the local node's checkpoints."""
 
 from __future__ import annotations
 
@@ -41,14 +41,17 @@ def _line(checkpoint: Checkpoint) -> str:
 
 @app.command("list")
 def list_checkpoints(config: NodeFile = None, data_dir: DataDir = None, run: Run = None) -> None:
-    """List the checkpoints of this node, the last made at the end."""
+    """List this node's checkpoints, the newest last."""
     for each in _open(config, data_dir, run).found():
         typer.echo(f"DAMAGED {each}" if isinstance(each, DataError) else _line(each))
 
 
 @app.command()
 def verify(config: NodeFile = None, data_dir: DataDir = None, run: Run = None) -> None:
-    """Read all checkpoints and compare their digests; exit status 1 if one is damaged."""
+    """Verify the digests of all checkpoints.
+
+    The exit status is 1 if a checkpoint is damaged.
+    """
     checkpoints, is_bad = _open(config, data_dir, run), False
     for each in checkpoints.found():
         why = str(each) if isinstance(each, DataError) else checkpoints.verify(each)
@@ -60,15 +63,19 @@ def verify(config: NodeFile = None, data_dir: DataDir = None, run: Run = None) -
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copy goes; it must not be there yet.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the copy; must not exist yet.")],
     number: Annotated[
-        int | None, typer.Option("--round", min=0, help="Of this round; without it, the newest certified.")
+        int | None,
+        typer.Option("--round", min=0, help="The round of the checkpoint; by default, the newest certified one."),
     ] = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
     run: Run = None,
 ) -> None:
-    """Copy a checkpoint that is whole, with what it is read with, and check the copy."""
+    """Copy an intact checkpoint, and verify the copy.
+
+    The copy includes the run's config and tokenizer, so that it can be read on its own.
+    """
     from p2ptrain.node.find import choose_run
     from p2ptrain.node.saved import Chosen, beside, newest_whole, reading, though_pruned
 
@@ -88,14 +95,14 @@ def export(
 
 @app.command()
 def prune(
-    keep: Annotated[int, typer.Option(min=1, help="So many of the last that are whole.")] = 1,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest intact ones to keep.")] = 1,
     config: NodeFile = None,
     data_dir: DataDir = None,
     run: Run = None,
 ) -> None:
-    """Remove older checkpoints of a node that is not running; a running one does so by itself.
+    """Remove old checkpoints of a stopped node.
 
-    The newest that the node's log certifies stays in any case.
+    A running node does this by itself. The newest checkpoint that the node's log certifies is always kept.
     """
     from p2ptrain.node.saved import to_keep
     from p2ptrain.store.lock import Lock

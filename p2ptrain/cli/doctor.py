@@ -1,4 +1,4 @@
-"""`p2ptrain doctor`: whether a node can work on this machine, and what to do if not."""
+"""`p2ptrain doctor`: checks whether a node can work on this machine, and says what to do if not."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ def doctor(
     listen: Listen = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look whether a node can work here, also while one does; exit status 1 if it cannot.
+    """Check whether a node can work on this machine.
 
-    With --bootstrap, that node is asked what its run takes, and for four seconds of its bandwidth.
+    A node may be running meanwhile. With --bootstrap, that node is asked what its run needs, and the bandwidth to it is
+    measured for four seconds. The exit status is 1 if a node cannot work here.
     """
     node = node_config(config, data_dir, bootstrap, listen)
     try:
         from p2ptrain.doctor.examine import examine
         from p2ptrain.doctor.findings import can_work, json_of, text_of, verdict_of
-    except (ImportError, OSError) as error:  # OSError: a library of torch's that the system cannot load
-        fix = "Install p2ptrain anew with its dependencies, best in an environment of its own"
-        raise DataError(f"something that p2ptrain needs is not there, or broken: {error}. {fix}") from error
+    except (ImportError, OSError) as error:  # OSError: the system cannot load one of torch's libraries
+        fix = "Reinstall p2ptrain with its dependencies, preferably in its own virtual environment"
+        raise DataError(f"a dependency of p2ptrain is missing or broken: {error}. {fix}") from error
 
     found = []
     for each in examine(node, config, is_asked_outside=bool(bootstrap)):
         found.append(each)
         if not as_json:
-            typer.echo(text_of(each))  # at once: all of it may take minutes, and nobody need wait for the end
+            typer.echo(text_of(each))  # at once, because all checks together may take minutes
     typer.echo(json.dumps(json_of(found), indent=2) if as_json else verdict_of(found))
     if not can_work(found):
         raise typer.Exit(ExitStatus.FAILED)

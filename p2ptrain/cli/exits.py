@@ -1,4 +1,4 @@
-"""The exit statuses of all commands: why each, and what to do about it. The reference is made of these tables."""
+"""The exit statuses of all commands, with causes and remedies. The reference is generated from these tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitStatus(IntEnum):
-    """How a command has ended."""
+    """The exit status of a command."""
 
     DONE = 0
     FAILED = 1
@@ -14,48 +14,52 @@ class ExitStatus(IntEnum):
     NO_DAEMON = 3
     HARDWARE = 4
     OWNER_NEEDED = 5
-    INTERRUPTED = 130  # as a shell says it
+    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-# Why, and what to do.
+# The cause of each status, and the remedy.
 MEANINGS: dict[ExitStatus, tuple[str, str]] = {
-    ExitStatus.DONE: ("it is done; of `start` and `join`: the node has ended as it was asked to", "nothing"),
+    ExitStatus.DONE: ("success; for `start` and `join`: the node was asked to end, and did", "nothing"),
     ExitStatus.FAILED: (
-        "it failed: the world, such as a disk, a device or a peer; or a mistake of p2ptrain's, with a traceback",
-        "do what the message says, or try again; of a traceback, tell us with the log. Some commands say with it what "
-        "they found: the next table",
+        "failure of a disk, a device or a peer; or a bug in p2ptrain, with a traceback",
+        "do what the message says, or try again; report a traceback together with the log. Some commands use this "
+        "status for what they found: see the next table",
     ),
     ExitStatus.USER_ERRED: (
-        "what was typed, or stands in a file, cannot be: the message names the option, the key or the file",
-        "mend it as the message says; the same again would end the same way, so a supervisor should not try",
+        "an invalid option or config: the message names the option, the key or the file",
+        "fix it as the message says; a retry would fail in the same way, so a supervisor should not restart it",
     ),
     ExitStatus.NO_DAEMON: (
         "no daemon answers for this data directory",
-        "start it, or name its `--data-dir`; if it does not answer, see its log, end it and start it again",
+        "start it, or give its `--data-dir`; if it runs but does not answer, read its log, and restart it",
     ),
     ExitStatus.HARDWARE: (
-        "of `start` and `join`: this machine has computed otherwise than all others, again and again",
-        "test its memory, do not overclock it, then remove the file that the message names; no start goes on before",
+        "for `start` and `join`: this machine repeatedly computed other results than all others",
+        "test its memory and turn off overclocking, then remove the file that the message names; until then the node "
+        "does not start",
     ),
     ExitStatus.OWNER_NEEDED: (
-        "of `start` and `join`: what the node keeps is damaged or of a later release, or this machine has too little "
+        "for `start` and `join`: the node's data is damaged or from a later release, or this machine has too little "
         "memory for the run",
-        "do what the message says; the same again would end the same way, so a supervisor should not try",
+        "do what the message says; a retry would fail in the same way, so a supervisor should not restart it",
     ),
     ExitStatus.INTERRUPTED: (
         "Ctrl-C, or a second SIGTERM before the node had left",
-        "nothing; a node goes on from what is on its disk when it is started again",
+        "nothing; when started again, a node continues from its disk",
     ),
 }
-# Why a command ends with status 1, and what to do about it.
+# What status 1 means for these commands, and the remedy.
 FOUND: dict[str, tuple[str, str]] = {
-    "audit": ("something that the node kept is wrong", "it names the file; a node without it gets it from its peers"),
+    "audit": (
+        "some of the node's data is wrong",
+        "remove the file that it names; the node then fetches it from its peers",
+    ),
     "checkpoint verify": (
         "a checkpoint is damaged",
-        "remove it: a start goes on from an older one, or asks others",
+        "remove it: the node then starts from an older one, or fetches the state from its peers",
     ),
     "demo": ("a node failed, or the replicas differ", "see the logs, with `--keep DIR`"),
-    "doctor": ("a node could not start here, or not take part", "each line that failed says what to do"),
-    "replay": ("the core does not do what it did then", "run it with the release that wrote the log"),
-    "simulate": ("a promise is broken, or the scenario does not come out as it says", "tell us, with the seed"),
+    "doctor": ("a node could not start or take part here", "each failed line says what to do"),
+    "replay": ("the core does not behave as recorded", "replay with the release that wrote the log"),
+    "simulate": ("a guarantee was broken, or the scenario did not end as expected", "report it with the seed"),
 }

@@ -1,4 +1,4 @@
-"""`p2ptrain invite`: an invitation to a run that admits nobody without one."""
+"""`p2ptrain invite`: creates an invitation to an invitation-only run."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig, RunConfig
     from p2ptrain.identity import Identity
 
-SERIAL_BYTES = 16  # as a ticket has it
-ROUND_MAX = 2**48 - 1  # as a message has it
+SERIAL_BYTES = 16  # the size in a ticket
+ROUND_MAX = 2**48 - 1  # the limit of messages
 
 
 def invite(
     last_round: Annotated[
-        int, typer.Option("--last-round", metavar="R", min=1, max=ROUND_MAX, help="It is worth nothing after this one.")
+        int,
+        typer.Option("--last-round", metavar="R", min=1, max=ROUND_MAX, help="The last round in which it is valid."),
     ],
     serial: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=2**63, help="Of all with the same number, one counts; else it is drawn."),
+        typer.Option(
+            metavar="N", min=1, max=2**63, help="Only one invitation with this number can be used; random by default."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="A file to make; without it, stdout.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file to write to, instead of stdout.")] = None,
     run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Make an invitation to this node's run, for `join --ticket`: whoever shows it first is admitted, once.
+    """Create an invitation to this node's run.
 
-    The run's config names this node's key in admission.keys. The node may run meanwhile; nobody is told.
+    The first node that uses it with `join --ticket` is admitted. The run's config must have this node's key in
+    admission.keys. The node may keep running; nothing is sent to anybody.
     """
     from p2ptrain.core.admission import make_ticket
     from p2ptrain.identity import Identity
@@ -58,33 +62,33 @@ def invite(
 
 def _check_may_invite(run: RunConfig, identity: Identity) -> None:
     if run.admission.policy != "invite":
-        what = f"run {run.name} takes no invitations: its policy is {run.admission.policy}"
+        what = f"run {run.name} does not use invitations: its policy is {run.admission.policy}"
         raise ConfigError(what, key="admission.policy", fix="A run's policy is chosen before it starts")
     if identity.key.hex() not in run.admission.keys:
-        what = f"this node's key {identity.key.hex()} may not invite to run {run.name}"
-        raise ConfigError(what, key="admission.keys", fix="Have a node make it whose key is there")
+        what = f"this node's key {identity.key.hex()} may not issue invitations to run {run.name}"
+        raise ConfigError(what, key="admission.keys", fix="Create it on a node whose key is listed there")
 
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
-    """As far as the daemon knows, if there is one: members would refuse an old one, and tell nobody."""
+    """Rejects a round that the daemon, if one runs, knows to be over: members would silently refuse the invitation."""
     from p2ptrain.node.control import ask
     from p2ptrain.node.directories import data_directory
 
     try:
         status = ask(data_directory(node), {"do": "status"})
-    except P2ptrainError:  # none runs, or it is starting
+    except P2ptrainError:  # no daemon runs, or it is starting
         return
     if status["run_id"] == run.run_id and last_round < status["round"]:
         what = f"round {last_round} is over: the run is in round {status['round']}"
-        raise ConfigError(what, key="--last-round", fix="Name a later one")
+        raise ConfigError(what, key="--last-round", fix="Choose a later one")
 
 
 def _write_for_me_alone(path: Path, text: str) -> None:
-    """Whoever has it may come in."""
+    """Writes a file that only its owner can read, because anybody who has the invitation can use it."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         fix = "Choose another name"
-        raise ConfigError(f"cannot be made: {error.strerror}", source=str(path), key="--out", fix=fix) from error
+        raise ConfigError(f"cannot be created: {error.strerror}", source=str(path), key="--out", fix=fix) from error
     with os.fdopen(descriptor, "w") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""The commands about what was learned: hand the model on, and see what it writes."""
+"""`p2ptrain export` and `p2ptrain generate`: use the trained model."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ STDIN = "-"
 
 Directory = Annotated[
     Path | None,
-    typer.Option("--checkpoint", metavar="DIR", help="One that `checkpoint export` made, instead of this node's."),
+    typer.Option("--checkpoint", metavar="DIR", help="A copy made by `checkpoint export`, instead of this node's."),
 ]
 Round = Annotated[
     int | None,
-    typer.Option("--round", min=0, help="This node's checkpoint of this round; without it, the newest certified."),
+    typer.Option("--round", min=0, help="The round of this node's checkpoint; by default, the newest certified one."),
 ]
 
 
 def export(
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to make; nothing may be there yet.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to create; must not exist yet.")],
     checkpoint: Directory = None,
     number: Round = None,
     run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Write the model for Hugging Face's transformers: config, weights, tokenizer and model card."""
+    """Export the model for Hugging Face transformers.
+
+    Writes its config, weights, tokenizer and model card.
+    """
     from p2ptrain.learn.export import check_target
     from p2ptrain.learn.export import export as write
     from p2ptrain.node.saved import find_model, reading, though_pruned  # torch takes two seconds
@@ -57,17 +60,22 @@ def export(
 
 
 def generate(  # noqa: PLR0913, PLR0917  # a command has its options
-    prompt: Annotated[str, typer.Argument(metavar="TEXT", help=f"What to go on from; {STDIN} reads it from stdin.")],
-    tokens: Annotated[int, typer.Option(help="How many follow at most; fewer if the model ends the text.")] = 100,
-    seed: Annotated[int, typer.Option(help="Another one gives another text.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest tokens, 1 draws as the model says.")] = 0.8,
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help=f"The text to continue; {STDIN} reads it from stdin.")],
+    tokens: Annotated[int, typer.Option(help="How many to generate at most; fewer if the model ends the text.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of the random choices.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest tokens, 1 samples from the model's distribution.")
+    ] = 0.8,
     checkpoint: Directory = None,
     number: Round = None,
     run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Let the model go on from TEXT: the local daemon's, or else that of the newest certified checkpoint."""
+    """Continue TEXT with the trained model.
+
+    Uses the local daemon's model, or that of the newest certified checkpoint if no daemon runs.
+    """
     from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish, check
 
     if prompt == STDIN:
@@ -80,7 +88,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has its options
 
 
 def _text(content: bytes) -> str:
-    """As it was written; it is read up to a byte beyond the limit, and then ends anywhere, and is too long."""
+    """Decodes a prompt. One that is over the limit was cut off anywhere, and its length is refused later."""
     from p2ptrain.learn.sample import PROMPT_BYTES_MAX
 
     try:
@@ -90,7 +98,10 @@ def _text(content: bytes) -> str:
 
 
 def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | None, str]:
-    """The text; None if there is no daemon, or it takes part in another run, or hangs, which is told beside it."""
+    """Returns the daemon's text, or None and why the daemon does not answer, if it hangs.
+
+    The reason is empty if no daemon runs, or if it takes part in another run.
+    """
     import msgspec
 
     from p2ptrain.node.control import ask
@@ -117,7 +128,7 @@ def _from_checkpoint(
     from p2ptrain.node.saved import find_model, reading, though_pruned
     from p2ptrain.observe.top_frame import duration
 
-    device, _ = open_device(node.device)  # that of the daemon, on which the same numbers come out
+    device, _ = open_device(node.device)  # the daemon's device, for identical results
 
     def look() -> tuple[SavedModel, Transformer, float]:
         found = find_model(node, run, number, directory)
@@ -127,19 +138,19 @@ def _from_checkpoint(
     found, model, saved_at = though_pruned(look)
     if why_no_daemon:
         age = duration(max(0.0, time() - saved_at))
-        typer.echo(f"{why_no_daemon}. So this is from a checkpoint, saved {age} ago:", err=True)
-    typer.echo(_which(found), err=True)  # stdout is the text's
+        typer.echo(f"{why_no_daemon}. Using a checkpoint instead, saved {age} ago:", err=True)
+    typer.echo(_which(found), err=True)  # stdout is for the text
     return sample(model, found.tokenizer, wish)
 
 
 def _which(found: SavedModel) -> str:
-    """Which state was taken, and what speaks for it."""
+    """Describes the state used, and why it can be trusted."""
     checkpoint = found.checkpoint
     return f"round {checkpoint.round} of {found.run.name}, root {checkpoint.root.hex()[:16]}, {found.judgement}"
 
 
 def _show(text: str) -> None:
-    """As it is for programs; on a terminal, characters that would command it are shown instead."""
+    """Prints the text unchanged, but escapes control characters on a terminal."""
     if sys.stdout.isatty():
         text = visible(text, keep="\n\t")
     sys.stdout.buffer.write(text.encode() + b"\n")

@@ -1,4 +1,4 @@
-"""The commands of a node: begin a run, join one, look at it, leave it."""
+"""The commands of a node: start a run, join, watch and leave it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ if TYPE_CHECKING:
 identity_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
 DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", metavar="DIR", help="Where this node keeps everything; one daemon each.")
+    Path | None, typer.Option("--data-dir", metavar="DIR", help="This node's data; each daemon needs its own.")
 ]
 NodeFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="NODE.toml", help="This node's own settings; see node_config.example.toml."),
+    typer.Option("--config", metavar="NODE.toml", help="This node's settings; see node_config.example.toml."),
 ]
 Bootstrap = Annotated[
     list[str] | None,
     typer.Option(
-        "--bootstrap", metavar="ADDR", help="A node to call first, such as /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
+        "--bootstrap",
+        metavar="ADDR",
+        help="A node to connect to first, such as /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...",
     ),
 ]
 Listen = Annotated[
     list[str] | None,
-    typer.Option("--listen", metavar="ADDR", help="Instead of the config's, such as /ip4/0.0.0.0/tcp/0."),
+    typer.Option(
+        "--listen", metavar="ADDR", help="Address to listen on, instead of the config's, such as /ip4/0.0.0.0/tcp/0."
+    ),
 ]
 Level = Annotated[
-    Literal["debug", "info", "warning", "error"] | None, typer.Option(help="Least important line that is written.")
+    Literal["debug", "info", "warning", "error"] | None, typer.Option(help="The lowest level that is logged.")
 ]
 Format = Annotated[
-    Literal["auto", "text", "json"] | None, typer.Option(help="auto: text on a terminal, else JSON lines.")
+    Literal["auto", "text", "json"] | None,
+    typer.Option(help="auto means text on a terminal, and JSON lines elsewhere."),
 ]
-Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run, if there are several.")]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+Run = Annotated[str | None, typer.Option("--run", metavar="ID", help="The run, if there are several.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def node_config(
@@ -51,7 +56,7 @@ def node_config(
     level: str | None = None,
     form: str | None = None,
 ) -> NodeConfig:
-    """The node's settings: options before the environment before the file."""
+    """Loads the node's settings. Options override the environment, which overrides the file."""
     from p2ptrain.config import load_node_config, with_options
 
     options = {
@@ -75,7 +80,7 @@ def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:
 
 
 def start(
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to train; see examples/tiny.toml.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's config; see examples/tiny.toml.")],
     data: Annotated[
         Path | None,
         typer.Option("--data", metavar="DIR", help="The data set, if the run names one; see `data prepare`."),
@@ -86,23 +91,24 @@ def start(
     log_level: Level = None,
     log_format: Format = None,
 ) -> None:
-    """Begin the run that RUN.toml describes and train as its first node; started again, go on with it."""
+    """Start the run in RUN.toml as its first node.
+
+    If this node has already started the run, it continues.
+    """
     from p2ptrain.config import load_run_config
 
     node = node_config(config, data_dir, None, listen, log_level, log_format)
     what = load_run_config(run)
-    from p2ptrain.launch import start as begin  # torch takes two seconds, in which an error could be told
+    from p2ptrain.launch import start as begin  # last, so that errors need not wait two seconds for torch
 
     begin(what, node, data)
 
 
 def join(  # noqa: PLR0913, PLR0917  # a command has its options
     bootstrap: Bootstrap = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="ID", help="Which run, if the nodes know several.")
-    ] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="ID", help="The run, if the nodes know several.")] = None,
     ticket: Annotated[
-        Path | None, typer.Option("--ticket", metavar="FILE", help="The invitation, for a run that wants one.")
+        Path | None, typer.Option("--ticket", metavar="FILE", help="An invitation, if the run requires one.")
     ] = None,
     trust: Annotated[
         str | None,
@@ -114,22 +120,25 @@ def join(  # noqa: PLR0913, PLR0917  # a command has its options
     log_level: Level = None,
     log_format: Format = None,
 ) -> None:
-    """Take part in a run: its settings, data and weights come from the nodes that are there, and are checked."""
+    """Join a run that other nodes are training.
+
+    Its settings, data and weights are fetched from those nodes and verified.
+    """
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
-    from p2ptrain.launch import join as take_part  # torch takes two seconds, in which an error could be told
+    from p2ptrain.launch import join as take_part  # last, so that errors need not wait two seconds for torch
 
     take_part(node, run, ticket, trust)
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """Ask the local daemon to leave its run properly, and to end.
+    """Leave the run properly, and stop the local daemon.
 
-    In a run by invitation this gives up the admission, which Ctrl-C keeps.
+    In an invitation-only run this gives up the admission, which Ctrl-C does not.
     """
     from p2ptrain.node.control import ask
 
     ask(data_dir_of(data_dir, config), {"do": "leave"})
-    typer.echo("leaving: the daemon says so to the others, saves its state and ends")
+    typer.echo("leaving: the daemon tells the others, saves its state and ends")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -137,7 +146,10 @@ def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 
 def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """Say where the local daemon stands; exit status 3 when none answers."""
+    """Show the status of the local daemon.
+
+    The exit status is 3 if no daemon answers.
+    """
     from p2ptrain.node.control import ask
 
     found = ask(data_dir_of(data_dir, config), {"do": "status"})
@@ -150,7 +162,7 @@ def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir =
 
 
 def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """List the peers that the local daemon is connected with."""
+    """List the peers connected to the local daemon."""
     from p2ptrain.node.control import ask
 
     found = ask(data_dir_of(data_dir, config), {"do": "peers"})
@@ -167,7 +179,7 @@ def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = 
 
 
 def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile = None) -> None:
-    """List the runs that the nodes at these addresses take part in."""
+    """List the runs of the nodes at these addresses."""
     node = node_config(config, None, bootstrap)
     if not node.network.bootstrap:
         fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
@@ -203,7 +215,10 @@ def show_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 @identity_app.command("new")
 def new_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """Make a key where there is none; a node makes its own at its first start."""
+    """Create a key, if there is none.
+
+    A node creates its own key when it is first started.
+    """
     from p2ptrain.identity import Identity
 
     path = _identity_file(config, data_dir)
@@ -212,7 +227,7 @@ def new_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 @identity_app.command("path")
 def identity_path(config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """Print where this node's key is, or will be."""
+    """Print the path of this node's key."""
     typer.echo(_identity_file(config, data_dir))
 
 
@@ -221,11 +236,14 @@ def identity_path(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 
 def demo(
-    nodes: Annotated[int, typer.Option(min=1, max=16, help="Daemons on this machine, each with its own p2pd.")] = 3,
-    rounds: Annotated[int, typer.Option(min=4, help="Until the slowest has applied so many.")] = 200,
-    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep everything there, logs too.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="Number of daemons, each with its own p2pd.")] = 3,
+    rounds: Annotated[int, typer.Option(min=4, help="Stop when the slowest node has applied this many.")] = 200,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep all data and logs in this directory.")] = None,
 ) -> None:
-    """Train a small model with real daemons on this machine, kill one, see it come back, compare the replicas."""
+    """Run a small swarm on this machine.
+
+    Real daemons train a small model. One is killed and comes back, and in the end all replicas are compared.
+    """
     from p2ptrain.demo import run_demo
 
     if not run_demo(nodes, rounds, keep):

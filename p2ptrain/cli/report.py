@@ -1,4 +1,4 @@
-"""`p2ptrain report`: a page about a run, or its figures as lines of JSON."""
+"""`p2ptrain report`: writes a page about a run, or its figures as JSON lines."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 
-MODE = 0o644  # it is written to be shown
+MODE = 0o644  # the page is meant to be shared
 
 
 def report(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to; else a name made of the run's, here.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="The file to write; by default, named after the run, in this directory."
+        ),
     ] = None,
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="No page, but the figures of each round, as a line of JSON.")
+        bool, typer.Option("--jsonl", help="Instead of a page, write the figures of each round as a JSON line.")
     ] = False,
     run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Write a page about a run of this node: loss, times, contributors, configuration; it needs no other file."""
+    """Write an HTML page about a run of this node.
+
+    The page shows loss, times, contributors and configuration, and needs no other files.
+    """
     node = node_config(config, data_dir)
     from p2ptrain.errors import P2ptrainError
     from p2ptrain.files import replace_file
@@ -41,7 +47,7 @@ def report(
     else:
         try:
             status = ask(data_directory(node), {"do": "status"})
-        except P2ptrainError:  # none runs, or it is busy: the page does without
+        except P2ptrainError:  # no daemon runs, or it is busy: the page omits its status
             status = None
         text = exported(lived, status if status and status["run_id"] == chosen.run_id else None)
     replace_file(path, text.encode(), mode=MODE)

@@ -16,37 +16,45 @@ if TYPE_CHECKING:
     from p2ptrain.sim.outcome import Outcome
     from p2ptrain.sim.scenario import Scenario
 
-TELL_SECONDS = 60.0  # between two lines of progress in a log
+TELL_SECONDS = 60.0  # between progress lines in a log
 
 
 def simulate(
     file: Annotated[Path | None, typer.Argument(help="A scenario, such as those in scenarios/.")] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**48, help="Decides all that is random; default: 0, with --swarm the time."),
+        typer.Option(min=0, max=2**48, help="Seed of all random choices; by default 0, or the time with --swarm."),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, max=4096, help="Instead of the scenario's.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw rounds over time, a line for a node.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Number of nodes, instead of the scenario's.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Plot each node's rounds over time.")] = None,
     trace_node: Annotated[int | None, typer.Option(min=0, help="Write the events of this node to --events.")] = None,
-    events: Annotated[Path | None, typer.Option(metavar="FILE", help="For `p2ptrain replay`.")] = None,
-    swarm: Annotated[
-        int | None, typer.Option(min=1, metavar="ROUNDS", help="Draw scenarios until so many rounds were simulated.")
+    events: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file for --trace-node, for `p2ptrain replay`.")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="With --swarm: stop after so long.")] = None,
+    swarm: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="ROUNDS", help="Simulate random scenarios until this many rounds are done."),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="With --swarm, stop after this time.")] = None,
 ) -> None:
-    """Simulate a swarm under virtual time, with faults and lies, and check that it holds what it promises."""
+    """Simulate a swarm in virtual time.
+
+    Nodes fail and lie as the scenario says, and the guarantees of the protocol are checked throughout.
+    """
     if (file is None) == (swarm is None):
-        raise typer.BadParameter("give a scenario, or --swarm and no scenario", param_hint="FILE")
+        raise typer.BadParameter("give either a scenario or --swarm", param_hint="FILE")
     if file is None:
         given = {"--nodes": nodes, "--plot": plot, "--trace-node": trace_node, "--events": events}
         if wrong := [name for name, value in given.items() if value is not None]:
-            raise typer.BadParameter("belongs to a scenario, not to --swarm", param_hint=wrong[0])
+            raise typer.BadParameter("only works with a scenario, not with --swarm", param_hint=wrong[0])
         _simulate_swarm(swarm or 0, int(time.time()) if seed is None else seed, seconds)
         return
     if seconds is not None:
-        raise typer.BadParameter("belongs to --swarm; a scenario says itself how long it takes", param_hint="--seconds")
+        raise typer.BadParameter("only works with --swarm; a scenario has its own duration", param_hint="--seconds")
     if (trace_node is None) != (events is None):
-        raise typer.BadParameter("--trace-node and --events need one another", param_hint="--events")
+        raise typer.BadParameter("--trace-node and --events must be given together", param_hint="--events")
     from p2ptrain.sim.report import check_plot, summary
     from p2ptrain.sim.report import plot as draw
     from p2ptrain.sim.scenario import load_scenario
@@ -71,12 +79,14 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
     if trace_node is None or events is None:
         return run(scenario, seed, standard())
     if trace_node >= scenario.size:
-        raise typer.BadParameter(f"there is no node {trace_node}", param_hint="--trace-node")
+        raise typer.BadParameter(f"the scenario has no node {trace_node}", param_hint="--trace-node")
     try:
         with events.open("wb") as log:
             return run(scenario, seed, standard(), lambda cluster: watch(cluster, trace_node, EventLog(log)))
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", source=str(events), fix="Choose another") from error
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", source=str(events), fix="Choose another file"
+        ) from error
 
 
 def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
@@ -98,7 +108,7 @@ def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
     try:
         summary = swarm(rounds, seed, seconds, tell)
     except KeyboardInterrupt:
-        typer.echo(f"\n{done}; to go on: --seed {seed + done.seeds}")
+        typer.echo(f"\n{done}; to continue: --seed {seed + done.seeds}")
         raise
     if terminal:
         typer.echo(err=True)
@@ -108,12 +118,14 @@ def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
         raise typer.Exit(ExitStatus.FAILED)
 
 
-def replay(file: Annotated[Path, typer.Argument(help="Events of a node, as JSON lines.")]) -> None:
-    """Run the events of a node again, and say whether it does the same."""
+def replay(file: Annotated[Path, typer.Argument(help="A node's events, as JSON lines.")]) -> None:
+    """Replay a node's events, and compare the effects."""
     from p2ptrain.replay import replay as run
     from p2ptrain.sim.replay import SIMULATED, signer_of
 
     replayed = run(file, {SIMULATED: signer_of})
-    typer.echo(f"{replayed.events:,} events of {replayed.lives} starts: {replayed.difference or 'the same effects'}")
+    typer.echo(
+        f"{replayed.events:,} events of {replayed.lives} starts: {replayed.difference or 'all effects are the same'}"
+    )
     if replayed.difference:
         raise typer.Exit(ExitStatus.FAILED)

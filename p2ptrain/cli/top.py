@@ -9,16 +9,19 @@ import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, data_dir_of
 
-Interval = Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=3_600, help="Between two looks.")]
+Interval = Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=3_600, help="Time between updates.")]
 
 
 def top(
     interval: Interval = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and end; so it does in a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit, as in a pipe.")] = False,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Watch the local daemon: rounds, loss, whether all have the same model, peers, traffic, health; q ends it."""
+    """Watch the local daemon in the terminal.
+
+    Shows rounds, loss, whether all nodes have the same model, peers, traffic and health. Press q to quit.
+    """
     directory = data_dir_of(data_dir, config)
     from p2ptrain.observe.top import show, show_once
 

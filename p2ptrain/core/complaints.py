@@ -66,6 +66,7 @@ class Meaning(NamedTuple):
     text: str  # a format string of the fields
     title: str
     advice: str
+    ended: str  # the news when the complaint ends
 
 
 MEANINGS: dict[Code, Meaning] = {
@@ -73,104 +74,123 @@ MEANINGS: dict[Code, Meaning] = {
         "error", True, "degraded: {why}", "The disk cannot be written",
         "The node sends and applies nothing that it cannot save first. Free some space, or check the disk; the node "
         "keeps retrying.",
+        "the disk can be written again",
     ),
     Code.HALTED: Meaning(
         "error", True, "halted: two certificates exist for one round, so more than f members lie",
         "The run has stopped for safety",
         "Two outcomes were certified for one round. That takes more liars than the roster tolerates, so people have "
         "to decide how to continue.",
+        "no longer halted",
     ),
     Code.SPLIT: Meaning(
         "error", True, "split: another branch diverged too long ago, and an operator has to choose",
         "The run has split in two",
         "The two parts diverged too long ago to be merged automatically. The run's operator has to choose which one "
         "continues.",
+        "no longer split",
     ),
     Code.BANNED: Meaning(
         "error", True, "banned", "This node is banned",
         "The members have proof that it broke the rules, for example by using one key on two machines. It can only "
         "come back with a new identity.",
+        "no longer banned",
     ),
     Code.QUARANTINED: Meaning(
         "error", True, "quarantined: this node's state differs from the certified one",
         "This node’s model differs from the agreed one",
         "It does not take part until it has fetched the right one, which happens automatically. If this happens again, "
         "test the memory and turn off overclocking.",
+        "no longer quarantined: this node's state is the certified one again",
     ),
     Code.STALLED: Meaning(
         "error", True, "stalled: quorum lost", "The quorum is lost",
         "Rounds wait until enough members are back. Check your own connection first; if others are gone, the "
         "remaining members regroup automatically.",
+        "no longer stalled: the quorum is back",
     ),
     Code.FEW_HEARD: Meaning(
         "error", True, "few heard: {heard} of {members} members in the last {seconds} s, the quorum is {quorum}",
         "Too few members are heard",
         "No round is decided until enough members are heard again. Check your own connection first, and then the other "
         "nodes.",
+        "enough members are heard again",
     ),
     Code.NO_PEERS: Meaning(
         "error", True, "no peers", "No peer can be reached",
         "This node has no connection, though the run has other members. Check the network and the firewall; the node "
         "keeps trying.",
+        "connected to peers",
     ),
     Code.CHECKPOINTS_NOT_SAVED: Meaning(
         "error", False, "checkpoints are not saved: {why}", "Checkpoints are not saved",
         "The node takes part, but after a restart it would begin at an older state and replay the rounds since. Check "
         "disk space and memory; the node keeps retrying.",
+        "checkpoints are saved again",
     ),
     Code.RECORDS_NOT_WRITTEN: Meaning(
         "error", False, "records are not written: {why}", "Records are not written",
         "Training is not affected, but the history of these rounds will be missing. Check the disk; the node keeps "
         "retrying.",
+        "records are written again",
     ),
     Code.OVER_MEMORY: Meaning(
         "error", False, "over its memory limit: {used_bytes:,} bytes are in use, and limits.memory_bytes allows "
         "{limit_bytes:,}; stop the node, or raise the limit",
         "It uses more memory than its owner allows",
         "It keeps running, and this machine may become slow. Raise the limit, or choose a smaller run.",
+        "within its memory limit again",
     ),
     Code.UNTRUSTED: Meaning(
         "warning", True, "untrusted: waiting for a history with head {head}; {others} of {peers} peers have others. "
         "If this lasts, the head is of another history or older than peers keep: ask your source for a newer one",
         "Looking for the trusted history",
         "No peer has shown a history with the head given to --trust yet.",
+        "found the trusted history",
     ),
     Code.CATCHING_UP: Meaning(
         "warning", True, "catching up", "Catching up",
         "Others are some rounds ahead. It fetches the missing rounds, and then trains along again.",
+        "caught up",
     ),
     Code.SILENT: Meaning(
         "warning", True, "silent: it is unknown how this identity has voted before", "Listening only for now",
         "The record of its earlier votes is lost. It does not vote until it cannot contradict any of them.",
+        "no longer silent: it votes again",
     ),
     Code.NOT_ADMITTED: Meaning(
         "warning", True, "not admitted", "Not admitted yet",
         "Its contributions count as soon as the members have admitted it. That takes a few rounds.",
+        "admitted",
     ),
     Code.OUTSIDE_HOURS: Meaning(
         "info", False, "paused outside its hours, {hours}: training resumes at {until}",
         "Paused until its hours begin",
         "Its owner has set the hours in which it trains. It keeps voting and applying rounds.",
+        "no longer paused by its hours",
     ),
     Code.ON_BATTERY: Meaning(
         "info", False, "paused on battery: training resumes when the machine is plugged in (limits.on_battery)",
         "Paused: the machine is on battery",
         "Training resumes when the machine is plugged in. It keeps voting and applying rounds.",
+        "no longer paused on battery",
     ),
     Code.PAUSED: Meaning(
         "info", False, "paused by its owner: `p2ptrain resume` continues training", "Paused by its owner",
         "It does not train, but keeps voting and applying rounds. `p2ptrain resume` continues training.",
+        "resumed by its owner",
     ),
     Code.CRASH_ONLY: Meaning(
         "info", False, "crash-only: with fewer than four members, no liar is tolerated", "A small run",
         "With fewer than four members, a liar cannot be outvoted. That is fine among people who trust each other.",
+        "no longer crash-only: a liar is tolerated",
     ),
 }  # fmt: skip
 
 
 def complaint(code: Code, **fields: int | str) -> Complaint:
     """Builds a complaint; `fields` are the values that its text needs."""
-    severity, hinders, text, title, advice = MEANINGS[code]
+    severity, hinders, text, title, advice, _ = MEANINGS[code]
     return Complaint(code, severity, hinders, text.format(**fields), title, advice, fields)
 
 

@@ -1,1 +1,1 @@
-"""What a node shows over HTTP: read only, and nothing of it is decided here."""
+"""Everything a node shows: HTTP, metrics, records, logs and the terminal. It only reads, and decides nothing."""

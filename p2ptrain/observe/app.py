@@ -1,4 +1,4 @@
-"""The application: addresses to answers. It renders what the daemon hands it, and decides nothing."""
+"""The HTTP application: routes requests and renders the daemon's facts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from p2ptrain.observe.sockets import Connection, Slots
 
 ASSETS = Path(str(files("p2ptrain.observe"))) / "assets"
 INDEX, DATA = "index.html", "<!-- data -->"
-PACKED_BYTES_MIN = 16_384  # of JSON, from which on it is compressed: a thousand rounds become a fifth, in 15 ms
-KINDS = {  # of files; no other is served
+PACKED_BYTES_MIN = 16_384  # larger JSON is compressed: a thousand rounds shrink to a fifth, in 15 ms
+KINDS = {  # files of other types are not served
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -42,20 +42,20 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Facts(Protocol):
-    """All that is shown. Each answers at once, on the event loop; None: the node is starting."""
+    """The source of everything shown. Methods return at once, on the event loop; None while the node is starting."""
 
     def status(self) -> Status | None: ...
     def peers(self) -> PeerList | None: ...
     def rounds(self, last: int) -> list[RoundRecord] | None:
-        """The oldest first."""
+        """Returns the last rounds, the oldest first."""
         ...
 
     def complaints(self) -> list[str]:
-        """Why it does not take part as it should; nothing: it does."""
+        """Returns why the node does not take part fully; empty if it does."""
         ...
 
     def lines(self) -> list[LogLine]:
-        """What it has said lately."""
+        """Returns the latest log lines."""
         ...
 
 
@@ -64,9 +64,9 @@ def answer(model: Answer, status: HTTPStatus = HTTPStatus.OK) -> web.Response:
 
 
 def packed(request: web.Request, model: Answer) -> web.Response:
-    """An answer that may be large: compressed, in a thread, for those who take that and come through a slow line.
+    """A response that, if large, is compressed in a thread for clients that accept it, for the sake of slow links.
 
-    No secret is in it that its size could tell (BREACH): the token is in no answer, and nothing of a request either.
+    Its size cannot leak a secret (BREACH): no answer contains the token, or anything from a request.
     """
     response = answer(model)
     response.headers["Vary"] = "Accept-Encoding"
@@ -76,12 +76,12 @@ def packed(request: web.Request, model: Answer) -> web.Response:
 
 
 def starting() -> web.Response:
-    fix = "Ask again; /readyz says when it is ready"
-    return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the node is starting, or looks for its run", fix)
+    fix = "Try again later; /readyz says when it is ready"
+    return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the node is starting, or looking for its run", fix)
 
 
 def page_of(index: str, **data: object) -> str:
-    """The dashboard's page, with data for its scripts."""
+    """Returns the dashboard's HTML with `data` embedded for its scripts."""
     data["figures"] = {
         name: [
             {"name": each.name, "path": each.path, "key": each.figure.key, "title": each.figure.title}
@@ -92,19 +92,19 @@ def page_of(index: str, **data: object) -> str:
     }
     blocks = []
     for name, each in data.items():
-        text = json.dumps(each).replace("<", "\\u003c")  # so that nothing in it ends the block
+        text = json.dumps(each).replace("<", "\\u003c")  # nothing in it can close the script element
         blocks.append(f'<script type="application/json" id="{name}">{text}</script>')
     assert DATA in index
     return index.replace(DATA, "\n".join(blocks))
 
 
 class App:
-    """The server's answers."""
+    """The HTTP application of one server."""
 
     def __init__(self, facts: Facts, guard: Guard, release: str, assets: Path = ASSETS) -> None:
         self.facts, self.guard, self.events = facts, guard, Events()
-        self.slots = Slots()  # for the connections of its server
-        # In memory, all 70 kB: aiohttp leaves a file open when who asked for it hangs up as it is being opened.
+        self.slots = Slots()
+        # In memory, all 70 kB: aiohttp leaks an open file if the client hangs up while the file is being opened.
         kept = [path for path in sorted(assets.iterdir()) if path.suffix in KINDS and path.is_file()]
         self._files = {path.name: path.read_bytes() for path in kept}
         self._files[INDEX] = page_of(self._files[INDEX].decode()).encode()
@@ -133,18 +133,18 @@ class App:
         self.events.close()
 
     # -----------------------------------------------------------------------------------------------
-    # What every request goes through
+    # Middleware
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         refused = self.guard.refuse(request)
         if refused is not None:
-            # Of the right host and method, and without the token in its header: perhaps it is in the address.
+            # Only the token in the header is missing: it may be in the URL.
             admitted = self.guard.admit(request) if refused.status == HTTPStatus.UNAUTHORIZED else None
             return secured(admitted or refused)
         try:
             response = self.guard.admit(request) or await handler(request)
-        except web.HTTPException as error:  # the router's
+        except web.HTTPException as error:  # from the router
             return refusal(HTTPStatus(error.status), HTTPStatus(error.status).phrase.lower())
         return response if response.prepared else secured(response)
 
@@ -164,7 +164,7 @@ class App:
         is_number = len(given) == 1 and len(given[0]) <= len(str(ROUNDS_MAX)) and given[0].isascii()
         last = int(given[0]) if is_number and given[0].isdigit() else 0
         if not 1 <= last <= ROUNDS_MAX:
-            return refusal(HTTPStatus.BAD_REQUEST, "last is no such number", f"Give one from 1 to {ROUNDS_MAX}")
+            return refusal(HTTPStatus.BAD_REQUEST, "last is not a valid number", f"Give one from 1 to {ROUNDS_MAX}")
         found = self.facts.rounds(last)
         return starting() if found is None else packed(request, Rounds(rounds=found))
 
@@ -173,11 +173,11 @@ class App:
         if status is None:
             return starting()
         if self.events.is_broken:
-            fix = "The node's log says why; ask /status, and here again in a minute"
-            return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the look at what changes went wrong here", fix)
+            fix = "The node's log says why; use /status, or retry in a minute"
+            return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "watching for changes has failed", fix)
         if not self.events.has_room:
-            fix = "Close a dashboard, or ask /status"
-            return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many are watching already", fix)
+            fix = "Close a dashboard, or use /status"
+            return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many clients are watching already", fix)
         if isinstance(request.protocol, Connection):
             request.protocol.stays()
         first: list[tuple[str, Answer]] = [("status", status), *(("log", line) for line in self.facts.lines())]
@@ -193,16 +193,20 @@ class App:
         )
         yield CounterMetricFamily(
             "p2ptrain_http_connections_turned_away",
-            "Connections without a request that had to make room, and those that found none.",
+            "Idle connections closed to make room, and connections refused for lack of room.",
             value=slots.turned_away,
         )
-        yield GaugeMetricFamily("p2ptrain_http_watchers", "Who reads /events.", value=len(self.events.watchers))
+        yield GaugeMetricFamily(
+            "p2ptrain_http_watchers", "Clients connected to /events.", value=len(self.events.watchers)
+        )
         yield CounterMetricFamily(
-            "p2ptrain_http_watchers_dropped", "Watchers that did not read.", value=self.events.dropped
+            "p2ptrain_http_watchers_dropped",
+            "Clients of /events dropped because they did not read.",
+            value=self.events.dropped,
         )
         yield CounterMetricFamily(
             "p2ptrain_http_looks_broken",
-            "Times that the look at what changes ended by a mistake of p2ptrain's, and those who watched were let go.",
+            "Times that a bug in p2ptrain ended the watch for changes, and clients of /events were disconnected.",
             value=self.events.broken,
         )
 
@@ -231,16 +235,16 @@ class App:
         return self._file(request, name)
 
     def _file(self, request: web.Request, name: str) -> web.StreamResponse:
-        """One of those that were there at the start: no path is made of what a request says."""
+        """Serves one of the files loaded at the start: no path is ever built from a request."""
         body = self._files.get(name)
         if body is None:
             return refusal(HTTPStatus.NOT_FOUND, "not found")
         headers = {
             "Content-Type": KINDS[Path(name).suffix],
-            "Cache-Control": "no-cache",
-        }  # kept, if it is still the same
+            "Cache-Control": "no-cache",  # may be cached, but must be revalidated
+        }
         return plotly_asset.tagged(request, body, sha256(body).hexdigest()[:32], headers)
 
 
 async def _expect_nothing(request: web.Request) -> None:
-    """No body is taken, and what is not admitted is not encouraged: the guard answers, and not aiohttp."""
+    """Leaves the answer to the guard: aiohttp would send "100 Continue" before the request is checked."""

@@ -1,4 +1,4 @@
-"""What the node says about itself, as models of the schema: from the core's view, and from what the edges count."""
+"""Builds the schema's models from the core's view of the node and the counters of its edges."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from p2ptrain.observe.schema import (
 if TYPE_CHECKING:
     from p2ptrain.daemon import Daemon
 
-ROOTS_TOLD = 32  # rounds: whoever compares nodes asks more often than these take
-CONTRIBUTORS_TOLD = 20_000  # of all rounds in one answer: 1.2 MB
-# Kinds of blobs (net/blobs/blob.py), by what a person calls them.
+ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than these take
+CONTRIBUTORS_TOLD = 20_000  # over all rounds of one answer: 1.2 MB
+# Kinds of blobs (net/blobs/blob.py) by purpose.
 BULK_PURPOSES: dict[Purpose, tuple[str, ...]] = {
     "payloads": ("payload",),
     "states": ("state",),
@@ -41,7 +41,7 @@ WAYS = ("sent", "received")
 
 
 def status_of(daemon: Daemon) -> Status:
-    """Where the node stands."""
+    """Builds the node's status."""
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, device = driver.node.view(), driver.device
     state, roots = view.state, view.roots
@@ -107,7 +107,7 @@ def status_of(daemon: Daemon) -> Status:
 
 
 def complaints_of(daemon: Daemon) -> list[Complaint]:
-    """All that is not as it should be, the worst first."""
+    """Returns the complaints of the core and the daemon, the worst first."""
     driver, persistence, machine_limits = daemon.driver, daemon.edges.persistence, daemon.machine_limits
     disk = {
         Code.DEGRADED: driver.disk_trouble,
@@ -120,7 +120,7 @@ def complaints_of(daemon: Daemon) -> list[Complaint]:
 
 
 def unreadiness_of(daemon: Daemon) -> list[str]:
-    """Why the node does not take part as it should; nothing: it does."""
+    """Returns why the node does not take part fully; empty if it does."""
     return [each.text for each in complaints_of(daemon) if each.hinders]
 
 
@@ -142,7 +142,7 @@ def limits_of(daemon: Daemon) -> Limits:
 
 
 def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
-    """Bytes by purpose and way. What the transport counts by protocol is divided by what that protocol carried."""
+    """Returns the bytes sent and received by purpose: the transport's counts by protocol, divided by content."""
     counted = edges.transport.counters()
     purposes: dict[Purpose, Traffic] = {}
 
@@ -173,7 +173,7 @@ def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
 
 
 def peers_of(daemon: Daemon) -> PeerList:
-    """Who is connected, and who else may contribute; and what we think of them."""
+    """Describes the connected and the admitted peers, with their standing."""
     view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
     known = {each.peer: each for each in view.standings()}
     everyone = sorted({*linked, *(peer for peer, each in known.items() if each.is_connected or each.is_admitted)})
@@ -204,7 +204,7 @@ def _peer(daemon: Daemon, peer: bytes, seen: PeerView | None) -> Peer:
 
 
 def latency_of(connections: Connections, peer: bytes) -> float | None:
-    """Until a small question is answered; None: none was lately, or the peer is away."""
+    """Returns the median round trip of recent small questions; None if the peer is away or has answered none."""
     known = connections.known.get(peer)
     if known is None or peer not in connections.linked or not known.answered_in:
         return None
@@ -212,7 +212,7 @@ def latency_of(connections: Connections, peer: bytes) -> float | None:
 
 
 def rounds_of(daemon: Daemon, last: int) -> list[RoundRecord]:
-    """The last rounds that were applied here, the newest last; fewer, where there are very many contributors."""
+    """Returns the last rounds applied here, the newest last; fewer if they have very many contributors."""
     found: deque[RoundRecord] = deque()
     room = CONTRIBUTORS_TOLD
     for record in reversed(daemon.records.last(last)):

@@ -1,7 +1,7 @@
-"""/events: what changes, as server-sent events, to a few watchers.
+"""/events: changes as server-sent events, for a few watchers.
 
-A watcher has a queue with a bound. Whoever does not read goes: a page that comes back asks for /status and /rounds, and
-lacks nothing. What is sent is encoded once for all of them, and nothing is looked at while nobody watches.
+Each watcher has a bounded queue. One that does not read is dropped; a page that reconnects asks for /status and
+/rounds, and so misses nothing. An event is encoded once for all watchers, and without watchers nothing is computed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from aiohttp import web
 from p2ptrain.observe.guard import secured
 from p2ptrain.observe.schema import Answer
 
-WATCHERS_MAX = 16  # of the 64 connections: the others are for those who ask
-QUEUED_MAX = 256  # events of a watcher; a second has three
-QUEUED_BYTES_MAX = 2**22  # a status of hundreds of peers has 100 kB
-SEND_SECONDS = 10.0  # for a watcher to take an event
-SILENT_SECONDS = 15.0  # then a line that says nothing, by which both ends see whether the other is still there
-RETRY_MILLISECONDS = 2_000  # until a browser comes back, when the node has gone
+WATCHERS_MAX = 16  # of the 64 connections; the rest are for ordinary requests
+QUEUED_MAX = 256  # events for one watcher; there are about three per second
+QUEUED_BYTES_MAX = 2**22  # a status with hundreds of peers has 100 kB
+SEND_SECONDS = 10.0  # for a watcher to receive an event
+SILENT_SECONDS = 15.0  # before a keep-alive comment, by which both ends notice a dead connection
+RETRY_MILLISECONDS = 2_000  # until a browser reconnects
 
 
 def encode(name: str, answer: Answer) -> bytes:
-    """An event. JSON has no line breaks of its own, so the data is one line."""
+    """Encodes an event. The JSON contains no line breaks, so the data is one line."""
     return f"event: {name}\ndata: {answer.model_dump_json()}\n\n".encode()
 
 
 class Watcher:
-    """One who reads events."""
+    """A client of /events, with its queue."""
 
     def __init__(self) -> None:
         self.queue: deque[bytes] = deque()
@@ -58,13 +58,13 @@ class Watcher:
 
 
 class Events:
-    """All watchers of a node."""
+    """Publishes events to all watchers of a node."""
 
     def __init__(self) -> None:
         self.watchers: set[Watcher] = set()
         self.dropped = 0  # watchers that did not read
-        self.broken = 0  # times that whoever publishes could not go on
-        self.is_broken = False  # until it goes on: nobody is to take silence for a node where nothing changes
+        self.broken = 0  # times that the publisher failed
+        self.is_broken = False  # until it recovers: silence must not look like a node where nothing changes
         self.is_watched = asyncio.Event()
 
     @property
@@ -77,7 +77,7 @@ class Events:
             each.put(event)
 
     async def watch(self, request: web.Request, first: Iterable[tuple[str, Answer]]) -> web.StreamResponse:
-        """Answer with events, `first` before all others, until the watcher or the node goes."""
+        """Sends events, beginning with `first`, until the watcher or the node goes away."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         secured(response)
         await response.prepare(request)
@@ -94,7 +94,7 @@ class Events:
         except (TimeoutError, ConnectionError):
             self.dropped += 1
             if request.transport is not None:
-                request.transport.abort()  # or else its place is held until it reads
+                request.transport.abort()  # otherwise its slot stays taken until it reads
         finally:
             self.watchers.discard(watcher)
             if not self.watchers:
@@ -112,7 +112,7 @@ class Events:
                 await response.write(watcher.take())
 
     def break_off(self) -> None:
-        """Whoever publishes cannot go on: those who watch are let go."""
+        """Disconnects all watchers because the publisher has failed."""
         self.broken += 1
         self.is_broken = True
         self.close()

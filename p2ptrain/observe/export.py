@@ -1,8 +1,8 @@
-"""The dashboard's own page with a run in it, as one node has recorded it: one file that needs nothing from outside.
+"""Exports a run, as one node has recorded it, as a single HTML file: the dashboard's page with the data embedded.
 
-What is there while a node runs is cut out of the page, and what the disk knows besides rounds stands in its place. The
-rounds are in it as the page itself keeps them (assets/history.js): merged to some hundred points, however many there
-were. Styles, scripts and the charts' library are in it too, the library compressed.
+The live parts of the page are cut out and replaced by what is on disk besides the rounds. The rounds are merged to a
+few hundred points, as the page itself does it (assets/history.js). Styles, scripts and the chart library (compressed)
+are embedded as well.
 """
 
 from __future__ import annotations
@@ -45,20 +45,23 @@ SCRIPTS = ("words", "figures", "history", "charts", "panels", "exported")  # eac
 
 @dataclass(frozen=True, slots=True)
 class Lived:
-    """A run, as it lies on this disk."""
+    """A run's data on this disk."""
 
     run: RunConfig
-    me: bytes  # whose disk it is; empty: not known
+    me: bytes  # this node's key; empty if unknown
     rounds: Sequence[RoundRecord]  # the newest last
     checkpoints: Sequence[Checkpoint]
     damaged: int  # checkpoints that cannot be read
 
 
 def read_lived(run: RunConfig, directory: Path) -> Lived:
-    """Nothing is locked or changed; a node that runs there may go on. DataError: there is no round to tell of."""
+    """Reads a run's data without locking or changing anything, so its node may keep running.
+
+    DataError if no round is recorded.
+    """
     rounds = recorded(directory, ROUNDS_MAX)
     if not rounds:
-        raise DataError(f"{directory}: no round is recorded: the run has applied none, or its records were lost")
+        raise DataError(f"{directory}: no round is recorded: none was applied yet, or the records were lost")
     found = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id)).found()
     whole = [each for each in found if not isinstance(each, DataError)]
     content = (read(directory / "identity") or b"").strip()
@@ -70,9 +73,9 @@ def read_lived(run: RunConfig, directory: Path) -> Lived:
 
 
 def exported(lived: Lived, status: dict[str, Any] | None = None, made_at: datetime | None = None) -> str:
-    """HTML. Everything that could be a peer's is escaped, and the page itself forbids what is not in it.
+    """Returns the HTML page; `status` is that of the running node, if any.
 
-    `status` is what the node says of itself now, if it runs.
+    Everything that could come from a peer is escaped, and the page's policy forbids loading anything.
     """
     made = made_at or datetime.now(UTC)
     name, script = escape(lived.run.name), _script()
@@ -109,7 +112,7 @@ def exported(lived: Lived, status: dict[str, Any] | None = None, made_at: dateti
 
 
 def figures_section(status: dict[str, Any] | None) -> str:
-    """The figures of a status, of a node that runs; none of its addresses or peers."""
+    """Lists the figures of a running node's status, without addresses and peers."""
     if status is None:
         return ""
     rows = [(each.figure.title, escape(each.words(status))) for each in figures_of(Status)]
@@ -117,7 +120,7 @@ def figures_section(status: dict[str, Any] | None) -> str:
 
 
 def history_of(rounds: Sequence[RoundRecord]) -> dict[str, Any]:
-    """What assets/history.js makes of these rounds."""
+    """Merges rounds in the same way as assets/history.js."""
     stride = 1
     while -(-len(rounds) // stride) > POINTS_MAX:
         stride *= 2
@@ -145,7 +148,7 @@ def _point(rounds: Sequence[RoundRecord]) -> dict[str, Any]:
 
 
 def _script() -> str:
-    """The page's modules as one, for a file has no others beside it."""
+    """Bundles the page's modules into one script, because the exported file has none beside it."""
     parts = []
     for name in SCRIPTS:
         text = (ASSETS / f"{name}.js").read_text()
@@ -185,13 +188,13 @@ def _summary(lived: Lived) -> str:
         ("rounds", f"{len(rounds):,} recorded, {first.round:,} to {last.round:,}"),
         ("from, to", f"{_time(first.applied_at)} to {_time(last.applied_at)}"),
         ("model", f"{parameter_count(run.model):,} parameters, recipe {escape(run.recipe.name)}"),
-        ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} nats a token, of what was trained here" if losses else "none"),
-        ("contributions", f"{all_of_them:,} of {len(taken):,} nodes were taken, {refused:,} refused"),
+        ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} nats a token, in training here" if losses else "none"),
+        ("contributions", f"{all_of_them:,} taken from {len(taken):,} nodes, {refused:,} refused"),
         (
             "this node",
             f"{mine:,} of these ({mine / max(1, all_of_them):.1%}); {sum(e.tokens for e in rounds):,} tokens",
         ),
-        ("time", f"A round took {sum(means.values()):.2f} s on average: {times}"),
+        ("time", f"a round took {sum(means.values()):.2f} s on average: {times}"),
         ("traffic of this node", f"{sent:,} bytes sent, {received:,} received"),
         ("agreement", f"{repeated:,} rounds took more than one try; {branches - 1:,} regroups"),
         ("state root", f"<code>{last.root.hex()}</code> after round {last.round:,}"),
@@ -229,7 +232,7 @@ def _checkpoints(lived: Lived) -> str:
             f"<td class=number>{each.stamp.trainer.bytes + each.stamp.state.bytes:,}</td><td>{verdict}</td></tr>"
         )
     if not rows:
-        return "<p>None is here.</p>"
+        return "<p>There is none.</p>"
     head = "<tr><th class=number>round</th><th>state root</th><th class=number>bytes</th><th>root</th></tr>"
     damaged = f"<p>{lived.damaged:,} more cannot be read.</p>" if lived.damaged else ""
     return f"<div class=scroll><table>{head}{''.join(rows)}</table></div>{damaged}"

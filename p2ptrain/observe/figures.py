@@ -1,9 +1,8 @@
-"""Figures: the numbers of the schema that every face shows.
+"""Figures: the numbers in the schema that every interface shows.
 
-A field of the schema (schema.py) carries its figure: what people call it, its unit, its metric. /metrics, tracking, the
-terminal, the dashboard and the exported page go through all figures there are. Some have a place of their own on a
-face, made by hand; whatever has none is listed there, or gets a chart. So a new figure shows everywhere, by its field
-alone.
+A field of the schema (schema.py) is annotated with its figure: its title, unit and metric. /metrics, trackers, the
+terminal, the dashboard and the exported page go through all figures. Some of these place certain figures by hand, and
+list or chart the others. So a new field with a figure shows up everywhere without further work.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ Unit = Literal["", "nats a token", "bytes", "bytes/s", "seconds", "tokens", "tok
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is to be known of a number to show it. The number of a list is its length; of an object, the sum of it."""
+    """How to show a number. A list counts as its length, and an object as the sum of its values."""
 
     title: str  # for people
     unit: Unit = ""
-    metric: str = ""  # its name after p2ptrain_; empty: made of the field's
+    metric: str = ""  # the metric's name after p2ptrain_; by default, the field's
     kind: Literal["gauge", "counter"] = "gauge"
-    text: str = ""  # about the metric; empty: the title, and the field's description
-    labels: tuple[tuple[str, str], ...] = ()  # of the metric, where several figures share one
-    label: str = ""  # which tells the entries of an object apart, or the values that a text may have
-    values: tuple[str, ...] = ()  # of that label; empty: whatever there is
-    key: str = ""  # of the one entry of an object that is meant
-    tracked: str = ""  # its name for trackers; empty: made of the field's
-    skips_zero: bool = False  # trackers are not told that it is zero
+    text: str = ""  # the metric's help; by default, the title and the field's description
+    labels: tuple[tuple[str, str], ...] = ()  # the metric's labels, if several figures share it
+    label: str = ""  # distinguishes the entries of an object, or the values of a text
+    values: tuple[str, ...] = ()  # possible values of that label; by default, those present
+    key: str = ""  # if only this entry of an object is meant
+    tracked: str = ""  # the name in trackers; by default, the field's
+    skips_zero: bool = False  # zeros are not sent to trackers
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A figure, and where its number is found in an answer."""
+    """A figure and the path to its number in an answer."""
 
     path: tuple[str, ...]
     figure: Figure
@@ -51,7 +50,7 @@ class Shown:
         return ".".join(self.path) + (f":{self.figure.key}" if self.figure.key else "")
 
     def found(self, told: Any) -> Any:
-        """What an answer has there: the answer itself, or its JSON, which an older node may have written."""
+        """Returns the value in an answer, or in its JSON, perhaps from an older node."""
         for name in self.path:
             told = told.get(name) if isinstance(told, dict) else getattr(told, name, None)
         if isinstance(told, dict) and self.figure.key:
@@ -59,7 +58,7 @@ class Shown:
         return told
 
     def number(self, told: Any) -> float | None:
-        """None: there is none yet."""
+        """Returns the number in an answer; None if there is none yet."""
         value = self.found(told)
         if isinstance(value, dict):
             return float(sum(value.values()))
@@ -68,7 +67,7 @@ class Shown:
         return None if value is None or isinstance(value, str) else float(value)
 
     def words(self, told: Any) -> str:
-        """For people; empty: there is none yet."""
+        """Formats the value for people; empty if there is none yet."""
         value = self.found(told)
         if isinstance(value, str):
             return value
@@ -78,7 +77,7 @@ class Shown:
         return "" if number is None else _WORDS[self.figure.unit](number)
 
     def samples(self, told: Any) -> Iterator[tuple[dict[str, str], float]]:
-        """For Prometheus."""
+        """Yields the samples for Prometheus: labels and value."""
         value, figure = self.found(told), self.figure
         labels = dict(figure.labels)
         if figure.label and isinstance(value, dict):
@@ -93,7 +92,7 @@ class Shown:
 
 @cache
 def figures_of(model: type[BaseModel]) -> tuple[Shown, ...]:
-    """All figures of an answer, in the order of its fields."""
+    """Returns all figures of an answer, in the order of its fields."""
     return tuple(_walk(model, (), ()))
 
 
@@ -116,7 +115,7 @@ def _walk(model: type[BaseModel], path: tuple[str, ...], labels: tuple[tuple[str
 
 
 def _labelled(figure: Figure, labels: tuple[tuple[str, str], ...]) -> Figure:
-    """With the name of the entry in which it stands before its own."""
+    """Prefixes the title with the name of the entry that holds the figure."""
     if not labels:
         return figure
     title = " ".join([*(value for _, value in labels), figure.title])
@@ -142,6 +141,6 @@ _WORDS: dict[Unit, Callable[[float], str]] = {
 
 
 def reasons(counts: dict[str, int]) -> str:
-    """The most frequent first."""
+    """Lists counts by reason, the most frequent first."""
     order = sorted(counts.items(), key=lambda each: -each[1])
     return ", ".join(f"{why} {count:,}" for why, count in order[:REASONS_SHOWN] if count > 0)

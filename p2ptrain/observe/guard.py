@@ -1,10 +1,10 @@
-"""Who may read, and what a browser may do with it.
+"""Access control of the HTTP server: hosts, methods, the token and security headers.
 
-A page from anywhere can have a browser call 127.0.0.1, and read the answer if its own name is made to point there (DNS
-rebinding; Jackson et al. 2007). So a request must name a host that is ours. Beyond loopback it must also show the
-owner's token: in its header or, for the dashboard, in a cookie that `/?token=...` sets. The cookie is derived from the
-token, because a browser hands it to whatever else listens on this host. Nothing can be changed here, so that a request
-which a foreign page has made does no harm; CORS headers, which would let it read the answer, are never sent.
+Any web page can make a browser call 127.0.0.1, and can read the answer if its own domain is made to resolve there (DNS
+rebinding; Jackson et al. 2007). So a request must name one of our hosts. Beyond loopback it also needs the owner's
+token: in a header or, for the dashboard, in a cookie set by `/?token=...`. The cookie is derived from the token,
+because a browser sends it to whatever else listens on this host. The server is read-only, so requests forged by other
+sites do no harm, and it never sends the CORS headers that would let them read the answers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from p2ptrain.observe.plotly_asset import STYLE_HASH
 from p2ptrain.observe.schema import Error
 
 METHODS = ("GET", "HEAD")
-OPEN = ("/healthz", "/readyz")  # a supervisor need not hold the token; it is told nothing but whether all is well
+OPEN = ("/healthz", "/readyz")  # without a token, for supervisors; they only learn whether all is well
 COOKIE = "p2ptrain"
-TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 1_024  # fewer could be tried
+TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 1_024  # shorter ones could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-HTTP_PORT = 80  # that a Host without one means
+HTTP_PORT = 80  # the default if the Host header has none
 
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src 'self' {STYLE_HASH}; img-src 'self'; "
@@ -48,7 +48,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(?::([0-9]{1
 
 
 def secured(response: web.StreamResponse) -> web.StreamResponse:
-    """With the headers that every answer has. A connection carries one answer (sockets.py)."""
+    """Adds the headers that every response has, and closes the connection after it (sockets.py)."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.force_close()
@@ -56,7 +56,7 @@ def secured(response: web.StreamResponse) -> web.StreamResponse:
 
 
 def refusal(status: HTTPStatus, why: str, fix: str = "", headers: dict[str, str] | None = None) -> web.Response:
-    """An answer that is none. `why` is ours: nothing of the request is in it."""
+    """An error response. `why` must not contain anything from the request."""
     text = Error(error=why, fix=fix).model_dump_json()
     response = web.Response(status=status, text=text, content_type="application/json", headers=headers)
     secured(response)
@@ -64,7 +64,7 @@ def refusal(status: HTTPStatus, why: str, fix: str = "", headers: dict[str, str]
 
 
 def refusal_bytes(status: HTTPStatus, why: str) -> bytes:
-    """The same for whoever has not asked properly."""
+    """The same as raw bytes, for connections without a valid request."""
     body = json.dumps({"version": 1, "error": why, "fix": ""}).encode()
     lines = [f"HTTP/1.1 {status.value} {status.phrase}", "Content-Type: application/json; charset=utf-8"]
     lines += [f"Content-Length: {len(body)}", "Connection: close", *(f"{name}: {HEADERS[name]}" for name in HEADERS)]
@@ -72,7 +72,7 @@ def refusal_bytes(status: HTTPStatus, why: str) -> bytes:
 
 
 def read_token(path: Path) -> bytes:
-    """The secret in a file that only its owner can read."""
+    """Reads the token from a file; only the owner may have access to it."""
     fix = f"Make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     try:
         with path.open("rb") as file:
@@ -82,17 +82,20 @@ def read_token(path: Path) -> bytes:
         raise ConfigError(f"cannot be read: {reason}", source=str(path), key="http.token_file", fix=fix) from error
     if mode & 0o077:
         raise ConfigError(
-            f"others may read it (mode {mode:04o})", source=str(path), key="http.token_file", fix=f"chmod 600 {path}"
+            f"other users can read it (mode {mode:04o})",
+            source=str(path),
+            key="http.token_file",
+            fix=f"chmod 600 {path}",
         )
     token = content.strip()
     if not TOKEN_BYTES_MIN <= len(token) <= TOKEN_BYTES_MAX or not re.fullmatch(rb"[!-~]+", token):
-        problem = f"a token is {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} signs of ASCII, without spaces"
+        problem = f"a token must be {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} ASCII characters, without spaces"
         raise ConfigError(problem, source=str(path), key="http.token_file", fix=fix)
     return token
 
 
 class Guard:
-    """Of one server."""
+    """Decides which requests a server answers."""
 
     def __init__(self, host: str, port: int, allowed: Iterable[str] = (), token: bytes = b"") -> None:
         self._port = port
@@ -110,20 +113,20 @@ class Guard:
         self._cookie = hmac.digest(token, b"p2ptrain dashboard", hashlib.sha256).hex().encode() if token else b""
 
     def refuse(self, request: web.Request) -> web.Response | None:
-        """An answer to what must not be answered otherwise."""
+        """Returns the refusal of a request, or None if it is allowed."""
         if not request.raw_path.startswith("/"):
-            return refusal(HTTPStatus.BAD_REQUEST, "this is no proxy: ask for a path")
+            return refusal(HTTPStatus.BAD_REQUEST, "this is not a proxy: request a path")
         if not self._is_ours(request):
-            fix = "If that name is meant to lead here, add it to http.allowed_hosts in the node's config"
-            return refusal(HTTPStatus.MISDIRECTED_REQUEST, "no such host here", fix)
+            fix = "If this name is meant for the node, add it to http.allowed_hosts in its config"
+            return refusal(HTTPStatus.MISDIRECTED_REQUEST, "unknown host", fix)
         if request.method not in METHODS:
-            fix = "A node is controlled by its owner's commands, such as `p2ptrain pause`"
-            return refusal(HTTPStatus.METHOD_NOT_ALLOWED, "this can only be read", fix, {"Allow": ", ".join(METHODS)})
+            fix = "Use commands such as `p2ptrain pause` to control a node"
+            return refusal(HTTPStatus.METHOD_NOT_ALLOWED, "this is read-only", fix, {"Allow": ", ".join(METHODS)})
         if request.body_exists:
-            return refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question has no body")
+            return refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request must not have a body")
         if not self.may_read(request) and request.path not in OPEN:
             fix = "Send `Authorization: Bearer TOKEN`, or open /?token=TOKEN once in a browser"
-            return refusal(HTTPStatus.UNAUTHORIZED, "this takes the node's token", fix, {"WWW-Authenticate": "Bearer"})
+            return refusal(HTTPStatus.UNAUTHORIZED, "the node's token is required", fix, {"WWW-Authenticate": "Bearer"})
         return None
 
     def _is_ours(self, request: web.Request) -> bool:
@@ -135,11 +138,11 @@ class Guard:
         if (name, port) in self._hosts or name in self._any_port:
             return True
         sockname = request.transport.get_extra_info("sockname") if request.transport else None
-        # An address instead of a name cannot be made to point elsewhere: the one that was called is as good as ours.
+        # A literal address cannot be rebound, so the address that the client connected to is allowed.
         return sockname is not None and (name, port) == (bracketed(sockname[0]), self._port)
 
     def may_read(self, request: web.Request) -> bool:
-        """It shows the token, if one is asked for."""
+        """True if the request has the token, or none is required."""
         if not self._token:
             return True
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -148,8 +151,10 @@ class Guard:
         return _is_same(request.cookies.get(COOKIE, ""), self._cookie)
 
     def admit(self, request: web.Request) -> web.Response | None:
-        """Whoever opens /?token=... gets a cookie, and a page whose address does not have it."""
-        given = request.query.get("token", "").replace(" ", "+")  # in a query `+` means a space, and a token has none
+        """Answers /?token=... with a cookie and a redirect to a URL without the token; None for other requests."""
+        given = request.query.get("token", "").replace(
+            " ", "+"
+        )  # `+` means a space in a query, but tokens have no spaces
         if not (self._token and request.path == "/" and _is_same(given, self._token)):
             return None
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
@@ -162,7 +167,7 @@ def _is_same(given: str, secret: bytes) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """An address as a URL has it."""
+    """Formats an address for a URL: IPv6 in brackets."""
     try:
         return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
     except ValueError:

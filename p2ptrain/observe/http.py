@@ -1,8 +1,8 @@
-"""The node over HTTP: its server's life in the daemon's, and what changes for those who watch.
+"""Runs the HTTP server in the daemon, and publishes changes to /events.
 
-It answers from the start, before the run is found: that the process is alive, and that it is not ready. While someone
-watches /events, it is looked once a second at what has changed. A mistake of ours in that look ends no training: it is
-logged and counted, those who watch are let go, and it is looked again a minute later.
+It answers from the start, before the run is found: the process is alive, but not ready. While a client watches /events,
+it checks once a second for changes. A bug in that check must not end training: it is logged and counted, the watchers
+are disconnected, and the check starts again a minute later.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from p2ptrain.daemon import Daemon
 
 LOOK_SECONDS = 1.0  # between events of the same kind
-LOOK_AGAIN_SECONDS = 60.0  # after a mistake of ours, which may come again: so often it is in the log, and no more
-LINES_KEPT = 64  # what a page shows of the log when it opens
-LINES_WAITING_MAX = 256  # lines of one second; of more, the oldest go
-ROUNDS_AT_ONCE = 32  # that one look may find: beyond it a page does better to ask for all
-STARTING = "starting: it has not found its run yet, or is loading it"
-NOT_CHANGES = ("since_applied_seconds", "uptime_seconds", "loop_lag_seconds")  # what only says that time goes on
+LOOK_AGAIN_SECONDS = 60.0  # after a bug, which may repeat: the log gets one line a minute
+LINES_KEPT = 64  # log lines that a page shows when it opens
+LINES_WAITING_MAX = 256  # log lines of one second; the oldest are dropped first
+ROUNDS_AT_ONCE = 32  # new rounds in one look; after more, a page should ask for all of them
+STARTING = "starting: the node has not found its run yet, or is loading it"
+NOT_CHANGES = ("since_applied_seconds", "uptime_seconds", "loop_lag_seconds")  # fields that only show time passing
 LEVELS: tuple[tuple[int, Level], ...] = (
     (50, "critical"),
     (40, "error"),
     (30, "warning"),
     (20, "info"),
-)  # others may have renamed theirs
-PROGRESS = "p2ptrain.progress"  # lines about rounds, which are events of their own
+)  # fixed names, because libraries may rename logging's
+PROGRESS = "p2ptrain.progress"  # the logger of lines about rounds, which have their own events
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 class LogTail(logging.Handler):
-    """What the node says, kept for pages. Called in any thread: a deque takes that."""
+    """Keeps the latest log lines for pages. Called from any thread, which deques allow."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lately: deque[LogLine] = deque(maxlen=LINES_KEPT)
-        self.waiting: deque[LogLine] = deque(maxlen=LINES_WAITING_MAX)  # to be told to those who watch
+        self.waiting: deque[LogLine] = deque(maxlen=LINES_WAITING_MAX)  # to be sent to watchers
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == PROGRESS:
@@ -68,7 +68,7 @@ class LogTail(logging.Handler):
 
 
 class HttpFace:
-    """Shows a daemon, once there is one, on a socket that is bound."""
+    """Serves a daemon's status over HTTP, from before the daemon exists."""
 
     def __init__(self, config: HttpConfig, listener: socket.socket, token: bytes, daemon: Future[Daemon]) -> None:
         host, port = listener.getsockname()[:2]
@@ -81,13 +81,13 @@ class HttpFace:
 
     @classmethod
     async def open(cls, config: HttpConfig, daemon: Future[Daemon]) -> Self:
-        """ConfigError if it cannot be where the config says."""
+        """Starts the server. ConfigError if it cannot listen where the config says."""
         listener, token = await listen(config)
         http = cls(config, listener, token, daemon)
         await http._server.start(listener)
         logging.getLogger("p2ptrain").addHandler(http._lines)
         http._look()
-        log.info("this node in a browser: %s%s", http.url, "?token=..." if token else "")
+        log.info("open this node in a browser: %s%s", http.url, "?token=..." if token else "")
         return http
 
     async def close(self) -> None:
@@ -97,11 +97,11 @@ class HttpFace:
         await self._server.close()
 
     # -----------------------------------------------------------------------------------------------
-    # What is shown
+    # Facts
 
     @property
     def _running(self) -> Daemon | None:
-        """The daemon, once its core can be asked."""
+        """The daemon, once its core has started."""
         daemon = self._daemon.result() if self._daemon.done() else None
         return daemon if daemon is not None and daemon.driver.has_begun.is_set() else None
 
@@ -125,15 +125,15 @@ class HttpFace:
         self._looking.add_done_callback(self._look_ended)
 
     def _look_ended(self, task: asyncio.Task[None]) -> None:
-        """With the node; or by a mistake, of which a page that merely stood still would tell nobody."""
+        """Restarts the look after a bug, and disconnects the watchers, because a frozen page would hide the problem."""
         if task.cancelled():
             return
-        log.error("the look at what changes, for pages and other watchers, went wrong", exc_info=task.exception())
+        log.error("watching for changes, for /events, has failed", exc_info=task.exception())
         self._app.events.break_off()
         self._look(LOOK_AGAIN_SECONDS)
 
     async def _look_for_ever(self, after_seconds: float) -> None:
-        """Nothing is looked at while nobody watches."""
+        """Publishes changes while anybody watches."""
         events = self._app.events
         await asyncio.sleep(after_seconds)
         events.is_broken = False
@@ -144,7 +144,7 @@ class HttpFace:
 
     async def _look_while_watched(self) -> None:
         events, daemon = self._app.events, self._running
-        assert daemon is not None, "nobody can watch before"
+        assert daemon is not None, "watchers are refused before"
         told = {each.key for each in daemon.records.last(ROUNDS_AT_ONCE)}
         before: dict[str, Any] = {}
         while events.is_watched.is_set():
@@ -163,19 +163,19 @@ class HttpFace:
 
 
 async def listen(config: HttpConfig) -> tuple[socket.socket, bytes]:
-    """A bound socket, and the token that is asked for. ConfigError if it cannot be as the config says."""
+    """Returns a bound socket and the required token. ConfigError if the config does not allow either."""
     token = read_token(Path(config.token_file)) if config.token_file else b""
     listener = await _bind(config)
     host = listener.getsockname()[0]
-    if not token and not is_loopback(host):  # a name that leads elsewhere than its owner thinks
+    if not token and not is_loopback(host):  # the name resolves to an address that the owner may not expect
         listener.close()
-        fix = 'Name a token_file, or set host = "127.0.0.1"'
-        raise ConfigError(f"{config.host} is {host} here, which others reach", key="http.host", fix=fix)
+        fix = 'Set token_file, or host = "127.0.0.1"'
+        raise ConfigError(f"{config.host} is {host} here, which others can reach", key="http.host", fix=fix)
     return listener, token
 
 
 async def _bind(config: HttpConfig) -> socket.socket:
-    """The port that nobody chose gives way: there may be several nodes on a machine."""
+    """Binds a socket; falls back to any free port if the default is taken, as several nodes may share a machine."""
     host, port = config.host, config.port
     try:
         return await _bound(host, port)
@@ -187,12 +187,12 @@ async def _bind(config: HttpConfig) -> socket.socket:
             fix = "Choose another, or 0 for any free one"
             raise ConfigError(f"port {port} of {host} is taken", key="http.port", fix=fix) from error
     listener = await _bound(host, 0)
-    log.info("port %d is taken, perhaps by another node: this one takes a free one", port)
+    log.info("port %d is taken, perhaps by another node: using a free one", port)
     return listener
 
 
 async def _bound(host: str, port: int) -> socket.socket:
-    """Names are resolved, IPv4 first."""
+    """Resolves the host, preferring IPv4, and binds a socket."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)

@@ -1,7 +1,7 @@
-"""What the daemon writes: lines for a person on a terminal, one JSON object a line elsewhere.
+"""The daemon's log: text on a terminal, JSON lines elsewhere.
 
-A thread writes them. Whoever reads our stderr may stop reading (a pager, Ctrl-S, a log shipper that hangs), and a write
-then waits for as long as that takes: the node must not. What finds no room meanwhile is dropped, and counted.
+A thread writes the lines, because the reader of stderr may stall (a pager, Ctrl-S, a log shipper that hangs) and block
+the write, which must not block the node. Lines that do not fit in the queue meanwhile are dropped and counted.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ import structlog
 from p2ptrain.config import LoggingConfig
 from p2ptrain.files import write_all
 
-LINE_MAX = 2_000  # characters: what a peer made us write must not fill a disk at once
-LINES_MAX = 1_024  # that wait to be written: minutes of them, and a few megabytes
-FLUSH_SECONDS = 2.0  # for what was said last, at the end: whoever does not read by then will not
+LINE_MAX = 2_000  # characters: text from a peer must not fill the disk
+LINES_MAX = 1_024  # waiting to be written: some minutes of lines, and a few megabytes
+FLUSH_SECONDS = 2.0  # for the last lines at exit: a reader that has not read by then never will
 
 
 def plain(text: str) -> str:
-    """A text that may be a peer's, without what a terminal obeys: control characters (C0, C1), and those that turn the
-    direction of writing. As long as before, which `visible` is not: lines are bounded, and tables have columns."""
+    """Replaces characters that control a terminal (C0, C1, text direction) in text that may come from a peer.
+
+    Unlike `visible`, it keeps the length, because lines are bounded and tables have columns.
+    """
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 class PlainText(logging.Formatter):
-    """The message alone, short and plain."""
+    """Formats the message alone, shortened and without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -62,12 +64,14 @@ class JsonText(PlainText):
             "message": super().format(record),
             **getattr(record, "fields", {}),
         }
-        return json.dumps(line, ensure_ascii=False)  # people read it too, in journals and containers
+        return json.dumps(line, ensure_ascii=False)  # people read it too, in the journal or a container's log
 
 
 class Unbuffered(io.TextIOBase):
-    """Text to a descriptor. Python's own stderr has a lock, without which the process cannot end: a thread that waits
-    for a reader must not hold it."""
+    """Writes text to a descriptor without a lock.
+
+    Python takes the lock of its own stderr at exit, so a thread that is blocked on a reader must not hold that.
+    """
 
     encoding = "utf-8"
 
@@ -86,7 +90,7 @@ class Unbuffered(io.TextIOBase):
 
 
 class LineHandler(logging.Handler):
-    """One line after the other to a file."""
+    """Writes records to a file, one per line."""
 
     def __init__(self, file: Unbuffered) -> None:
         super().__init__()
@@ -97,16 +101,16 @@ class LineHandler(logging.Handler):
 
 
 class QueuedLines(QueueHandler):
-    """Hands what is said to `target`, in a thread of its own, in order.
+    """Passes records to `target` in its own thread, in order.
 
-    It takes no lock of the target's, as others would: logging asks for it when the process ends.
+    It does not take the target's lock as other handlers do, because logging takes that at exit.
     """
 
     def __init__(self, target: logging.Handler) -> None:
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue(LINES_MAX)
         super().__init__(self._jobs)
         self._target = target
-        self._dropped = 0  # so far; the thread never writes it
+        self._dropped = 0  # total; not written by the thread
         threading.Thread(target=self._work, name="lines", daemon=True).start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -114,7 +118,7 @@ class QueuedLines(QueueHandler):
             self._dropped += 1
 
     def post(self, job: Callable[[], object]) -> bool:
-        """Have something done in the thread, after what it was given before; False if too much waits."""
+        """Queues a job for the thread; False if the queue is full."""
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -125,15 +129,15 @@ class QueuedLines(QueueHandler):
         told = 0
         while True:
             job = self._jobs.get()
-            with suppress(OSError):  # the reader has gone for good: then nobody misses it
+            with suppress(OSError):  # the reader is gone for good
                 job()
                 if (dropped := self._dropped) > told:
-                    what = f"{dropped - told} lines were not written: nobody read those before them"
+                    what = f"{dropped - told} lines were dropped, because the reader of the log did not keep up"
                     told = dropped
                     self._target.emit(logging.LogRecord("p2ptrain", logging.WARNING, "", 0, what, (), None))
 
     def flush(self) -> None:
-        """Wait until what was said before is out, though not for long; logging asks for it when the process ends."""
+        """Waits a short time until all queued lines are written; called by logging at exit."""
         deadline, is_out = monotonic() + FLUSH_SECONDS, threading.Event()
         with suppress(queue.Full):
             self._jobs.put(is_out.set, timeout=FLUSH_SECONDS)
@@ -141,13 +145,13 @@ class QueuedLines(QueueHandler):
 
 
 def _in_words(logger: object, name: str, event: MutableMapping[str, Any]) -> str:
-    """What the store says, in a line like the others."""
+    """Renders a structlog event of the store as a plain line."""
     what = str(event.pop("event"))
     return ": ".join([what, ", ".join(f"{key} {value}" for key, value in event.items())]) if event else what
 
 
 def set_up(config: LoggingConfig) -> None:
-    """Write p2ptrain's own lines to stderr; of what the libraries say, only warnings."""
+    """Sets up logging to stderr: p2ptrain's lines at the configured level, and warnings of libraries."""
     form = ("text" if sys.stderr.isatty() else "json") if config.format == "auto" else config.format
     lines = LineHandler(Unbuffered(sys.stderr.fileno()))
     lines.setFormatter(TimedText() if form == "text" else JsonText())

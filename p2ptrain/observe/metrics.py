@@ -1,8 +1,8 @@
-"""/metrics: the figures once more, as Prometheus counts and names things.
+"""/metrics: the figures in Prometheus' format.
 
-Everything is read when it is asked for. Labels come from lists in the code, never from a peer, so that nobody can make
-as many time series as they like. Counters begin anew with the process, as Prometheus expects, but for
-energy, which is counted over all starts. A counter never falls while the node lives: what goes up and down is a gauge.
+Everything is read on request. Label values come from lists in the code, never from a peer, so that no peer can create
+time series at will. Counters restart with the process, as Prometheus expects, except for energy, which is counted over
+all starts. A counter never decreases while the node runs; values that do are gauges.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from p2ptrain.core.complaints import Code
 from p2ptrain.observe.figures import figures_of
 from p2ptrain.observe.schema import RoundRecord, Status
 
-OF_ROUND = "last_round_"  # before the names of a round's figures
+OF_ROUND = "last_round_"  # prefix of the metrics of a round
 
 
 def of_figures(model: type[BaseModel], told: Any, prefix: str = "") -> Iterable[Metric]:
-    """Nothing of a figure that has no value yet."""
+    """Returns the metrics of a model's figures, except of those without a value yet."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for each in figures_of(model):
         figure, name = each.figure, f"p2ptrain_{each.figure.metric or prefix + each.name.replace('.', '_')}"
@@ -42,16 +42,16 @@ def of_figures(model: type[BaseModel], told: Any, prefix: str = "") -> Iterable[
 
 def of_health(status: Status) -> Iterator[Metric]:
     codes = {each.code for each in status.complaints}
-    health = GaugeMetricFamily("p2ptrain_health", "1 for each complaint that the node has.", labels=["kind"])
+    health = GaugeMetricFamily("p2ptrain_health", "1 for each current complaint of the node.", labels=["kind"])
     for each in Code:
         health.add_metric([each.value], each in codes)
     yield health
-    text = "1 while the disk does not take what has to be saved first."
+    text = "1 while the disk refuses writes that must come before sending."
     yield GaugeMetricFamily("p2ptrain_disk_degraded", text, value=Code.DEGRADED in codes)
 
 
 class MetricsPage(Collector):
-    """What is told of a node. `status` and `rounds` are None while it starts; `own` is what the server counts."""
+    """Collects a node's metrics. `status` and `rounds` return None while it starts; `own` yields the server's."""
 
     def __init__(
         self,
@@ -69,7 +69,9 @@ class MetricsPage(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily("p2ptrain_build_info", "Always 1; the labels tell.", labels=["version", "python"])
+        build = GaugeMetricFamily(
+            "p2ptrain_build_info", "Always 1; the labels have the versions.", labels=["version", "python"]
+        )
         build.add_metric([self._release, platform.python_version()], 1)
         yield build
         yield from self._own()

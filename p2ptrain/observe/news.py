@@ -1,7 +1,4 @@
-"""What has changed since the last look, as lines for a person: who takes part, which branch, and what is wrong.
-
-And what the node could not take in, because peers said more than it can hear.
-"""
+"""Log lines about changes since the last look: members, branches, complaints, and messages that were dropped."""
 
 from __future__ import annotations
 
@@ -9,28 +6,28 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 
-from p2ptrain.core.complaints import Code, Complaint
+from p2ptrain.core.complaints import MEANINGS, Code, Complaint
 from p2ptrain.core.state import AgreedState
 from p2ptrain.identity import peer_id_of
 
-NAMES_MAX = 8  # peers that one line names
-LOOKS = 3  # in a row until a complaint is told: some pass within a round
-DROPS_SECONDS = 60.0  # between two lines about what is dropped: a flood may last for days
+NAMES_MAX = 8  # peers named in one line
+LOOKS = 3  # in a row before a complaint is logged: some pass within a round
+DROPS_SECONDS = 60.0  # between two lines about dropped messages: a flood may last for days
 
-Line = tuple[int, str]  # level of logging and text
+Line = tuple[int, str]  # logging level and text
 
 
 class News:
-    """Of one node."""
+    """Compares a node's state and complaints with those of the last look."""
 
     def __init__(self) -> None:
         self._members: frozenset[bytes] | None = None
         self._branch = b""
-        self._looks: dict[Code, int] = {}  # for how many a complaint has stood
-        self._told: dict[Code, str] = {}  # complaints that were told, and how
+        self._looks: dict[Code, int] = {}  # how many looks in a row have found each complaint
+        self._told: set[Code] = set()  # complaints that were logged and have not ended
 
     def look(self, state: AgreedState, complaints: Sequence[Complaint]) -> list[Line]:
-        """The lines since the last look, when these were the complaints of the node and its edges."""
+        """Returns the lines for what has changed since the last look."""
         lines = [*self._of_roster(state), *self._of_health(complaints)]
         self._members, self._branch = frozenset(state.members), state.branch
         return lines
@@ -43,7 +40,7 @@ class News:
         if state.branch != self._branch:
             yield (
                 logging.WARNING,
-                f"went on from round {state.round + 1} on branch {state.branch.hex()[:16]}, {count}",
+                f"continued from round {state.round + 1} on branch {state.branch.hex()[:16]}, {count}",
             )
         if come := now - self._members:
             yield logging.INFO, f"{_names(come)} got a seat: {count}"
@@ -54,28 +51,29 @@ class News:
         self._looks = {each.code: self._looks.get(each.code, 0) + 1 for each in complaints}
         for each in complaints:
             if self._looks[each.code] == LOOKS:
-                self._told[each.code] = each.text
+                self._told.add(each.code)
                 yield logging.WARNING if each.severity == "error" else logging.INFO, each.text
-        for code in [code for code in self._told if code not in self._looks]:
-            yield logging.INFO, f"over: {self._told.pop(code)}"
+        for code in [code for code in Code if code in self._told and code not in self._looks]:
+            self._told.remove(code)
+            yield logging.INFO, MEANINGS[code].ended
 
 
 class Drops:
-    """Of one node: messages for which there was no room. Told at once, and then now and then."""
+    """Logs dropped messages: the first at once, and later ones once a minute."""
 
     def __init__(self) -> None:
         self._told = 0
         self._next_at = -math.inf
 
     def look(self, dropped: int, last: bytes, now: float) -> list[Line]:
-        """`dropped` are all so far, `last` the peer that the last came from, if that is known."""
+        """`dropped` counts from the start; `last` is the sender of the last one, or empty if unknown."""
         count = dropped - self._told
         if not count or now < self._next_at:
             return []
         self._told, self._next_at = dropped, now + DROPS_SECONDS
-        whose = f", lately of {peer_id_of(last)}" if last else ""
+        whose = f", most recently from {peer_id_of(last)}," if last else ""
         what = "1 message" if count == 1 else f"{count:,} messages"
-        text = f"{what} of peers had no room and were dropped{whose}: what this node misses, it asks for again"
+        text = f"dropped {what} from peers{whose} for lack of room; the node asks again for what it misses"
         return [(logging.WARNING, text)]
 
 

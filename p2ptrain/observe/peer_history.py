@@ -1,7 +1,7 @@
-"""Records for people of what peers have done, over all starts of this node.
+"""Records of what peers have done, over all starts of this node.
 
-The core tallies what it sees, and counts anew with each start, and for whoever it has forgotten meanwhile; here the
-differences are added up. Records are written with those of rounds (rounds.py).
+The core's tallies restart with the process, and for peers that it has forgotten meanwhile; here the differences are
+added up. The records are written together with those of rounds (rounds.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from p2ptrain.core.view import PeerView
 from p2ptrain.observe.schema import PeerRecord, Points
 from p2ptrain.store.records import PEERS_MAX, Row
 
-POINTS_STEP = 0.5  # by which points have to grow for a row of their own: ten times late, or once malformed
-POINTS_WAITING_MAX = 1_000  # rows that wait for a disk in trouble; then the oldest goes
+POINTS_STEP = 0.5  # growth of points that gets a row: ten late contributions, or a malformed one
+POINTS_WAITING_MAX = 1_000  # rows waiting for a disk that fails; the oldest are dropped first
 
 
 @dataclass(slots=True)
 class Deeds:
-    """Returns what peers have done since the last look."""
+    """The contributions of all peers since the last look."""
 
     late: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
@@ -29,13 +29,13 @@ class Deeds:
 
 
 class PeerHistory:
-    """Adds up what peers have done, as records for the disk."""
+    """Adds up what each peer has done, as records for the disk."""
 
     def __init__(self, past: Iterable[Row]) -> None:
         self.by_key = {row["peer"]: PeerRecord.of(row) for row in past}  # the longest unchanged first
         self.points: deque[Points] = deque(maxlen=POINTS_WAITING_MAX)  # to be written, as `changed`
         self._changed: dict[bytes, None] = {}
-        self._pointed = {each.peer: each.points for each in self.by_key.values()}  # points that have a row
+        self._pointed = {each.peer: each.points for each in self.by_key.values()}  # the points last written as a row
         self._before: dict[bytes, PeerView] = {}  # as of the last look
 
     @property
@@ -43,7 +43,7 @@ class PeerHistory:
         return [self.by_key[peer] for peer in self._changed]
 
     def look(self, standings: Iterable[PeerView], now: float) -> Deeds:
-        """Add what the core has tallied since."""
+        """Adds what the core has tallied since the last look, and returns it."""
         before, self._before = self._before, {each.peer: each for each in standings}
         deeds = Deeds()
         for each in self._before.values():
@@ -68,7 +68,7 @@ class PeerHistory:
             applied=known.applied + each.applied - was.applied,
             late=known.late + each.late - was.late,
             refused=dict(refused + Counter(known.refused)),
-            observed=each.observed,  # which the core itself keeps over a restart
+            observed=each.observed,  # kept over restarts by the core itself
             points=each.points,
         )
         if _facts(record) != _facts(known):
@@ -91,7 +91,7 @@ class PeerHistory:
             self._pointed[record.peer] = record.points  # they have decayed, and may grow again
 
     def written(self, peers: Iterable[PeerRecord], points: Collection[Points]) -> None:
-        """These are on the disk; what has changed since is not."""
+        """Forgets what is on the disk now; later changes stay to be written."""
         for each in peers:
             if self.by_key.get(each.peer) is each:
                 del self._changed[each.peer]
@@ -100,15 +100,15 @@ class PeerHistory:
 
 
 def _nobody(peer: bytes) -> PeerView:
-    """Before it did anything."""
+    """The view of a peer that has done nothing yet."""
     return PeerView(peer, False, False, False, 0.0, False, 0, 0, 0, {}, {})
 
 
 def _is_forgotten(now: PeerView, was: PeerView) -> bool:
-    """The core has let go of what it had counted, since it tallies only so many (core/tally.py), and counts anew."""
+    """True if the core has dropped its tally of this peer, because these are bounded (core/tally.py), and restarted."""
     return now.offered < was.offered or now.applied < was.applied or now.late < was.late
 
 
 def _facts(each: PeerView | PeerRecord) -> tuple[Any, ...]:
-    """What it has done; that its points decay, or that it comes and goes, is nothing of the kind."""
+    """The peer's deeds, without what changes by itself: points decay, and peers come and go."""
     return each.offered, each.applied, each.late, each.refused, each.observed

@@ -1,7 +1,7 @@
-"""Progress a person can read: one live line on a terminal, one JSON object a round elsewhere.
+"""Progress for people: a live line on a terminal, a JSON line per round elsewhere.
 
-On a terminal all that is shown is drawn by the thread that writes the log's lines too: it may have to wait (Ctrl-S, a
-connection that hangs), and rich's own threads would have us wait with it.
+On a terminal, the thread that writes the log also draws the line. It may block (Ctrl-S, a hanging connection), and with
+rich's own threads the node would block too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("p2ptrain.progress")
 
 
 def line_of(status: Status) -> str:
-    """A node in one line; that a run is small is no complaint."""
+    """Describes a node in one line. That a run is small does not count as a complaint."""
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     found = [each.text for each in status.complaints if each.code != Code.CRASH_ONLY]
     health = f" · {found[0]}" if found else ""
@@ -39,15 +39,15 @@ def line_of(status: Status) -> str:
 
 
 class ProgressLine:
-    """Tells how it goes."""
+    """Shows the node's progress."""
 
     def __init__(self, form: Literal["auto", "text", "json"], status: Callable[[], Status]) -> None:
         self.form, self.status = form, status
         self._console = Console(stderr=True)
         self._live: Live | None = None
         self._writer: QueuedLines | None = None
-        self._line = ""  # what is to be shown
-        self._is_due = False  # it will be, when the terminal takes it
+        self._line = ""  # the line to show
+        self._is_due = False  # queued to be drawn
         self._told_round = -1
 
     def start(self) -> None:
@@ -57,7 +57,7 @@ class ProgressLine:
         for before in root.handlers:
             before.flush()
         if self._console.file is sys.stderr:
-            self._console.file = Unbuffered(sys.stderr.fileno())  # type: ignore[assignment]  # all that rich asks for
+            self._console.file = Unbuffered(sys.stderr.fileno())  # type: ignore[assignment]  # has all that rich needs
         handler = RichHandler(console=self._console, show_path=False, rich_tracebacks=False, markup=False)
         handler.setFormatter(PlainText())
         self._writer = QueuedLines(handler)
@@ -66,11 +66,11 @@ class ProgressLine:
         self._writer.post(self._live.start)
 
     def tell(self) -> None:
-        """Show where the node stands now."""
+        """Shows the node's current status."""
         status = self.status()
         if self._writer is not None:
             self._line = line_of(status)
-            if not self._is_due:  # one at a time: what is shown is the newest
+            if not self._is_due:  # queue one drawing at a time; it shows the newest line
                 self._is_due = True
                 if not self._writer.post(self._draw):
                     self._is_due = False
@@ -82,13 +82,13 @@ class ProgressLine:
         self._told_round = status.applied_round
 
     def _draw(self) -> None:
-        """In the writer's thread."""
+        """Draws the line, in the writer's thread."""
         self._is_due = False
         if self._live is not None and self._live.is_started:
             self._live.update(Text(self._line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def stop(self) -> None:
-        """What was said before is out, if anyone reads it."""
+        """Ends the live line, and flushes the log if anybody reads it."""
         if self._writer is not None and self._live is not None:
             self._writer.post(self._live.stop)
         for handler in logging.getLogger().handlers:
@@ -96,7 +96,7 @@ class ProgressLine:
 
 
 def lines_of(status: dict[str, Any]) -> str:
-    """A node in some lines, for `p2ptrain status`."""
+    """Describes a node in some lines, for `p2ptrain status`."""
     tolerance = status["fault_tolerance"]
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f} nats a token"
     rows = {

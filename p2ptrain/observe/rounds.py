@@ -1,13 +1,13 @@
-"""The rounds that this node has lived, as records for people: /rounds, the dashboard, `p2ptrain report`.
+"""Records of the rounds applied by this node: for /rounds, the dashboard and `p2ptrain report`.
 
-Nothing here decides, and nothing waits for it. After each event it is looked at the phase in which the core stands:
-the time until the next event counts towards it. When a round is applied, a record is made of what the core knows of it
-(manifest, certificate, tallies) and of the differences in what device and transport count. So the four phases of a
-record add up to the time since the round before was applied, and its bytes, tokens and lateness are those of that time,
-whichever round they were meant for.
+Nothing depends on these records. After each event the core's phase is noted, and the time until the next event counts
+towards it. When a round is applied, its record is made from the core's view (manifest, certificate, tallies) and from
+the differences in the device's and transport's counters. So the four phases of a record add up to the time since the
+previous round was applied, and its bytes, tokens and late contributions are those of that time, whichever round they
+were meant for.
 
-A round that was taken over with a state, and not applied here, has no record. One that a restart applies again keeps
-the record that it has. Records are written together every few seconds; a kill costs the last of them.
+A round that came with a fetched state has no record. A round that is applied again after a restart keeps its record.
+Records are written in batches every few seconds; a kill loses the last few.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from p2ptrain.observe.peer_history import PeerHistory
 from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, Stored
 from p2ptrain.store.records import Batch, Past, Row, read_rounds
 
-ROUNDS_KEPT = 1_000  # in memory: what a page shows; of 1,024 contributors each they take 10 MB
+ROUNDS_KEPT = 1_000  # in memory, as many as a page shows; with 1,024 contributors each they take 10 MB
 RATE_ROUNDS = 32  # over which the swarm's speed is estimated
-PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them have changed with every round
-KEYS_MAX = 4_096  # of contributors that share their memory
+PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them change in every round
+KEYS_MAX = 4_096  # contributors' keys that rounds share in memory
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 class Recorder:
-    """Makes a record of each round that the node applies, and has the last of them."""
+    """Records each round that the node applies, and keeps the last ones in memory."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Recorder:
         clock: Callable[[], float] = time.time,
         hears: Sequence[Callable[[RoundRecord], None]] = (),
     ) -> None:
-        """`counters` are the transport's, of which `bulk` is the protocol of what goes in pieces; `hears` are told of
-        each round that is new.
+        """`counters` returns the transport's counts, and `bulk` names its protocol for blobs; `hears` are called with
+        each new record.
         """
         self.node, self.device, self.clock = node, device, clock
         self.mine = Mine.of(past.mine)
@@ -64,37 +64,37 @@ class Recorder:
         self._kept: deque[RoundRecord] = deque(map(self._known, past.rounds), ROUNDS_KEPT)
         self._applied = {each.key for each in self._kept}
         self._hears = hears
-        self._phase = ""  # empty: the core has not begun
+        self._phase = ""  # empty until the core has started
         self._at = 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._before: dict[str, float] = self._counts()
-        self._waiting: deque[RoundRecord] = deque(maxlen=ROUNDS_KEPT)  # to be written; of more, the oldest go
+        self._waiting: deque[RoundRecord] = deque(maxlen=ROUNDS_KEPT)  # to be written; the oldest are dropped first
         self._mine_saved = self.mine
         self._peers_saved_at = self._at
 
     # -----------------------------------------------------------------------------------------------
-    # What happens
+    # Events
 
     def note(self, now: float, event: ev.Event) -> None:
-        """After the core has handled an event."""
+        """Called after the core has handled an event."""
         if self._phase:
             self._seconds[self._phase] += now - self._at
         self._at, self._phase = now, self.node.view().phase
         if isinstance(event, ev.Applied):
             try:
                 self._note_applied(event)
-            except ValidationError as error:  # a mistake of ours costs a record, and no node
+            except ValidationError as error:  # a bug costs a record, but does not end the node
                 log.error("round %d is not recorded: %s", event.round, error)
 
     def note_energy(self, joules: float) -> None:
-        """That the device has used since the last time."""
+        """Adds the energy that the device has used since the last call."""
         self.mine = self.mine.model_copy(update={"energy_joules": (self.mine.energy_joules or 0.0) + joules})
 
     def _note_applied(self, event: ev.Applied) -> None:
         entry = self.node.view().entry(event.round)
         is_ours = entry is not None and entry.manifest.branch == event.branch
         if entry is None or not is_ours or self.node.view().applied_round != event.round:
-            return  # of a branch that was left meanwhile
+            return  # on a branch that was abandoned meanwhile
         counts, seconds = self._counts(), self._seconds
         since = {name: max(0, counts[name] - self._before[name]) for name in counts}
         self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)
@@ -159,16 +159,16 @@ class Recorder:
         return RoundRecord.of(row | {"contributors": self._shared(row["contributors"])})
 
     def _shared(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Keys once in memory, and not once for each round."""
+        """Shares equal keys in memory between rounds."""
         if len(self._keys) > KEYS_MAX:
             self._keys.clear()
         return tuple(self._keys.setdefault(key, key) for key in keys)
 
     # -----------------------------------------------------------------------------------------------
-    # What people see
+    # Queries
 
     def last(self, count: int = ROUNDS_KEPT) -> list[RoundRecord]:
-        """The newest last. More than ROUNDS_KEPT are read from the disk: then call it in a thread."""
+        """Returns the last rounds, the newest last. More than ROUNDS_KEPT are read from disk: call it in a thread."""
         kept = [*self._kept]
         if count > len(kept) == ROUNDS_KEPT:
             known = {each.key for each in kept}
@@ -182,9 +182,9 @@ class Recorder:
 
     @property
     def swarm_tokens_per_second(self) -> float | None:
-        """An estimate: what the contributions of the last rounds were trained on, by the time these rounds took.
+        """An estimate: the tokens behind the contributions of the last rounds, over the duration of these rounds.
 
-        Every contribution of a run has the same number of tokens. What was trained and never taken does not count.
+        Every contribution of a run has the same number of tokens. Contributions that were not taken do not count.
         """
         lately = [*self._kept][-RATE_ROUNDS:]
         seconds = sum(each.seconds for each in lately)
@@ -195,7 +195,7 @@ class Recorder:
     # The disk
 
     async def save(self, *, all_of_it: bool = False) -> None:
-        """Write what is new, in one go; what the disk does not take waits for the next time."""
+        """Writes everything new in one batch; if that fails, it is retried with the next one."""
         rounds, points = [*self._waiting], [*self.peers.points]
         is_time = all_of_it or self._at - self._peers_saved_at >= PEERS_SECONDS
         peers = self.peers.changed if is_time else []
@@ -214,7 +214,7 @@ class Recorder:
 
 
 def tokens_of(run: RunConfig) -> int:
-    """On which one contribution is trained."""
+    """Returns the number of tokens behind one contribution."""
     recipe = run.recipe
     return recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length
 
@@ -224,5 +224,5 @@ def _rows(records: Iterable[Stored]) -> Iterator[Row]:
 
 
 def recorded(directory: Path, count: int) -> list[RoundRecord]:
-    """The last rounds of the run in this directory, the newest last; also while its daemon writes."""
+    """Reads the last rounds of the run in this directory, the newest last; its daemon may be running."""
     return [RoundRecord.of(row) for row in read_rounds(directory, count)]

@@ -1,10 +1,10 @@
-"""The connections of the HTTP server: few, short, and none that only takes a place.
+"""Limits the HTTP server's connections in number and time.
 
-aiohttp parses and answers; what it leaves open is here. A connection carries one request and is closed, so that there
-is no idle one to keep. It has some seconds to send that request and some more to read the answer. When all slots are
-taken, whoever has waited longest without a request goes: a thousand clients that send nothing (a slow loris) cost
-nobody an answer, because a request that has arrived is never the one to go. When the server ends, no connection is left
-behind: neither one that came at that very moment, nor one whose client does not read.
+aiohttp parses and answers requests; this module adds what it lacks. A connection carries one request and is then
+closed, so none is idle. The client has some seconds to send the request, and some more to read the answer. When all
+slots are taken, the connection that has waited longest without a request is closed. A thousand clients that send
+nothing (slow loris) therefore cost nobody an answer, because a request that has arrived is never dropped for another.
+When the server ends, no connection survives: neither one that was just accepted nor one whose client does not read.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from aiohttp.web_request import BaseRequest
 
 from p2ptrain.observe.guard import refusal, refusal_bytes
 
-CONNECTIONS_MAX = 64  # a dashboard takes one that stays, a page load six for a moment
+CONNECTIONS_MAX = 64  # a dashboard keeps one open, and loading it takes six for a moment
 REQUEST_SECONDS = 10.0  # for the request to arrive
-ANSWER_SECONDS = 60.0  # for the answer to be read: the largest file of the dashboard through a slow tunnel
-REQUEST_BYTES_MAX = 16_384  # a browser's with cookies takes 2,000
-FIELD_BYTES_MAX = 8_190  # a line of it
+ANSWER_SECONDS = 60.0  # for the client to read the answer: the dashboard's largest file through a slow tunnel
+REQUEST_BYTES_MAX = 16_384  # a browser's with cookies has 2,000
+FIELD_BYTES_MAX = 8_190  # a header line
 FIELDS_MAX = 64
-BACKLOG = 1_024  # connections that the kernel holds until we take them: beyond it it drops them for a second
-SHUTDOWN_SECONDS = 2.0  # for answers that are on their way when the daemon ends
+BACKLOG = 1_024  # connections that the kernel queues for us; it drops others, which cost their clients a second
+SHUTDOWN_SECONDS = 2.0  # to finish answers when the daemon ends
 
 BLANK_LINE = b"\r\n\r\n"  # the end of a request without a body
 NO_PLACE = refusal_bytes(HTTPStatus.SERVICE_UNAVAILABLE, "all connections are in use")
-NO_LONGER = refusal_bytes(HTTPStatus.SERVICE_UNAVAILABLE, "others wait for this connection's place")
+NO_LONGER = refusal_bytes(HTTPStatus.SERVICE_UNAVAILABLE, "other clients need this connection")
 TOO_SLOW = refusal_bytes(HTTPStatus.REQUEST_TIMEOUT, f"no request within {REQUEST_SECONDS:.0f} s")
 TOO_LONG = refusal_bytes(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"more than {REQUEST_BYTES_MAX} bytes")
 NO_HTTP = refusal_bytes(HTTPStatus.BAD_REQUEST, "that is not HTTP")
@@ -42,13 +42,15 @@ log = logging.getLogger("p2ptrain.observe")
 
 
 class Slots:
-    """For connections, in the order in which they came."""
+    """The open connections, the oldest first, up to a maximum."""
 
     def __init__(self, most: int = CONNECTIONS_MAX) -> None:
         self.most = most
         self.open: dict[Arriving | Connection, None] = {}
-        self.turned_away = 0  # connections that had to go for others, or found no place
-        self.lines: dict[Arriving | Connection, asyncio.Transport] = {}  # of those too that have left, until they close
+        self.turned_away = 0  # connections closed to make room, or refused
+        self.lines: dict[
+            Arriving | Connection, asyncio.Transport
+        ] = {}  # includes connections without a slot until they are closed
         self.is_over = False
         self._are_closed = asyncio.Event()
 
@@ -68,7 +70,7 @@ class Slots:
         return False
 
     def hand_over(self, waiting: Arriving, connection: Connection) -> None:
-        """From one that has sent its request to what answers it."""
+        """Passes a slot from a connection whose request has arrived to the one that answers it."""
         del self.open[waiting]
         self.open[connection] = None
         self.lines[connection] = self.lines.pop(waiting)
@@ -77,14 +79,14 @@ class Slots:
         self.open.pop(connection, None)
 
     def forget(self, connection: Arriving | Connection) -> None:
-        """It is closed."""
+        """Removes a connection that is closed."""
         self.leave(connection)
         del self.lines[connection]
         if not self.lines:
             self._are_closed.set()
 
     async def close(self) -> None:
-        """Whatever they still have to send; nobody else gets in."""
+        """Aborts all connections, and refuses new ones."""
         self.is_over = True
         for line in self.lines.values():
             line.abort()
@@ -94,7 +96,7 @@ class Slots:
 
 
 class Arriving(asyncio.Protocol):
-    """A connection whose request is not there yet. There may come thousands a second, so it is light."""
+    """A connection whose request has not arrived yet. Kept small, because thousands may come per second."""
 
     __slots__ = ("_bytes", "_line", "_make", "_slots", "_timer")
 
@@ -105,7 +107,7 @@ class Arriving(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        line = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        line = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._slots.lines[self] = line
         if self._slots.is_over:
             line.abort()
@@ -120,7 +122,7 @@ class Arriving(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._line is None:
             return
-        self._bytes += data if self._bytes else data.lstrip(b"\r\n")  # which may stand before a request
+        self._bytes += data if self._bytes else data.lstrip(b"\r\n")  # allowed before a request
         if len(self._bytes) > REQUEST_BYTES_MAX:
             self.turn_away(TOO_LONG)
         elif self._bytes and not self._bytes[:1].isalpha():  # every method begins with a letter
@@ -135,7 +137,7 @@ class Arriving(asyncio.Protocol):
         transport.set_protocol(connection)
         connection.connection_made(transport)
         connection.data_received(bytes(self._bytes))
-        if not connection.is_asked:  # and would hold a place that nobody can take
+        if not connection.is_asked:  # aiohttp found no request, and the slot would stay taken
             transport.write(NO_HTTP)
             connection.force_close()
 
@@ -144,7 +146,7 @@ class Arriving(asyncio.Protocol):
         self._slots.forget(self)
 
     def is_silent(self) -> bool:
-        """Nothing of a request lies there unread."""
+        """True if the kernel has no unread data from the client."""
         if self._line is None:
             return False
         there = select.poll()
@@ -165,7 +167,7 @@ class Arriving(asyncio.Protocol):
 
 
 class Connection(web.RequestHandler):
-    """A connection whose request is answered."""
+    """A connection whose request is being answered."""
 
     __slots__ = ("_line", "_slots", "_timer", "_unread")
 
@@ -173,7 +175,7 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=loop,
-            access_log=None,  # type: ignore[arg-type]  # aiohttp's own way to have none
+            access_log=None,  # type: ignore[arg-type]  # how aiohttp turns it off
             max_line_size=FIELD_BYTES_MAX,
             max_field_size=FIELD_BYTES_MAX,
             max_headers=FIELDS_MAX,
@@ -182,7 +184,7 @@ class Connection(web.RequestHandler):
         )
         self._slots = slots
         self._unread = 0
-        self._line: asyncio.Transport | None = None  # aiohttp forgets it before all is sent
+        self._line: asyncio.Transport | None = None  # aiohttp drops its own reference before everything is sent
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -196,7 +198,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The request; whatever else comes is no question that is answered here."""
+        """Passes on the request; more data after it is only counted, up to a limit."""
         if not self.is_asked:
             super().data_received(data)
             return
@@ -206,11 +208,11 @@ class Connection(web.RequestHandler):
 
     @property
     def is_asked(self) -> bool:
-        """aiohttp has found a request in what came, or what it takes for one that is wrong."""
+        """True if aiohttp has found a request in the data, even an invalid one."""
         return bool(self._request_count)
 
     def stays(self) -> None:
-        """For as long as the client reads; whoever writes sees to that."""
+        """Lifts the time limit for a long answer, whose writer watches that the client reads."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -227,17 +229,17 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """aiohttp's would tell what it did not understand, and write every such case into our log."""
+        """Replaces aiohttp's handler, which would echo parts of bad requests and log each of them."""
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer broke off")
+            raise ConnectionError("the response was interrupted")
         if status == HTTPStatus.BAD_REQUEST:
             return refusal(HTTPStatus.BAD_REQUEST, "that is not HTTP")
         log.error("%s could not be answered", request.path, exc_info=exc)
-        return refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "this went wrong here; the node's log says what")
+        return refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "an internal error; see the node's log")
 
 
 class HttpListener:
-    """Listens, for an application."""
+    """Accepts connections for an application."""
 
     def __init__(self, app: web.Application, slots: Slots) -> None:
         self.slots = slots
@@ -245,7 +247,7 @@ class HttpListener:
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        """Serve on a socket that is bound."""
+        """Serves on a bound socket."""
         loop = asyncio.get_running_loop()
         await self._runner.setup()
         server = self._runner.server
@@ -255,12 +257,12 @@ class HttpListener:
         )
 
     async def close(self) -> None:
-        """Answers that are on their way are sent; then no connection is left, and none comes."""
+        """Stops listening, finishes the answers in progress, and closes all connections."""
         if self._server is not None:
             loop = asyncio.get_running_loop()
             for each in self._server.sockets:
                 loop.remove_reader(each.fileno())
-            await asyncio.sleep(0)  # what asyncio has taken from the kernel it makes no connection of after close()
+            await asyncio.sleep(0)  # let asyncio finish accepted connections, which close() would lose
             self._server.close()
         for waiting in [*self.slots.open]:
             if isinstance(waiting, Arriving):

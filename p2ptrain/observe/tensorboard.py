@@ -1,7 +1,6 @@
-"""Figures in the files that TensorBoard shows, written by tensorboard's own package.
+"""Writes figures as TensorBoard event files, with the tensorboard package.
 
-Of the package only what frames an event is used, and not its writer: that one has a thread of its own, and what the
-disk refuses ends it for good.
+Only its framing of events is used, not its writer, which has its own thread and ends for good on a disk error.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.observe.tracking import tracked_of
 
-VERSION = "brain.Event:2"  # what the first event of a file says
+VERSION = "brain.Event:2"  # in the first event of a file
 
 
 class TensorBoard:
-    """Writes a file for each start of the node, which are shown as one run."""
+    """Writes an event file for each start of the node; TensorBoard shows them as one run."""
 
     def __init__(self, directory: Path, run: RunConfig) -> None:
-        """ConfigError if the package is not there."""
+        """ConfigError if the package is not installed."""
         if importlib.util.find_spec("tensorboard") is None:
             fix = "Run: pip install 'p2ptrain[tensorboard]', or remove the key"
             raise ConfigError("needs tensorboard", key="tracking.tensorboard", fix=fix)
@@ -43,7 +42,9 @@ class TensorBoard:
             name = f"events.out.tfevents.{record.applied_at:.0f}.{socket.gethostname()}.{os.getpid()}"
             path = self.directory / name
             events.insert(0, {"file_version": VERSION})
-        protobuf = importlib.import_module("tensorboard.compat.proto.event_pb2")  # types only where the extra is
+        protobuf = importlib.import_module(
+            "tensorboard.compat.proto.event_pb2"
+        )  # imported by name, for mypy where the extra is missing
         framed = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter
         with path.open("ab") as file:
             for event in events:
@@ -51,7 +52,7 @@ class TensorBoard:
         self._path = path
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is kept open."""
 
     def kill(self) -> None:
-        """Nothing runs."""
+        """Does nothing: there is no process."""

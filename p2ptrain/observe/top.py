@@ -1,7 +1,7 @@
-"""`p2ptrain top`: the dashboard in a terminal, from what the daemon answers over its control socket.
+"""`p2ptrain top`: the dashboard in a terminal, over the daemon's control socket.
 
-A frame (top_frame.py) is made of one look, and of the look before for what flows. The daemon may go away and come back:
-what was seen last stays on the screen, under a line that says so.
+A frame (top_frame.py) shows one look at the daemon; rates come from the difference to the previous one. If the daemon
+goes away, the last frame stays on the screen under a line that says so, until the daemon is back.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from p2ptrain.errors import NoDaemonError, P2ptrainError
 from p2ptrain.node.control import ask
 from p2ptrain.observe.top_frame import Look, frame
 
-ROUNDS_LOOKED_AT = 120  # as wide as most terminals
-ASK_SECONDS = 2.0  # for an answer; longer, and a key that is pressed would seem to do nothing
-ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # each would end the process where it is
+ROUNDS_LOOKED_AT = 120  # as many as most terminals are wide
+ASK_SECONDS = 2.0  # for an answer; with more, keys would seem to do nothing
+ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # would end the process without restoring the terminal
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def look(question: Ask, now: float) -> Look:
-    """P2ptrainError: it has no status to tell. An older daemon may not know the other questions."""
+    """Asks the daemon for everything in a frame. P2ptrainError if it has no status.
+
+    Other answers may be missing, because an older daemon does not know all questions.
+    """
     status = question({"do": "status"})
 
     def more(order: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -57,13 +60,13 @@ def look(question: Ask, now: float) -> Look:
 
 
 class Keys:
-    """What is typed, letter by letter, while the terminal lends itself to it."""
+    """Reads single keys from the terminal."""
 
     def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor  # None: nobody types
+        self._descriptor = descriptor  # None without a terminal
 
     def pressed(self, seconds: float) -> str:
-        """The next key within this time; nothing if none is."""
+        """Waits for a key; returns an empty string if none is pressed in time."""
         if self._descriptor is None:
             select.select([], [], [], seconds)
             return ""
@@ -76,11 +79,11 @@ class Keys:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Who is told to end puts the screen and the terminal back first, and ends as a shell says of that signal."""
+    """On a signal, restores the screen and the terminal first, and exits with 128 + its number."""
 
     def end(number: int, _: object) -> None:
         for each in ENDINGS:
-            signal.signal(each, signal.SIG_IGN)  # a second one would come in between
+            signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
         raise SystemExit(128 + number)
 
     before = {each: signal.signal(each, end) for each in ENDINGS}
@@ -93,22 +96,22 @@ def ended_in_order() -> Iterator[None]:
 
 @contextmanager
 def keys_of(file: Any = sys.stdin) -> Iterator[Keys]:
-    """The terminal is given back as it was, if it is still there."""
+    """Puts the terminal into single-key mode, and restores it at the end if it still exists."""
     descriptor = file.fileno() if file.isatty() else None
     if descriptor is None:
         yield Keys(None)
         return
     before = termios.tcgetattr(descriptor)
     try:
-        tty.setcbreak(descriptor)  # Ctrl-C stays a signal
+        tty.setcbreak(descriptor)  # Ctrl-C still sends a signal
         yield Keys(descriptor)
     finally:
-        with suppress(termios.error):  # it is gone
+        with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 class Screen:
-    """What was seen last, and what is to be shown of it."""
+    """Keeps the last two looks, and draws frames from them."""
 
     def __init__(self, question: Ask, clock: Callable[[], float] = monotonic) -> None:
         self._question, self._clock = question, clock
@@ -128,7 +131,7 @@ class Screen:
         return frame(self._now, self._before, self._trouble, width, height)
 
     def watch(self, console: Console, keys: Keys, interval: float) -> None:
-        """Until q is typed."""
+        """Updates the screen until q is pressed."""
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 self.take()
@@ -144,7 +147,7 @@ def question_of(data_dir: Path) -> Ask:
 
 
 def show_once(data_dir: Path, console: Console) -> None:
-    """For pipes, and to look once. NoDaemonError if none answers."""
+    """Prints a single frame. NoDaemonError if no daemon answers."""
     screen = Screen(question_of(data_dir))
     screen.take()
     if screen._now is None:
@@ -158,7 +161,7 @@ def show(data_dir: Path, interval: float) -> None:
         with ended_in_order(), keys_of() as keys:
             Screen(question_of(data_dir)).watch(console, keys, interval)
     except KeyboardInterrupt:
-        pass  # as good as q
+        pass  # the same as q
     except OSError as error:
         if error.errno != errno.EIO:
-            raise  # else the terminal is gone, and with it whoever looked
+            raise  # EIO: the terminal is gone

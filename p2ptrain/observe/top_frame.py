@@ -1,9 +1,8 @@
-"""A frame of `p2ptrain top`: what the dashboard shows, in so many columns and rows, from one look and the one before.
+"""Draws a frame of `p2ptrain top`: the dashboard's contents, fitted to the size of the terminal.
 
-Where the screen is low, what matters least goes first, until the rest fits with a few peers below it; the log takes
-what is left. Whatever came from peers is made plain before a terminal sees it. An older daemon may not tell all this.
-Figures of the schema that have no place of their own here are listed below the others. The words are those of the
-dashboard (assets/words.js).
+On a low screen, the least important parts are left out until the rest fits with a few peers below; the log gets the
+remaining rows. Text from peers is stripped of control characters. An older daemon may lack some of the answers. Figures
+without a fixed place are listed below the others. The wording is the dashboard's (assets/words.js).
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from p2ptrain.observe.logs import plain
 from p2ptrain.observe.schema import PHASES, RoundRecord, Status
 from p2ptrain.visible import count_of
 
-NARROW = 70  # columns: below it a table has fewer
-WIDE = 2 * NARROW  # from here on, the facts stand in two columns, and peers have more
-LABEL = 12  # columns, with the space after it
+NARROW = 70  # columns: narrower screens get fewer table columns
+WIDE = 2 * NARROW  # columns: wider screens get two columns of facts, and more table columns
+LABEL = 12  # columns, including the space after it
 PEERS_LEAST, LINES_SHOWN = 3, 5
-TALL = 45  # rows; below it, and below WIDE, the figures without a place of their own leave theirs to peers
+TALL = 45  # rows: a screen neither this tall nor WIDE leaves out the figures without a fixed place
 COLOURS = {"train": "green", "collect": "blue", "agree": "magenta", "apply": "yellow"}
 VERDICTS = {"same": "green", "unknown": "", "other": "red"}
-BREVITIES = range(4)  # how much is left out where the screen is low; each thing has the number at which it goes
+BREVITIES = range(4)  # how much to leave out on a low screen; each part goes at a certain level
 STAYS = len(BREVITIES)
 LEVELS = " ▁▂▃▄▅▆▇█"
-# Figures that a frame has places for: by their names, or the part before the first dot.
+# Figures with a fixed place in the frame, by name or by the part before the first dot.
 OF_STATUS = {
     "round", "phase", "view", "loss", "tokens_per_second", "swarm_tokens_per_second", "traffic", "limits", "peers",
     "roster", "quorum", "fault_tolerance", "admitted", "is_member", "is_admitted", "mine", "applied_round",
@@ -51,25 +50,25 @@ REST_OF_STATUS, REST_OF_ROUND = (
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the daemon said, and when."""
+    """The daemon's answers at one time."""
 
     at: float
     status: dict[str, Any]
     peers: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)  # the newest last
-    lines: list[dict[str, Any]] = field(default_factory=list)  # of its log
+    lines: list[dict[str, Any]] = field(default_factory=list)  # its log
 
 
 def frame(now: Look | None, before: Look | None, trouble: str, width: int, height: int) -> RenderableType:
-    """What is to be seen in so many columns and rows."""
+    """Draws a frame of this size."""
     if now is None:
         return Text(plain(trouble) or "asking the daemon...", style="bold red" if trouble else "")
     few_peers = min(len(now.peers), PEERS_LEAST)
-    below = few_peers + (len(now.peers) > PEERS_LEAST) + 2  # with the head of their table, and the last line
+    below = few_peers + (len(now.peers) > PEERS_LEAST) + 2  # plus the table's header and the last line
     for brevity in BREVITIES:
         parts: list[RenderableType] = []
         if trouble:
-            parts.append(Text(f"no answer, this is how it was: {plain(trouble)}", style="bold red"))
+            parts.append(Text(f"no answer, showing the last one: {plain(trouble)}", style="bold red"))
         parts += [_head(now), *_health(now), _facts(now, before, width, brevity), *_agreement(now)]
         parts += _course(now, width, brevity)
         parts += _rest(now) if brevity < 1 and (width >= WIDE or height >= TALL) else []
@@ -85,7 +84,7 @@ def frame(now: Look | None, before: Look | None, trouble: str, width: int, heigh
 
 
 # ---------------------------------------------------------------------------------------------------
-# Where the node stands
+# Status
 
 
 def _head(now: Look) -> Text:
@@ -101,15 +100,15 @@ def _head(now: Look) -> Text:
     if status["phase"] == "train" and "step" in status:
         text.append(f"  step {status['step']:,}")
     if status["phase"] == "collect" and status.get("waiting_for"):
-        text.append(f"  waits for {few(status['waiting_for'], 'contribution', 'contributions')}")
+        text.append(f"  waiting for {few(status['waiting_for'], 'contribution', 'contributions')}")
     return text
 
 
 def _health(now: Look) -> list[Text]:
-    """A line each; that a run is small is no complaint."""
+    """Shows each complaint on a line."""
     found = troubles(now.status)
     lines = [Text(plain(each["text"]), style="red" if each["severity"] == "error" else "yellow") for each in found]
-    return lines or [Text("all is as it should be", style="green")]
+    return lines or [Text("all is well", style="green")]
 
 
 def _facts(now: Look, before: Look | None, width: int, brevity: int) -> Table:
@@ -119,7 +118,7 @@ def _facts(now: Look, before: Look | None, width: int, brevity: int) -> Table:
     swarm_speed = "-" if swarm is None else f"{swarm:,.0f}"
     columns = 2 if width >= WIDE else 1
     room = (width - 2 * (columns - 1)) // columns - LABEL
-    # Of each its name, its text, and at which brevity it goes.
+    # Name, text, and the brevity at which it is left out.
     facts: list[tuple[str, str, int]] = [
         ("loss", f"{loss} nats a token", STAYS),
         ("speed", f"{status['tokens_per_second']:,.0f} tokens/s here, {swarm_speed} in the swarm", STAYS),
@@ -143,7 +142,7 @@ def _facts(now: Look, before: Look | None, width: int, brevity: int) -> Table:
 
 
 def _traffic(now: Look, before: Look | None) -> str:
-    text = f"sends {_rate(now, before, 'sent')}, receives {_rate(now, before, 'received')}"
+    text = f"sending {_rate(now, before, 'sent')}, receiving {_rate(now, before, 'received')}"
     limits = now.status["limits"]
     for way, name in (("upload", "out"), ("download", "in")):
         if rate := limits.get(f"{way}_bytes_per_second", 0):
@@ -152,7 +151,7 @@ def _traffic(now: Look, before: Look | None) -> str:
 
 
 def _rate(now: Look, before: Look | None, way: str) -> str:
-    """Bytes a second since the look before; the total, where there is none, or the daemon has begun anew since."""
+    """Returns the rate since the previous look; only the total if there is none, or the daemon was restarted."""
     total = now.status["bytes"].get(f"bytes {way}", 0)
     if before is not None and now.at > before.at:
         passed = total - before.status["bytes"].get(f"bytes {way}", 0)
@@ -162,7 +161,7 @@ def _rate(now: Look, before: Look | None, way: str) -> str:
 
 
 def _purposes(status: dict[str, Any], room: int) -> str:
-    """What the bytes were for, sent/received, the most first: as many as there is room for, and each whole."""
+    """Lists bytes sent/received by purpose, the largest first, as many as fit."""
     known = [(name, each["sent"], each["received"]) for name, each in status.get("traffic", {}).items()]
     text = ""
     for name, sent, received in sorted(known, key=lambda each: -each[1] - each[2]):
@@ -194,8 +193,8 @@ def _share(mine: dict[str, Any]) -> str:
 
 
 def _time(mine: dict[str, Any]) -> str:
-    joules = mine.get("energy_joules")  # told only where the device measures it
-    energy = "" if joules is None else f"; about {joules / 3.6e6:,.2f} kWh, all that the device used"
+    joules = mine.get("energy_joules")  # only if the device measures it
+    energy = "" if joules is None else f"; about {joules / 3.6e6:,.2f} kWh, used by the whole device"
     return f"{hours(mine['training_seconds'])} hours of training{energy}"
 
 
@@ -209,10 +208,10 @@ def _root(status: dict[str, Any]) -> str:
 
 
 def _agreement(now: Look) -> list[Table]:
-    """The verdict may take several lines: none of its words is left out."""
+    """Shows in full whether all nodes have the same model."""
     verdict, text = agreement(now.status)
     if wrong := now.status.get("counters", {}).get("root mismatches", 0):
-        text += f"{' ' if text else ''}Own results that were wrong: {wrong:,}."
+        text += f"{' ' if text else ''}Wrong results of this node: {wrong:,}."
     if not text:
         return []
     table = Table.grid(padding=(0, 2))
@@ -221,7 +220,7 @@ def _agreement(now: Look) -> list[Table]:
 
 
 def _course(now: Look, width: int, brevity: int) -> list[Text]:
-    """The loss over the rounds and over the bytes, and where the time of the last rounds went."""
+    """Shows the loss by rounds and by bytes, and the phases of the last rounds."""
     losses, places, moved = [], [], 0
     for each in now.rounds:
         moved += each.get("bytes_sent", 0) + each.get("bytes_received", 0)
@@ -234,7 +233,9 @@ def _course(now: Look, width: int, brevity: int) -> list[Text]:
         line = sparkline(losses, width - LABEL - len(first) - len(last))
         lines.append(_named("loss", first, (line, "cyan"), last))
         start, end = f"{count_of(places[0])} ", f" {count_of(places[-1])}"
-        by_bytes = spread(places, losses, min(len(line), width - LABEL - len(start) - len(end)))  # as wide, to compare
+        by_bytes = spread(
+            places, losses, min(len(line), width - LABEL - len(start) - len(end))
+        )  # the same width, for comparison
         if by_bytes and brevity < 1:
             lines.append(_named("by bytes", start, (sparkline(by_bytes, len(by_bytes)), "cyan"), end))
     if now.rounds and brevity < 3:
@@ -249,7 +250,7 @@ def _course(now: Look, width: int, brevity: int) -> list[Text]:
 
 
 def _rest(now: Look) -> list[Text]:
-    """The figures that have no place of their own: of the status, and of the last round."""
+    """Lists the figures without a fixed place, of the last round and of the status."""
 
     def listed(name: str, figures: Sequence[Shown], told: dict[str, Any]) -> list[Text]:
         found = [f"{each.figure.title} {words}" for each in figures if (words := each.words(told))]
@@ -264,7 +265,7 @@ def _named(name: str, *parts: str | tuple[str, str]) -> Text:
 
 
 def _taken(lately: Sequence[dict[str, Any]]) -> str:
-    """Contributions a round."""
+    """Formats the mean number of contributions per round."""
     sums = {
         "taken": sum(len(each.get("contributors", ())) for each in lately),
         "late": sum(each.get("late", 0) for each in lately),
@@ -279,7 +280,7 @@ def _taken(lately: Sequence[dict[str, Any]]) -> str:
 
 def _peers(now: Look, width: int, room: int) -> RenderableType:
     if not now.peers and not now.status["peers"]:
-        return Text("nobody else is here yet", style="dim")
+        return Text("no peers yet", style="dim")
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("peer", no_wrap=True)
     table.add_column("")
@@ -305,7 +306,7 @@ def _peers(now: Look, width: int, room: int) -> RenderableType:
 
 
 def _interest(peer: dict[str, Any]) -> tuple[float, bool, bool, int, str]:
-    """Whoever has points against it first, then those with a vote."""
+    """The sort key of a peer: those with points first, then members."""
     return -peer["points"], not peer["is_member"], not peer["is_connected"], -peer["applied"], peer["peer_id"]
 
 
@@ -335,9 +336,9 @@ def _line(said: dict[str, Any]) -> Text:
 
 
 def _foot(now: Look) -> Text:
-    """What ends it; and of the daemon what never changes much."""
+    """The last line: how to quit, and facts about the daemon that rarely change."""
     status = now.status
-    parts = ["q ends this, and not the node"]
+    parts = ["q quits; the node keeps running"]
     if "uptime_seconds" in status:
         parts.append(f"up {duration(status['uptime_seconds'])}")
     if "release" in status:
@@ -372,40 +373,40 @@ def hours(seconds: float) -> str:
 
 
 def troubles(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """The complaints, the worst first; that a run is small is none. An older daemon tells only their texts."""
+    """Returns the complaints, the worst first, except that a run is small. An older daemon has only their texts."""
     texts = [{"code": "", "severity": "error", "text": each} for each in status["health"]]
     return [each for each in status.get("complaints", texts) if each["code"] != Code.CRASH_ONLY]
 
 
 def agreement(status: dict[str, Any]) -> tuple[str, str]:
-    """Whether all have the same model, as far as this node can know: word for word what the dashboard says of it.
+    """Says whether all nodes have the same model, as far as this node knows, in the dashboard's words.
 
-    A certificate has as many members as the liars of a quorum leave (core/roster.py). Nothing: the daemon is older.
+    A certificate proves a quorum minus its possible liars (core/roster.py). The text is empty for an older daemon.
     """
     if any(each["code"] == Code.QUARANTINED for each in troubles(status)):
-        return "other", "No: this node's model differs from the certified one. It is fetching that."
+        return "other", "No: this node's model differs from the certified one. It is fetching the right one."
     if not {"certified_round", "roots", "quorum"} <= status.keys():
         return "unknown", ""
     number, liars = status["certified_round"], status["fault_tolerance"]["liars"]
     if number == 0:
-        return "unknown", "Not known yet: the roster has certified no round so far."
+        return "unknown", "Not known yet: the roster has not certified any round."
     if str(number) not in status["roots"]:
-        why = f"The roster has certified round {number:,}, which this node cannot compare: it was not here."
+        why = f"The roster has certified round {number:,}, which this node did not apply, so it cannot compare."
         return "unknown", why
     if status["roster"] == [status["peer_id"]]:
-        return "same", f"Yes: this node alone has a vote, and signed its own model after round {number:,}."
+        return "same", f"Yes: this node is the only member, and signed its own model after round {number:,}."
     members = few(status["quorum"] - liars, "member", "members")
     but = f", and at most {liars:,} of them may lie" if liars > 0 else ""
-    signed = f"signed that after round {number:,} they had bit for bit the model of this node"
+    signed = f"signed that their model after round {number:,} was bit for bit this node's"
     return "same", f"Yes: at least {members} {signed}{but}."
 
 
 # ---------------------------------------------------------------------------------------------------
-# Lines of blocks
+# Sparklines
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values as blocks, from their least to their largest; several to a block where there are more."""
+    """Draws values as blocks scaled from the least to the largest, averaged to fit the width."""
     if not values or width < 1:
         return ""
     each = -(-len(values) // width)
@@ -416,9 +417,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def spread(places: Sequence[int], values: Sequence[float], width: int) -> list[float]:
-    """Values at rising places, at even steps from the first place to the last; a step without any is as the one before.
+    """Resamples values at rising places to even steps; a step without values repeats the one before.
 
-    Nothing, if all are at one place.
+    Empty if all values are at one place.
     """
     steps = min(width, len(values))
     if steps < 1 or places[-1] <= places[0]:
@@ -428,5 +429,5 @@ def spread(places: Sequence[int], values: Sequence[float], width: int) -> list[f
         found[min(steps - 1, (place - places[0]) * steps // (places[-1] - places[0]))].append(value)
     means: list[float] = []
     for each in found:
-        means.append(sum(each) / len(each) if each else means[-1])  # the first is never without
+        means.append(sum(each) / len(each) if each else means[-1])  # the first step always has a value
     return means

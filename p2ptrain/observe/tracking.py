@@ -1,8 +1,8 @@
 """Tracking: the figures of each round for TensorBoard (tensorboard.py) and Weights & Biases (wandb_run.py).
 
-Nothing waits for any of it: records go to a thread of their own, and where what takes them is too slow for rounds, or
-takes nothing, figures are lost and said to be. The records of the rounds themselves (rounds.py) are not touched by
-that, and `p2ptrain report --jsonl` tells the same figures of them.
+Nothing waits for a tracker: a thread writes the records, and if the tracker is too slow or fails, figures are lost and
+a warning is logged. The node's own records (rounds.py) are unaffected, and `p2ptrain report --jsonl` prints the same
+figures from them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from p2ptrain.config import RunConfig
 from p2ptrain.observe.figures import figures_of
 from p2ptrain.observe.schema import RoundRecord
 
-WAITING_MAX = 256  # rounds that wait to be written; beyond it they are lost
-CLOSE_SECONDS = 10.0  # for the last ones when the node ends; a run of W&B's without a network takes 0.2 s
+WAITING_MAX = 256  # rounds waiting to be written; more are lost
+CLOSE_SECONDS = 10.0  # for the last ones when the node ends; W&B without a network takes 0.2 s
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
 def tracked_of(record: RoundRecord) -> dict[str, float]:
-    """Its figures by the names that trackers show; the part before the slash makes a group."""
+    """Returns a record's figures by their names in trackers, which group them by the part before the slash."""
     found = {}
     for each in figures_of(RoundRecord):
         value = each.number(record)
@@ -36,7 +36,7 @@ def tracked_of(record: RoundRecord) -> dict[str, float]:
 
 
 def line_of(record: RoundRecord) -> str:
-    """A round as a line of JSON."""
+    """Formats a round as a line of JSON."""
     told = {"round": record.round, "branch": record.branch.hex(), "root": record.root.hex()}
     figures = {name: value if math.isfinite(value) else None for name, value in tracked_of(record).items()}
     return json.dumps({**told, "applied_at": record.applied_at, **figures})
@@ -47,7 +47,7 @@ def line_of(record: RoundRecord) -> str:
 
 
 class Tracker(Protocol):
-    """Where figures go. OSError: they are lost; `kill` ends the others, from another thread."""
+    """A destination of figures. On an OSError they are lost; `kill` ends a blocked call from another thread."""
 
     directory: Path
 
@@ -67,22 +67,22 @@ class Tracking:
         self._thread = ThreadPoolExecutor(1, "tracking")
 
     def close(self) -> None:
-        """When what was noted is written, or took too long."""
+        """Waits until everything is written, but not for long."""
         ending = self._thread.submit(self._tracker.close)
         try:
             ending.result(CLOSE_SECONDS)
         except TimeoutError:
-            log.warning("%s: the last figures of rounds took too long, and may be lost", self._tracker.directory)
+            log.warning("%s: writing the last figures took too long; they may be lost", self._tracker.directory)
             self._tracker.kill()
         except OSError as error:
-            log.warning("%s: the last figures of rounds may be lost: %s", self._tracker.directory, error)
+            log.warning("%s: the last figures may be lost: %s", self._tracker.directory, error)
         self._thread.shutdown()
 
     def note(self, record: RoundRecord) -> None:
-        """A round that was applied. Returns at once."""
+        """Queues the record of an applied round."""
         with self._lock:
             if self._waiting >= WAITING_MAX:
-                self._lose("what takes them does not keep up")
+                self._lose("the tracker does not keep up")
                 return
             self._waiting += 1
         self._thread.submit(self._write, record)
@@ -99,5 +99,5 @@ class Tracking:
 
     def _lose(self, why: str) -> None:
         if not self.lost:
-            log.warning("%s: figures of rounds are not tracked: %s; this is said once", self._tracker.directory, why)
+            log.warning("%s: figures are not tracked: %s; this is logged only once", self._tracker.directory, why)
         self.lost += 1

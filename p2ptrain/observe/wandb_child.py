@@ -1,8 +1,8 @@
-"""What a node starts to write a run of Weights & Biases: lines of JSON come in, the rest is theirs.
+"""A child process that writes a Weights & Biases run from JSON lines on stdin.
 
-It is a program of its own and imports nothing of ours, because their package brings threads, a service process and
-hooks at the interpreter's end, none of which belongs into a node. It ends with its input, however the node ended, and
-their service ends with it. Nothing is told of the machine, its programs or its files: only figures, and the run's name
+It is a separate program that imports nothing of p2ptrain, because the wandb package brings threads, a service process
+and exit hooks, which do not belong in a node. It ends when its stdin closes, however the node ended, and wandb's
+service ends with it. It reports nothing about the machine, its programs or its files: only figures, and the run's name
 and id.
 """
 
@@ -14,11 +14,11 @@ import os
 import sys
 import threading
 
-FINISH_SECONDS = 60.0  # to send the last figures when the node has ended: a node that waits for them waits less
+FINISH_SECONDS = 60.0  # to send the last figures; the node itself waits less
 
 
 def main() -> None:
-    wandb = importlib.import_module("wandb")  # it has types, but not where the extra is not installed
+    wandb = importlib.import_module("wandb")  # imported by name, for mypy where the extra is missing
     told = json.loads(sys.argv[1])
     settings = wandb.Settings(
         mode=os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline"),
@@ -32,7 +32,7 @@ def main() -> None:
         x_save_requirements=False,
     )
     run = wandb.init(dir=told["directory"], project=told["project"], config=told["config"], settings=settings)
-    run.define_metric("*", step_metric="round")  # one that is lived again, on another branch, is no error
+    run.define_metric("*", step_metric="round")  # a round may be repeated on another branch
     for line in sys.stdin.buffer:
         run.log(json.loads(line))
     timer = threading.Timer(FINISH_SECONDS, os._exit, [1])

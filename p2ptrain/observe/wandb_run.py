@@ -1,7 +1,7 @@
-"""Figures for Weights & Biases, through their package in a process of its own (wandb_child.py).
+"""Writes figures to Weights & Biases, through the wandb package in a child process (wandb_child.py).
 
-Its run is written into a directory and sent by nobody; `wandb sync` sends it later. It is sent at once where the
-environment has their key, WANDB_API_KEY. Each start of the node makes a run, in one project for ours.
+The W&B run is written to a directory, from which `wandb sync` can upload it. It is uploaded at once only if the
+environment has WANDB_API_KEY. Each start of the node creates a W&B run, all in one project.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.observe.tracking import tracked_of
 
 PROGRAM = Path(__file__).with_name("wandb_child.py")
-OWN = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # their reports about themselves go nowhere
-WORDS_BYTES_MAX = 2_000  # of the end of what it said, to find its last line in
-SAID_BYTES_MAX = 2**20  # of what it said, on the disk; beyond it only the end is kept
-LOOK_SECONDS = 1.0  # between looks at how much that is
+OWN = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # no error reports to W&B
+WORDS_BYTES_MAX = 2_000  # at the end of its output, to find the last line
+SAID_BYTES_MAX = 2**20  # of its output on disk; beyond that only the end is kept
+LOOK_SECONDS = 1.0  # between checks of its size
 
 
 def require_wandb() -> None:
-    """ConfigError if their package is not there."""
+    """ConfigError if the wandb package is not installed."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError("needs wandb", key="tracking.wandb", fix="Run: pip install 'p2ptrain[wandb]'")
 
 
 class WandbRun:
-    """Written in one thread; `kill` in any."""
+    """Writes to a W&B run, in one thread; `kill` may be called from any."""
 
     def __init__(self, directory: Path, run: RunConfig) -> None:
         require_wandb()
@@ -45,13 +45,13 @@ class WandbRun:
         self._project = f"{run.name}-{run.run_id[:8]}"
         self._config = {"name": run.name, "run_id": run.run_id}
         self._child: subprocess.Popen[bytes] | None = None
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # for as long as the child
-        fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)  # for the child too: it goes on where the file ends
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child
+        fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)  # also for the child, so that it continues after truncation
         self._is_closed, self._cutting = threading.Event(), threading.Lock()
         self._bounding = threading.Thread(target=self._bound, name="wandb output", daemon=True)
 
     def write(self, record: RoundRecord) -> None:
-        """OSError if the child is no more. It is not started again: that takes seconds, each round."""
+        """OSError if the child has ended. It is not restarted, because that would take seconds each round."""
         if self._child is None:
             self._child = self._start()
         figures = {name: value for name, value in tracked_of(record).items() if math.isfinite(value)}
@@ -60,7 +60,7 @@ class WandbRun:
         try:
             self._child.stdin.write(line)
             self._child.stdin.flush()
-        except (OSError, ValueError) as error:  # of a pipe that is closed
+        except (OSError, ValueError) as error:  # the pipe is closed
             raise OSError(self._last_words()) from error
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -73,11 +73,11 @@ class WandbRun:
             stdout=subprocess.DEVNULL,
             stderr=self._said,
             env={**os.environ, **OWN},
-            start_new_session=True,  # so that a Ctrl-C in the terminal is ours alone
+            start_new_session=True,  # Ctrl-C in the terminal is for the node alone
         )
 
     def close(self) -> None:
-        """When it has written all. OSError if it ended otherwise."""
+        """Waits until the child has written everything. OSError if it failed."""
         try:
             if self._child is None:
                 return
@@ -97,10 +97,10 @@ class WandbRun:
             self._child.kill()
 
     def _bound(self) -> None:
-        """Keep what it says from filling the disk, however fast it says it."""
+        """Keeps the child's output from filling the disk."""
         while not self._is_closed.wait(LOOK_SECONDS):
             if os.fstat(self._said.fileno()).st_size > SAID_BYTES_MAX:
-                with self._cutting, suppress(OSError):  # a disk that is full takes the end neither
+                with self._cutting, suppress(OSError):  # a full disk cannot hold the end either
                     end = self._end()
                     os.ftruncate(self._said.fileno(), 0)
                     os.write(self._said.fileno(), end)

@@ -131,7 +131,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ["data", "prepare", "out", "--held-out", "100"],
-            "Invalid value for --held-out: 100 is not valid, choose 0 to below 100\n"
+            "Invalid value for --held-out: 100 is out of range: choose at least 0 and less than 100\n"
             "Try: p2ptrain data prepare --help\n",
         ),
         (["data", "prepare", "out", "--held-out", "x"], "Try: p2ptrain data prepare --help\n"),
@@ -237,7 +237,7 @@ def test_check_says_what_a_run_weighs(capsys: pytest.CaptureFixture[str]) -> Non
         f"{TINY}: OK, a run\n"
         f"model    {count:,} parameters\n"
         f"payload  {payload:,} bytes a contribution\n"
-        "run id   none before it is started with its data\n"
+        "run id   none until the run is started with its data\n"
     )
     assert p2ptrain(capsys, "config", "check", TINY) == (0, expected, "")
 

@@ -319,7 +319,7 @@ async def test_a_daemon_that_hangs_is_told_of_with_the_checkpoint_that_writes_in
     assert (status, out, asked[-1]) == (0, alone[1], hangs_at)
     assert err == (
         f"the daemon in {lived.node.directory} (pid 77) does not answer; it may be suspended. "
-        f"So this is from a checkpoint, saved 2 h 1 min ago:\n{alone[2]}"
+        f"Using a checkpoint instead, saved 2 h 1 min ago:\n{alone[2]}"
     )
     assert "saved" not in alone[2], "where there is no daemon, it is what was asked for"
 

@@ -100,7 +100,7 @@ def test_a_file_with_it_is_for_its_owner_alone_and_never_replaces_one(
     assert host.read(content).last_round == 9
     status, said, err = host.invite(capsys, "--last-round", "10", "--out", out)
     assert (status, said, out.read_text()) == (2, "", content)
-    assert err == f"{out}: --out: cannot be made: File exists. Choose another name\n"
+    assert err == f"{out}: --out: cannot be created: File exists. Choose another name\n"
 
 
 def test_it_is_made_for_the_run_that_is_named(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +122,7 @@ def test_a_run_that_is_open_takes_none(host: Host, capsys: pytest.CaptureFixture
     status, out, err = host.invite(capsys, "--last-round", "9", "--run", run.run_id)
     assert (status, out) == (2, "")
     assert err == (
-        "admission.policy: run wide-open takes no invitations: its policy is open. "
+        "admission.policy: run wide-open does not use invitations: its policy is open. "
         "A run's policy is chosen before it starts\n"
     )
 
@@ -132,8 +132,8 @@ def test_a_key_that_may_not_invite_is_told_so(host: Host, capsys: pytest.Capture
     status, out, err = host.invite(capsys, "--last-round", "9", "--run", run.run_id)
     assert (status, out) == (2, "")
     assert err == (
-        f"admission.keys: this node's key {host.identity.key.hex()} may not invite to run theirs. "
-        "Have a node make it whose key is there\n"
+        f"admission.keys: this node's key {host.identity.key.hex()} may not issue invitations to run theirs. "
+        "Create it on a node whose key is listed there\n"
     )
 
 
@@ -164,7 +164,7 @@ def test_a_round_that_is_over_is_refused_as_far_as_the_daemon_knows(
     monkeypatch.setattr(control, "ask", lambda *_: told)
     got, out, err = host.invite(capsys, "--last-round", str(last_round))
     assert (got, bool(out)) == (status, status == 0)
-    assert err == ("" if got == 0 else "--last-round: round 41 is over: the run is in round 42. Name a later one\n")
+    assert err == ("" if got == 0 else "--last-round: round 41 is over: the run is in round 42. Choose a later one\n")
 
 
 def test_a_daemon_that_does_not_answer_hinders_nothing(

@@ -82,7 +82,7 @@ def test_the_page_is_shown_as_the_start_would_show_it(tmp_path: Path, monkeypatc
     assert told() == ("good", False, False)
     monkeypatch.setattr("p2ptrain.observe.http.is_loopback", lambda host: False)  # a name may lead anywhere
     found = network.check_http(HttpConfig(port=0), None)
-    assert (found.level, "which others reach" in found.result, bool(found.fix)) == ("failed", True, True)
+    assert (found.level, "which others can reach" in found.result, bool(found.fix)) == ("failed", True, True)
 
 
 def test_listening_nowhere_or_on_loopback_alone_or_elsewhere_is_told() -> None:

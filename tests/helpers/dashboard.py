@@ -245,7 +245,7 @@ def lively(node: Node, rounds: int = 340) -> None:
         LogLine(at="2026-01-01T12:14:40.120+00:00", level="info", message=f"{me} got a seat: 7 members"),
         LogLine(
             at="2026-01-01T12:31:02.120+00:00", level="warning",
-            message="3 messages of peers had no room and were dropped: what this node misses, it asks for again",
+            message="dropped 3 messages from peers for lack of room; the node asks again for what it misses",
         ),
     ]  # fmt: skip
 

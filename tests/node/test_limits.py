@@ -393,7 +393,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
         "device    25% of the time",
         "threads   3",
         "memory    1,000,000,000 bytes",
-        "battery   it pauses",
+        "battery   pause",
     ]
     assert {key: value for key, value in orders[-1].items() if value is not None} == {
         "do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "pause"

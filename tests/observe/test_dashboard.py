@@ -76,7 +76,7 @@ def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node:
         assert text_of(page, "state-root") == told["state_root"]
         assert text_of(page, "doing") == "Round 8: agreeing, try 2, 2 contributions here."
         assert page.locator("#phases [aria-current]").get_attribute("data-phase") == "agree"
-        assert "at least 2 members signed that after round 6 they had bit for bit the model of this node." in text_of(
+        assert "at least 2 members signed that their model after round 6 was bit for bit this node's." in text_of(
             page, "agreement"
         )
         assert "A small run" in text_of(page, "health") and told["health"][0] in text_of(page, "health")
@@ -96,7 +96,7 @@ def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: N
         rows = page.locator("#rounds tbody tr").all_inner_texts()
         assert [row.split("\t") for row in rows] == [
             ["3", "2.5000", "1.88", "2", "taken", "1", "030303030303"],
-            ["2", "–", "1.88", "2", "not in it", "1", "020202020202"],
+            ["2", "–", "1.88", "2", "not taken", "1", "020202020202"],
             ["1", "2.2500", "1.88", "2", "taken", "1", "010101010101"],
         ]
         assert text_of(page, "c-loss") == "2.5000 in round 3; the lowest is 2.2500, in round 1."
@@ -128,7 +128,7 @@ def test_a_frame_says_that_the_library_of_its_chart_loads_until_it_is_there(brow
         until_shown(page)
         while not asked:
             page.evaluate("() => new Promise(requestAnimationFrame)")
-        assert set(page.evaluate(f"() => {states}")) == {"The library that draws this chart loads …"}
+        assert set(page.evaluate(f"() => {states}")) == {"Loading the chart library …"}
         shown = page.evaluate("() => getComputedStyle(document.querySelector('.chart'), '::before').content")
         assert "loads" in shown
         page.unroute("**/plotly.min.js")  # the page before the reload may have asked too, and this one not yet
@@ -169,15 +169,15 @@ def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(browse
     with a_page(browser, node.url) as page:
         until_shown(page)
         for change, verdict, words in (
-            ({"certified_round": 0}, "unknown", "certified no round so far"),
+            ({"certified_round": 0}, "unknown", "has not certified any round"),
             ({"certified_round": 5}, "unknown", "cannot compare"),
             ({"certified_round": 7}, "same", "after round 7"),
             (
                 {"quorum": 5, "fault_tolerance": {"liars": 2, "crashes": 2, "mode": "byzantine"}},
                 "same",  # of whom two may lie
-                "at least 3 members signed that after round 7 they had bit for bit the model of this node, and",
+                "at least 3 members signed that their model after round 7 was bit for bit this node's, and",
             ),
-            ({"roster": [ME]}, "same", "Yes: this node alone has a vote, and signed its own model after round 7."),
+            ({"roster": [ME]}, "same", "Yes: this node is the only member, and signed its own model after round 7."),
             (told_of(complaint(Code.QUARANTINED)), "other", "differs from the certified"),
         ):
             node.change(**change)
@@ -205,7 +205,7 @@ def test_a_page_without_a_place_at_the_events_asks(
 ) -> None:
     monkeypatch.setattr(events, "WATCHERS_MAX", 0)
     with a_page(browser, node.url, expected=REFUSED) as page:
-        until_text(page, "banner", "perhaps because too many watch it already")
+        until_text(page, "banner", "perhaps because too many pages are watching this node")
         until_text(page, "shown", "7 rounds")
         until_text(page, "peers", "42 ms")
         node.told.now["loss"] = 1.125
@@ -250,7 +250,7 @@ def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: B
         until_shown(page)
         app.guard = Guard("127.0.0.1", node.site.port, token=token)
         node.hang_up()
-        until_text(page, "banner", "The node asks for its token. Open this page once with ?token=")
+        until_text(page, "banner", "The node requires its token. Open this page once with ?token=")
         assert text_of(page, "state-text") == "Locked"
         assert page.locator("body.old").count() == 1
         page.goto(f"{node.url}/?token={quote(token)}")

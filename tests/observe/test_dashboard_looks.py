@@ -145,7 +145,7 @@ def _look_at_colours(page: Page, node: Node, *, is_dark: bool) -> None:
     for codes in ([], [Code.STALLED, Code.CATCHING_UP, Code.CRASH_ONLY], [Code.QUARANTINED]):
         told = told_of(*map(complaint, codes))
         node.change(**told)
-        until_text(page, "health", [*told["health"], "Nothing to complain of"][0])
+        until_text(page, "health", [*told["health"], "No complaints"][0])
         texts = page.evaluate(TEXTS)
         assert len(texts) > 150
         faint = [

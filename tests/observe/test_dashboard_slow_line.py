@@ -73,16 +73,18 @@ def test_rounds_that_do_not_come_are_asked_for_again_and_the_page_says_so(browse
         until_text(page, "shown", "7 rounds")
         refusing = Refusing(page)
         page.reload()
-        until_text(page, "shown", "Rounds not here yet.")
-        until_text(page, "rounds-empty", "This page asks again by itself.")
+        until_text(page, "shown", "Rounds not loaded yet.")
+        until_text(page, "rounds-empty", "This page keeps trying.")
         node.live(a_round(8), a_round(9))
         node.change(applied_round=9)
-        until_text(page, "shown", "2 rounds on this page; some of before have not come yet, and are asked for again")
+        until_text(
+            page, "shown", "2 rounds on this page; earlier ones could not be loaded yet, and are requested again"
+        )
         until_number(page, "applied-round", 9)
         assert numbers(page) == ["9", "8"]
         refusing.is_busy = False
         until_text(page, "shown", "9 rounds on this page")
-        assert "have not come" not in page.inner_text("#shown")
+        assert "could not be loaded" not in page.inner_text("#shown")
         assert numbers(page) == [str(number) for number in range(9, 1, -1)]
         page.wait_for_function("() => document.getElementById('chart-loss').data?.[0].x.length > 2")  # those told of
         drawn = page.evaluate("() => [...document.getElementById('chart-loss').data[0].x]")
@@ -99,15 +101,15 @@ def test_what_is_told_while_rounds_are_asked_for_shows_when_they_do_not_come(bro
         refusing.is_slow = True
         page.reload()
         until_shown(page)
-        until_text(page, "shown", "Rounds on their way.")
+        until_text(page, "shown", "Loading rounds …")
         node.live(*(a_round(number) for number in (8, 9, 10)))
         node.change(applied_round=10)
         until_number(page, "applied-round", 10)
         assert refusing.waits is not None
-        assert numbers(page) == [], "not before the rounds of before"
+        assert numbers(page) == [], "not before the earlier rounds"
         refusing.is_slow = False
         refuse(refusing.waits)
-        until_text(page, "shown", "3 rounds on this page; some of before")
+        until_text(page, "shown", "3 rounds on this page; earlier ones")
         assert numbers(page) == ["10", "9", "8"]
         node.told.lived = node.told.lived[-2:]  # fewer than were told of since
         refusing.is_busy = False
@@ -121,9 +123,9 @@ def test_a_page_that_has_rounds_keeps_them_while_newer_ones_do_not_come(browser:
         refusing = Refusing(page)
         node.told.lived += [a_round(8)]
         node.hang_up()
-        until_text(page, "shown", "7 rounds on this page; some of before have not come yet")
+        until_text(page, "shown", "7 rounds on this page; earlier ones could not be loaded yet")
         node.live(a_round(9))
-        until_text(page, "shown", "8 rounds on this page; some of before have not come yet")
+        until_text(page, "shown", "8 rounds on this page; earlier ones could not be loaded yet")
         refusing.is_busy = False
         until_text(page, "shown", "9 rounds on this page")
         assert numbers(page) == [str(number) for number in range(9, 1, -1)]

@@ -1,16 +1,18 @@
-"""What a person is told of: seats, branches and complaints, each once."""
+"""Log lines about seats, branches and complaints: each change is told once."""
 
 from __future__ import annotations
 
 from logging import INFO, WARNING
 
 import msgspec
+import pytest
 
-from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, Drops, News
 from tests.helpers.core import KEYS, ROOT0, RUN
+from tests.helpers.web import every_complaint
 
 DISK, BEHIND = complaint(Code.DEGRADED, why="the disk is full"), complaint(Code.CATCHING_UP)
 
@@ -38,7 +40,7 @@ def test_another_branch_is_told_as_trouble() -> None:
     news = News()
     news.look(state(3), [])
     lines = news.look(state(2, b"b" * 32), [])
-    assert lines[0] == (WARNING, f"went on from round 9 on branch {'62' * 8}, 2 members")
+    assert lines[0] == (WARNING, f"continued from round 9 on branch {'62' * 8}, 2 members")
     assert len(lines) == 2
 
 
@@ -46,7 +48,25 @@ def test_a_complaint_is_told_when_it_lasts_and_when_it_is_over() -> None:
     news = News()
     told = [news.look(state(), [DISK, BEHIND]) for _ in range(LOOKS + 2)]
     assert told == [[]] * (LOOKS - 1) + [[(WARNING, DISK.text), (INFO, "catching up")]] + [[]] * 2
-    assert news.look(state(), [BEHIND]) == [(INFO, f"over: {DISK.text}")]
+    assert news.look(state(), [BEHIND]) == [(INFO, "the disk can be written again")]
+
+
+@pytest.mark.parametrize("now", every_complaint(), ids=lambda each: each.code)
+def test_each_complaint_has_words_of_its_own_for_its_end(now: Complaint) -> None:
+    news = News()
+    told = [line for _ in range(LOOKS) for line in news.look(state(), [now])]
+    [(_, began)], [(_, ended)] = told, news.look(state(), [])
+    assert began == now.text
+    assert ended == MEANINGS[now.code].ended
+    assert ended not in {began, *(each.ended for other, each in MEANINGS.items() if other != now.code)}
+    assert "over:" not in ended
+
+
+def test_the_end_of_not_admitted_is_told_as_admitted() -> None:
+    news = News()
+    for _ in range(LOOKS):
+        news.look(state(), [complaint(Code.NOT_ADMITTED)])
+    assert news.look(state(), []) == [(INFO, "admitted")]
 
 
 def test_a_complaint_that_passes_at_once_is_not_told() -> None:
@@ -61,15 +81,15 @@ def test_a_complaint_whose_figures_change_is_told_once() -> None:
     disks = [complaint(Code.DEGRADED, why=f"{number} bytes are left") for number in range(9)]
     told = [line for disk in disks for line in news.look(state(), [disk])]
     assert told == [(WARNING, disks[LOOKS - 1].text)]
-    assert news.look(state(), []) == [(INFO, f"over: {disks[LOOKS - 1].text}")]
+    assert news.look(state(), []) == [(INFO, "the disk can be written again")]
 
 
 def test_what_is_dropped_is_told_at_once_and_then_now_and_then() -> None:
     drops, key = Drops(), KEYS[1]
     assert drops.look(0, b"", 0.0) == []
-    text = "had no room and were dropped: what this node misses, it asks for again"
-    assert drops.look(1_200, b"", 5.0) == [(WARNING, f"1,200 messages of peers {text}")]
+    text = "for lack of room; the node asks again for what it misses"
+    assert drops.look(1_200, b"", 5.0) == [(WARNING, f"dropped 1,200 messages from peers {text}")]
     assert drops.look(1_300, key, 5.0 + DROPS_SECONDS - 1.0) == []
-    of_peer = text.replace("dropped", f"dropped, lately of {peer_id_of(key)}")
-    assert drops.look(1_301, key, 5.0 + DROPS_SECONDS) == [(WARNING, f"101 messages of peers {of_peer}")]
+    lately = f"dropped 101 messages from peers, most recently from {peer_id_of(key)}, {text}"
+    assert drops.look(1_301, key, 5.0 + DROPS_SECONDS) == [(WARNING, lately)]
     assert drops.look(1_301, key, 5.0 + 9 * DROPS_SECONDS) == []

@@ -58,7 +58,7 @@ def test_a_daemon_that_goes_away_and_comes_back_is_waited_for() -> None:
     assert "round 8" in text()
     daemon.error = P2ptrainError("it is starting")
     screen.take()
-    assert "no answer, this is how it was: it is starting" in text()
+    assert "no answer, showing the last one: it is starting" in text()
     assert "round 8" in text()
     daemon.error = None
     screen.take()

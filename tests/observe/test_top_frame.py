@@ -37,7 +37,7 @@ def test_a_frame_says_what_the_daemon_says() -> None:
     for part in (
         "test", "round 8", "agree", "try 2", "2.5000 nats", "123 tokens/s", "457", "5 contributions, 25.0%", "9,000",
         "2 members", "cdcdcdcdcdcdcdcd", "after round 7", "4.500", "1.500", "train 1.0", "collect 0.2", OTHER[-16:],
-        "member", "bad payload 1", "private", "12:34:56 a line", "all is as it should be", "cpu, 100% of the time",
+        "member", "bad payload 1", "private", "12:34:56 a line", "all is well", "cpu, 100% of the time",
         "2 members, 2 decide; 0 may crash, 0 may lie; 3 may contribute", "25.0% of 20", "0.02 hours",
         "after round 7, 1 s ago; round 6 is certified", "up 1 min", "p2ptrain 1.2.3", "http://127.0.0.1:8420/",
         "2.0 taken", "at most 1.0 KB/s out\n",
@@ -54,7 +54,7 @@ def test_complaints_and_pauses_are_told_each_on_a_line() -> None:
     assert "degraded: the disk is full\n" in text.replace(" \n", "\n")
     assert "paused by its owner" in text
     assert "crash-only" not in text
-    assert "all is as it should be" not in text
+    assert "all is well" not in text
 
 
 def test_an_older_daemon_tells_its_complaints_as_texts_alone() -> None:
@@ -69,7 +69,7 @@ def test_bandwidth_is_what_went_between_two_looks() -> None:
     before = look(daemon, 10.0)
     daemon.answers = deepcopy(daemon.answers)
     daemon.answers["status"]["bytes"] = {"bytes sent": 10_010, "bytes received": 20}
-    assert "sends 5.0 KB/s (10.0 KB), receives 0 B/s (20 B)" in shown(look(daemon, 12.0), before)
+    assert "sending 5.0 KB/s (10.0 KB), receiving 0 B/s (20 B)" in shown(look(daemon, 12.0), before)
     daemon.answers = deepcopy(daemon.answers)
     daemon.answers["status"]["bytes"] = {"bytes sent": 5, "bytes received": 5}  # it has begun anew
     assert "sends 5 B, receives 5 B" in shown(look(daemon, 14.0), look(Answering(), 12.0))
@@ -150,9 +150,9 @@ def test_whoever_has_points_against_it_comes_first() -> None:
 def test_alone_is_said_only_by_whoever_is() -> None:
     daemon = Answering()
     daemon.answers["peers"]["peers"] = []
-    assert "nobody else is here yet" not in shown(look(daemon, 1.0))  # it has a peer, and does not tell of it
+    assert "no peers yet" not in shown(look(daemon, 1.0))  # it has a peer, and does not tell of it
     daemon.answers["status"]["peers"] = []
-    assert "nobody else is here yet" in shown(look(daemon, 1.0))
+    assert "no peers yet" in shown(look(daemon, 1.0))
 
 
 def test_the_head_says_what_the_phase_waits_for() -> None:
@@ -161,7 +161,7 @@ def test_the_head_says_what_the_phase_waits_for() -> None:
     daemon.answers["status"] |= {"phase": "train", "view": 0}
     assert "step 3" in shown(look(daemon, 1.0))
     daemon.answers["status"] |= {"phase": "collect"}
-    assert "waits for 1 contribution\n" in shown(look(daemon, 1.0))
+    assert "waiting for 1 contribution\n" in shown(look(daemon, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -242,34 +242,34 @@ VERDICTS: list[tuple[dict[str, Any], str, str]] = [
     (
         {},
         "same",
-        "Yes: at least 2 members signed that after round 6 they had bit for bit the model of this node.",
+        "Yes: at least 2 members signed that their model after round 6 was bit for bit this node's.",
     ),
     (
         LIARS,
         "same",
-        "Yes: at least 2 members signed that after round 6 they had bit for bit the model of this node, "
+        "Yes: at least 2 members signed that their model after round 6 was bit for bit this node's, "
         "and at most 1 of them may lie.",
     ),
     (
         {"quorum": 1},
         "same",
-        "Yes: at least 1 member signed that after round 6 they had bit for bit the model of this node.",
+        "Yes: at least 1 member signed that their model after round 6 was bit for bit this node's.",
     ),
     (
         {"quorum": 1, "roster": [ME]},
         "same",
-        "Yes: this node alone has a vote, and signed its own model after round 6.",
+        "Yes: this node is the only member, and signed its own model after round 6.",
     ),
-    ({"certified_round": 0}, "unknown", "Not known yet: the roster has certified no round so far."),
+    ({"certified_round": 0}, "unknown", "Not known yet: the roster has not certified any round."),
     (
         {"certified_round": 1_005},
         "unknown",
-        "The roster has certified round 1,005, which this node cannot compare: it was not here.",
+        "The roster has certified round 1,005, which this node did not apply, so it cannot compare.",
     ),
     (
         told_of(complaint(Code.QUARANTINED), complaint(Code.STALLED)),
         "other",
-        "No: this node's model differs from the certified one. It is fetching that.",
+        "No: this node's model differs from the certified one. It is fetching the right one.",
     ),
 ]
 
@@ -296,7 +296,7 @@ def test_the_dashboard_has_the_same_words_for_it() -> None:
 
 def test_own_results_that_were_wrong_are_told_where_there_are_any() -> None:
     daemon = Answering()
-    assert "Own results that were wrong: 2." in shown(look(daemon, 1.0), width=200)
+    assert "Wrong results of this node: 2." in shown(look(daemon, 1.0), width=200)
     daemon.answers["status"]["counters"] = {}
     assert "wrong" not in shown(look(daemon, 1.0), width=200)
 
@@ -305,8 +305,8 @@ def test_own_results_that_were_wrong_are_told_where_there_are_any() -> None:
 # Screens of all sizes
 
 
-ALWAYS = ("round 8", "all is as it should be", "2.5000 nats", "2 members, 3 decide", "same model", "4.500", "q ends")
-LEFT_OUT = ("out/in", "by bytes", "hours of training", "after round 7,", "receives", "a round")
+ALWAYS = ("round 8", "all is well", "2.5000 nats", "2 members, 3 decide", "same model", "4.500", "q quits")
+LEFT_OUT = ("out/in", "by bytes", "hours of training", "after round 7,", "receiving", "a round")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class TestWithWandb:
             node = swarm.first(P2PTRAIN_TRACKING__WANDB=str(tmp_path / "figures")).start().until_up()
             node.until_applied(3)
             node.leave()
-            assert "figures" not in node.text, "it had nothing to complain of"
+            assert "figures" not in node.text, "nothing was lost"
             content = b"".join(path.read_bytes() for path in tmp_path.glob("figures/wandb/offline-run-*/run-*.wandb"))
             assert content.count(b"mine/tokens_per_second") >= 3
 
@@ -174,7 +174,7 @@ def test_a_process_that_ends_is_a_warning_in_its_own_words(
             made.note(a_round(number))
         made.close()
     assert made.lost == 4
-    assert caplog.text.count("not tracked: wandb ended: no such thing; this is said once") == 1
+    assert caplog.text.count("not tracked: wandb ended: no such thing; this is logged only once") == 1
 
 
 def test_what_a_process_says_is_bounded_and_ends_with_its_last_words(

@@ -97,7 +97,7 @@ async def test_a_large_answer_comes_compressed_to_whoever_takes_that() -> None:
 )
 async def test_a_number_of_rounds_that_is_none_is_refused(last: str) -> None:
     async with site() as here:
-        assert await here.refused("/rounds", params={"last": last}) == (400, "last is no such number")
+        assert await here.refused("/rounds", params={"last": last}) == (400, "last is not a valid number")
         assert (await here.get("/rounds?last=1&last=2"))[0] == 400
 
 
@@ -106,7 +106,7 @@ async def test_what_the_models_do_not_describe_does_not_go_out(caplog: pytest.Lo
         here.told.now["secret"] = "the owner's"
         status, _, body = await here.get("/status")
         assert (status, b"secret" in body) == (500, False)
-        assert json.loads(body)["error"] == "this went wrong here; the node's log says what"
+        assert json.loads(body)["error"] == "an internal error; see the node's log"
         assert "/status could not be answered" in caplog.text
 
 
@@ -117,7 +117,7 @@ async def test_while_the_node_starts_it_says_that_it_lives_and_is_not_ready() ->
         status, _, body = await here.get("/readyz")
         assert (status, json.loads(body)) == (503, {"version": 1, "ready": False, "reasons": ["starting"]})
         for path in ("/status", "/peers", "/rounds", "/events"):
-            assert await here.refused(path) == (503, "the node is starting, or looks for its run")
+            assert await here.refused(path) == (503, "the node is starting, or looking for its run")
         status, _, body = await here.get("/metrics")
         assert (status, b"p2ptrain_build_info" in body, b"p2ptrain_round" in body) == (200, True, False)
         here.told.is_starting, here.told.reasons = False, []

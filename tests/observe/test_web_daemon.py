@@ -181,7 +181,7 @@ def test_a_port_that_was_chosen_and_is_taken_is_an_error_and_the_usual_one_gives
             pass  # somebody has it: all the better
         second = swarm.first("second", P2PTRAIN_HTTP__PORT="").start()
         url = url_in(second)
-        assert "port 8420 is taken, perhaps by another node: this one takes a free one" in second.text
+        assert "port 8420 is taken, perhaps by another node: using a free one" in second.text
         assert get(f"{url}healthz")[0] == 200
         assert not url.endswith(":8420/")
 
@@ -196,7 +196,7 @@ def test_beyond_loopback_a_node_asks_for_its_token(swarm: Swarm) -> None:
     token.write_text("a-secret-of-many-letters\n")
     token.chmod(0o644)
     assert open_to_all.start().until_ended() == 2
-    assert f"{token}: http.token_file: others may read it (mode 0644). chmod 600 {token}" in open_to_all.text
+    assert f"{token}: http.token_file: other users can read it (mode 0644). chmod 600 {token}" in open_to_all.text
     token.chmod(0o600)
     first = swarm.first("careful", **own).start().until_up()
     url = url_in(first)

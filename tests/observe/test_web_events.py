@@ -101,7 +101,7 @@ async def test_only_so_many_may_watch_and_the_others_can_still_ask() -> None:
     async with site() as here:
         for _ in range(WATCHERS_MAX):
             await watch(here)
-        assert await here.refused("/events") == (503, "too many are watching already")
+        assert await here.refused("/events") == (503, "too many clients are watching already")
         assert (await here.json("/status"))["round"] == 8
         here.hang_up()
         await until(lambda: not here.app.events.watchers)

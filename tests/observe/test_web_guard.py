@@ -92,7 +92,7 @@ async def test_nothing_but_reading_is_possible(method: str) -> None:
         for path in ("/status", "/", "/nowhere"):
             status, headers, body = await here.get(path, method=method)
             assert (status, headers["Allow"]) == (405, "GET, HEAD")
-            assert json.loads(body)["error"] == "this can only be read"
+            assert json.loads(body)["error"] == "this is read-only"
 
 
 async def test_a_foreign_page_gets_no_leave_to_read() -> None:
@@ -126,7 +126,7 @@ async def test_without_its_token_a_node_tells_only_that_it_lives() -> None:
         for path in ALL:
             status, headers, body = await here.get(path)
             assert (status, headers["WWW-Authenticate"]) == (401, "Bearer"), path
-            assert json.loads(body)["error"] == "this takes the node's token"
+            assert json.loads(body)["error"] == "the node's token is required"
         assert (await here.get("/healthz"))[0] == 200
         status, _, body = await here.get("/readyz")
         assert (status, json.loads(body)["reasons"]) == (503, [])
@@ -213,7 +213,7 @@ def test_a_token_is_read_from_a_file_of_its_owner_alone(tmp_path: Path) -> None:
         assert read_token(path) == TOKEN
     for mode in (0o640, 0o604, 0o660, 0o620, 0o601):
         path.chmod(mode)
-        with pytest.raises(ConfigError, match=rf"token_file: others may read it \(mode {mode:04o}\)\. chmod 600 "):
+        with pytest.raises(ConfigError, match=rf"token_file: other users can read it \(mode {mode:04o}\)\. chmod 600 "):
             read_token(path)
 
 
@@ -224,7 +224,7 @@ def test_a_file_without_a_token_is_told_with_the_way_to_make_one(content: bytes,
     path = tmp_path / "token"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match=r"http\.token_file: a token is 16 to 1024 signs .* Make one: .*base64"):
+    with pytest.raises(ConfigError, match=r"http\.token_file: a token must be 16 to 1024 ASCII .* Make one: .*base64"):
         read_token(path)
 
 

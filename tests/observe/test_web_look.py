@@ -71,12 +71,12 @@ async def test_a_look_that_goes_wrong_is_told_and_lets_go_of_those_who_watch(cap
         told = await until_closed(reader)
         writer.close()
         assert told.count(b"event: status") == 3, "and then no silence, but an end"
-        (line,) = [each for each in caplog.records if "the look at what changes" in each.getMessage()]
+        (line,) = [each for each in caplog.records if "watching for changes" in each.getMessage()]
         assert line.levelname == "ERROR" and line.exc_info is not None and "step" in str(line.exc_info[1])
         reader, writer = await watch(http)
         refused = await until_closed(reader)
         writer.close()
-        assert refused.startswith(b"HTTP/1.1 503 ") and b"the look at what changes went wrong here" in refused
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"watching for changes has failed" in refused
         assert await count_of(http, "p2ptrain_http_looks_broken") == 1
 
 

@@ -75,7 +75,7 @@ async def test_a_full_house_of_silent_clients_makes_room_for_one_that_asks() -> 
         assert len(here.server.slots.open) <= CONNECTIONS_MAX
         first = await until_closed(readers[0])
         assert status_in(first) == 503
-        assert json.loads(first.partition(b"\r\n\r\n")[2])["error"] == "others wait for this connection's place"
+        assert json.loads(first.partition(b"\r\n\r\n")[2])["error"] == "other clients need this connection"
         assert here.server.slots.turned_away >= 2 * CONNECTIONS_MAX
 
 

@@ -56,7 +56,7 @@ def test_a_plot_and_the_events_of_a_node_are_written(
     assert png.read_bytes().startswith(b"\x89PNG")
     status, out, err = p2ptrain(capsys, "replay", log)
     assert (status, err) == (0, "")
-    assert out.endswith(" events of 1 starts: the same effects\n")
+    assert out.endswith(" events of 1 starts: all effects are the same\n")
     lines = log.read_bytes().splitlines(keepends=True)
     entry = json.loads(lines[5])
     entry[2] = "0" * 64
@@ -116,19 +116,22 @@ def test_a_swarm_that_is_interrupted_says_what_it_has_done(
     assert status == 130
     assert " rounds of 1 swarms" in err, "a line of progress"
     assert " rounds of 1 swarms" in out
-    assert out.endswith("nothing found; to go on: --seed 5\n")
+    assert out.endswith("nothing found; to continue: --seed 5\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "Invalid value for FILE: give a scenario, or --swarm and no scenario"),
-        (["FILE", "--swarm", "5"], "Invalid value for FILE: give a scenario, or --swarm and no scenario"),
-        (["--swarm", "5", "--nodes", "5"], "Invalid value for --nodes: belongs to a scenario, not to --swarm"),
+        ([], "Invalid value for FILE: give either a scenario or --swarm"),
+        (["FILE", "--swarm", "5"], "Invalid value for FILE: give either a scenario or --swarm"),
+        (["--swarm", "5", "--nodes", "5"], "Invalid value for --nodes: only works with a scenario, not with --swarm"),
         (["--swarm", "0"], "Invalid value for '--swarm': "),
-        (["FILE", "--seconds", "5"], "Invalid value for --seconds: belongs to --swarm"),
-        (["FILE", "--trace-node", "1"], "Invalid value for --events: --trace-node and --events need one another"),
-        (["FILE", "--trace-node", "9", "--events", "x.jsonl"], "Invalid value for --trace-node: there is no node 9"),
+        (["FILE", "--seconds", "5"], "Invalid value for --seconds: only works with --swarm"),
+        (["FILE", "--trace-node", "1"], "Invalid value for --events: --trace-node and --events must be given together"),
+        (
+            ["FILE", "--trace-node", "9", "--events", "x.jsonl"],
+            "Invalid value for --trace-node: the scenario has no node 9",
+        ),
         (["FILE", "--nodes", "many"], "Invalid value for '--nodes': "),
         (["FILE", "--trace-node", "1", "--events", "none/x.jsonl"], "none/x.jsonl: cannot be written: "),
         (["FILE", "--plot", "none/x.png"], "none/x.png: cannot be written: there is no directory none. Choose"),

@@ -56,7 +56,7 @@ def test_nodes_come_while_rounds_run_and_leave_and_come_again(swarm: Swarm) -> N
     _look_at(first, second)
 
     status, out, _ = p2ptrain("leave", "--data-dir", second.directory)
-    assert (status, out) == (0, "leaving: the daemon says so to the others, saves its state and ends\n")
+    assert (status, out) == (0, "leaving: the daemon tells the others, saves its state and ends\n")
     assert second.until_ended() == 0
     third.signal(signal.SIGTERM)
     assert third.until_ended() == 0
@@ -92,7 +92,7 @@ def _replay(swarm: Swarm, *ended: Daemon) -> None:
     assert len(logs) == 4
     for log in logs[1:3]:
         status, out, _ = p2ptrain("replay", log)
-        assert (status, out.rpartition(": ")[2]) == (0, "the same effects\n"), out
+        assert (status, out.rpartition(": ")[2]) == (0, "all effects are the same\n"), out
 
 
 def test_in_a_run_by_invitation_a_stop_keeps_the_place_and_leaving_gives_it_up(swarm: Swarm, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ async def test_who_is_flooded_drops_and_counts_and_goes_on_with_the_others(swarm
         swarm.note("caught up after a flood", monotonic() - woke_at)
         await asyncio.to_thread(goes_on, first, second, third)
     name = peer_id_of(source.identity.key)
-    third.until_says(f" messages of peers had no room and were dropped, lately of {name}: what this node misses, it")
+    third.until_says(f" messages from peers, most recently from {name}, for lack of room; the node asks again for what")
     status = third.status()
     assert (status["is_member"], len(status["peers"]), status["bytes"]["p2pd restarts"]) == (True, 2, 0)
     assert name not in status["peers"]

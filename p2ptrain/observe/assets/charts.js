@@ -1,11 +1,11 @@
-// The charts, drawn by plotly: loaded after everything else is shown, and only when a chart comes into sight, because it
-// is large. Only what can be seen is drawn, one chart at a time and not often: the processor has a model to train.
+// The charts, drawn by plotly. Because the library is large, it is loaded after everything else, when a chart comes into
+// view. Only visible charts are drawn, one at a time and rarely: the CPU is busy training a model.
 
 import { OF_ROUND, withoutPlace } from "./figures.js";
 
 const DRAW_MILLISECONDS = 2_000; // between two drawings
-const LOADS = "The library that draws this chart loads …";
-const FAILED = "The library that draws this chart could not be loaded.";
+const LOADS = "Loading the chart library …";
+const FAILED = "The chart library could not be loaded.";
 const LIBRARY = "/assets/plotly.min.js";
 const CONFIG = { displayModeBar: false, scrollZoom: false, doubleClick: false, showTips: false };
 
@@ -14,7 +14,7 @@ const meanOf = (name) => (point) => mean(point.sums[name], point.counts[name]);
 const meanLoss = meanOf("loss");
 const perSecond = (name) => (point) => mean(point.sums[name], point.sums.seconds);
 
-/** Bytes that were moved until each point, in both directions. */
+/** Bytes moved up to each point, in both directions. */
 function moved(points) {
   let sum = 0;
   return points.map((point) => (sum += point.sums.bytes_sent + point.sums.bytes_received));
@@ -32,7 +32,7 @@ function line(colours, colour, title, x, y, unit, more = {}) {
 const DASHED = { line: { dash: "6px,4px" } };
 const DOTTED = { line: { dash: "2px,3px" } };
 
-// By the name of its place in the page: the lines of each chart, and what its axes have of their own.
+// Charts by the name of their place in the page: the lines, and settings of the axes.
 const CHARTS = {
   loss: (points, colours) => [[line(colours, "train", "loss", rounds(points), points.map(meanLoss), "nats")], {}],
   bytes: (points, colours) => [
@@ -74,7 +74,7 @@ const CHARTS = {
   ],
 };
 
-/** A chart for each figure of a round that has none in the page: what it is called, and its line. */
+/** Adds a chart for each figure of a round that has no fixed place in the page. */
 function makeOthers() {
   for (const { name, title, unit } of withoutPlace(OF_ROUND, "data-round-figures")) {
     const made = document.getElementById("chart-template").content.cloneNode(true);
@@ -127,7 +127,7 @@ function layout(own, name, found, width, height) {
   };
 }
 
-/** Where the library is: with the node, or, compressed, in the page itself. */
+/** Returns the library's URL: the node's, or an object URL if the page contains the library. */
 async function library() {
   const packed = document.getElementById("library");
   if (packed === null) return LIBRARY;
@@ -156,7 +156,7 @@ export class Charts {
     this.history = history;
     this.facts = facts;
     this._plotly = null;
-    this._isAsked = false; // for the library
+    this._isAsked = false; // whether the library was requested
     makeOthers();
     this._places = new Map(Object.keys(CHARTS).map((name) => [document.getElementById(`chart-${name}`), name]));
     this._say(LOADS);
@@ -170,7 +170,7 @@ export class Charts {
     document.addEventListener("visibilitychange", () => this._draw());
   }
 
-  /** From now on, draw what comes into sight. */
+  /** Starts drawing charts as they come into view. */
   start() {
     for (const place of this._places.keys()) {
       this._watcher.observe(place);
@@ -178,7 +178,7 @@ export class Charts {
     }
   }
 
-  /** In each frame, until there is a chart in it. */
+  /** Shows a text in each frame until its chart is drawn. */
   _say(text) {
     for (const place of this._places.keys()) place.parentElement.dataset.state = text;
   }
@@ -188,7 +188,7 @@ export class Charts {
     try {
       this._plotly = await load();
     } catch {
-      this._plotly = null; // the sentences below the charts say the same in numbers
+      this._plotly = null; // the captions below the charts have the numbers
     }
     const isReady = this._plotly !== null;
     document.documentElement.dataset.charts = isReady ? "ready" : "failed";
@@ -196,7 +196,7 @@ export class Charts {
     this.changed();
   }
 
-  /** There is something new to draw. */
+  /** Marks all charts to be drawn again. */
   changed() {
     for (const place of this._places.keys()) this._due.add(place);
     this._draw();
@@ -230,7 +230,7 @@ export class Charts {
     return [...this._due].find((place) => this._seen.has(place) && place.clientWidth > 0);
   }
 
-  /** All that are due and seen: one after the other, so that the page answers in between. */
+  /** Draws the visible charts that are due, one after the other, so that the page stays responsive. */
   async _drawAll() {
     const found = colours();
     for (const place of [...this._due].filter((each) => this._seen.has(each) && each.clientWidth > 0)) {

@@ -1,4 +1,4 @@
-// The dashboard of a node: what comes from it is kept here, and shown once a frame.
+// The dashboard: keeps what the node sends, and renders it once per frame.
 
 import { Charts } from "./charts.js";
 import { Feed } from "./feed.js";
@@ -9,11 +9,11 @@ import * as words from "./words.js";
 
 const BANNERS = {
   live: "",
-  asking: "The node does not tell this page what changes, perhaps because too many watch it already. This page asks every few seconds instead.",
-  starting: "The node is starting: it looks for its run, or loads it. This page goes on by itself.",
-  locked: "The node asks for its token. Open this page once with ?token=… at the end of its address.",
-  failing: "The node could not answer: its log says why. What is shown is old; this page tries again by itself.",
-  away: "The node does not answer. What is shown is old; this page tries again by itself, and goes on when it is back.",
+  asking: "No live updates, perhaps because too many pages are watching this node. This page asks every few seconds instead.",
+  starting: "The node is starting: it is looking for its run, or loading it. This page continues by itself.",
+  locked: "The node requires its token. Open this page once with ?token=… at the end of its address.",
+  failing: "The node could not answer; its log says why. The page shows old data, and keeps trying.",
+  away: "The node does not answer. The page shows old data, and continues when the node is back.",
 };
 const PILLS = { starting: "Starting", locked: "Locked", failing: "Failing", away: "Away" };
 
@@ -22,10 +22,10 @@ const facts = { contributionTokens: 0 };
 const charts = new Charts(history, facts);
 const log = new Log();
 let status = null;
-let statusAt = 0; // by the page's own clock
+let statusAt = 0; // by the page's clock
 let runId = "";
 let state = "";
-let whether = "coming"; // the rounds that were asked for: here, coming, or late
+let whether = "coming"; // the requested rounds: here, coming, or late
 let isDue = false;
 
 function show() {
@@ -45,13 +45,13 @@ function due() {
   requestAnimationFrame(show);
 }
 
-/** What only says that time goes on. */
+/** Updates the times that only show time passing. */
 function tick() {
   if (status === null) return;
   const since = state === "away" ? 0 : (performance.now() - statusAt) / 1_000;
   say("uptime", words.duration(status.uptime_seconds + since));
   const applied = status.since_applied_seconds;
-  say("since", applied === null ? "none since it was started" : `the last ${words.duration(applied + since)} ago`);
+  say("since", applied === null ? "none since the start" : `the last ${words.duration(applied + since)} ago`);
 }
 
 function hear(line) {
@@ -99,5 +99,5 @@ const feed = new Feed({
 
 feed.start();
 setInterval(tick, 1_000);
-// The numbers first: the library of the charts takes longer than all else.
+// Numbers first: the chart library takes longer than everything else.
 requestAnimationFrame(() => setTimeout(() => charts.start(), 250));

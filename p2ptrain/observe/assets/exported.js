@@ -1,4 +1,4 @@
-// The page of a run, written to a file: its rounds are in it as data, and nobody is asked for anything.
+// The exported page of a run: its rounds are embedded as data, and nothing is requested.
 
 import { Charts } from "./charts.js";
 import { History } from "./history.js";

@@ -1,14 +1,14 @@
-// The line to the node: /events as long as it lasts, and again when it has broken. Where too many watch already, the
-// page asks every few seconds instead. It says which of these it is, so that nobody takes old numbers for new ones.
+// The connection to the node: /events, reopened when it breaks. If too many clients are watching, the page polls every
+// few seconds instead. The page says which of these applies, so that nobody mistakes old numbers for new ones.
 
 const RETRY_MILLISECONDS = [500, 1_000, 2_000, 4_000, 8_000, 15_000];
-const ASK_MILLISECONDS = 2_000; // where there is no place at /events
-const PEERS_MILLISECONDS = 5_000; // they are no event: hundreds take 100 kB
-const SILENT_MILLISECONDS = 20_000; // then it is asked whether it is still there: a node that waits has nothing to say
+const ASK_MILLISECONDS = 2_000; // between polls, if /events is full
+const PEERS_MILLISECONDS = 5_000; // peers are polled: hundreds of them take 100 kB
+const SILENT_MILLISECONDS = 20_000; // before checking that the node is alive: a waiting node sends no events
 const LOOK_MILLISECONDS = 5_000;
-const ANSWER_MILLISECONDS = 8_000; // without a byte; as long as some come, a slow line takes what time it needs
-const ROUNDS = [1_000, 1_000, 200, 40]; // asked for: all that it remembers; after failures fewer, which a line may take
-const EARLY_MAX = 1_000; // rounds told of before those that were asked for are here: older ones are among these
+const ANSWER_MILLISECONDS = 8_000; // without a byte; while bytes arrive, a slow connection may take its time
+const ROUNDS = [1_000, 1_000, 200, 40]; // to request: all that the node remembers, and fewer after failures
+const EARLY_MAX = 1_000; // new rounds kept until the requested ones arrive, which include older ones
 
 async function ask(path) {
   const over = new AbortController();
@@ -34,23 +34,23 @@ async function ask(path) {
 const paused = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 const retry = (failures) => RETRY_MILLISECONDS[Math.min(failures, RETRY_MILLISECONDS.length) - 1];
 
-/** The rounds that were asked for and those that were told of, which overlap, in the order in which they were lived. */
+/** Joins the requested rounds with those from events, which overlap, in order. */
 function joined(asked, told) {
   const isFirst = (each) => each.branch === asked[0]?.branch && each.round === asked[0].round;
   return told.some(isFirst) ? [...told, ...asked] : [...asked, ...told];
 }
 
 export class Feed {
-  /** `to` has status, rounds, peers, log and state, which are called with what comes. The rounds of before come as
-   * `whole`, with what was told of since; until they do, `late` says that they could not be had yet. */
+  /** `to` has the callbacks status, rounds, peers, log and state. `whole` gets the earlier rounds with those since;
+   * `late` is called if they could not be loaded yet. */
   constructor(to) {
     this.to = to;
     this._failures = 0;
     this._source = null;
     this._timer = 0;
     this._heardAt = 0;
-    this._early = []; // rounds told of before those that were asked for are here; null: they are
-    this._isLate = false; // those that were asked for: then what is told of shows without them
+    this._early = []; // new rounds until the requested ones arrive; null after that
+    this._isLate = false; // the requested rounds are late: new ones are shown without them
   }
 
   start() {
@@ -101,15 +101,15 @@ export class Feed {
     if (this._early?.length > EARLY_MAX) this._early.shift();
   }
 
-  /** The rounds of before, which no event tells again, for this line to the node or for none. Whether they came: a line
-   * may hold while they do not. */
+  /** Requests the earlier rounds, which events do not repeat; returns whether they arrived. They may fail while the
+   * event stream keeps working. `source` is the stream they are for, or null when polling. */
   async _askRounds(time, source) {
     let found = null;
     try {
       const { code, body } = await ask(`/rounds?last=${ROUNDS[Math.min(time, ROUNDS.length) - 1]}`);
       if (code === 200) found = body.rounds;
     } catch {
-      // they are late
+      // they count as late
     }
     if (source !== this._source) return false;
     if (found === null) {
@@ -129,11 +129,11 @@ export class Feed {
       const { code, body } = await ask("/peers");
       if (code === 200) this.to.peers(body);
     } catch {
-      // it is asked again in a moment
+      // retried soon
     }
   }
 
-  /** Find out why, and try again: the browser itself gives up when the node says no. */
+  /** Finds out why the stream broke, and retries: the browser gives up when the node refuses. */
   async _broke(source) {
     if (source !== this._source) return;
     source.close();
@@ -165,7 +165,7 @@ export class Feed {
     if (this._source === null) this._timer = setTimeout(() => this._open(), wait);
   }
 
-  /** A node that was stopped, or a laptop that slept, breaks no line. */
+  /** Checks a silent connection: a stopped node or a sleeping laptop does not close it. */
   async _look() {
     const source = this._source;
     if (source === null || source.readyState !== EventSource.OPEN) return;

@@ -1,6 +1,6 @@
-// The figures of the schema, which the page has as data: where a number is found in an answer, and how it is written.
-// An element of the page with data-figure shows that figure of the status; one with data-figures has places for these,
-// made by hand, and one with data-round-figures for those of rounds. Whatever has no place is listed, or gets a chart.
+// The figures of the schema, embedded in the page as data: where to find a number in an answer, and how to format it.
+// An element with data-figure shows that figure of the status. Elements with data-figures or data-round-figures show
+// these figures with code of their own. All other figures are listed, or get a chart.
 
 import * as words from "./words.js";
 
@@ -20,7 +20,7 @@ const FORMATS = {
   is: (number) => (number ? "yes" : "no"),
   hours: words.hours,
 };
-const SAID = ["nats a token", "tokens/s"]; // units that the number alone does not say
+const SAID = ["nats a token", "tokens/s"]; // units to show after the number
 
 export const write = (number, unit) => (number === null ? words.NONE : FORMATS[unit](number));
 export const full = (number, unit) => (SAID.includes(unit) && number !== null ? `${write(number, unit)} ${unit}` : write(number, unit));
@@ -30,7 +30,7 @@ function valueOf({ path, key }, told) {
   return key ? (value?.[key] ?? 0) : value;
 }
 
-/** Of a list its length, of an object the sum of it; null: there is none yet. */
+/** The number of a figure: a list's length, or an object's sum; null if there is none yet. */
 export function numberOf(figure, told) {
   const value = valueOf(figure, told);
   if (Array.isArray(value)) return value.length;
@@ -45,7 +45,7 @@ function textOf(figure, told) {
   return full(numberOf(figure, told), figure.unit);
 }
 
-/** Those of these figures for which the page has no place, in elements with one of these attributes. */
+/** The figures that no element with one of these attributes shows. */
 export function withoutPlace(figures, ...attributes) {
   const placed = attributes.flatMap((name) =>
     [...document.querySelectorAll(`[${name}]`)].flatMap((element) => element.getAttribute(name).split(",")),
@@ -60,7 +60,7 @@ function put(element, text, exact = null) {
   if (exact !== null && element.getAttribute("value") !== exact) element.setAttribute("value", exact);
 }
 
-/** A number, for people and, exactly, for programs that read the page. */
+/** Shows all figures of the status, formatted for people and exact for programs that read the page. */
 export function showFigures(status) {
   const known = new Map(FIGURES.status.map((each) => [each.name, each]));
   for (const element of document.querySelectorAll("data[data-figure]")) {

@@ -1,13 +1,13 @@
-// The rounds that the page has seen, in bounded memory: when the points get too many, neighbours are merged, and a point
-// stands for two rounds, then for four, and so on. The newest rounds are also kept as they were told, for the table.
+// The rounds that the page has seen, in bounded memory. When there are too many points, neighbours are merged, so that a
+// point stands for two rounds, then four, and so on. The newest rounds are also kept unmerged, for the table.
 
 import { OF_ROUND, numberOf } from "./figures.js";
 
-export const POINTS_MAX = 300; // of a chart: it has about as many pixels
+export const POINTS_MAX = 300; // in a chart, which has about as many pixels
 export const RECENT_MAX = 8;
-const KEYS_MAX = 2_000; // of rounds that are known: /rounds tells of a thousand
+const KEYS_MAX = 2_000; // of known rounds: /rounds returns a thousand
 
-/** Sums of all figures, and of how many rounds: some have none. */
+/** A point: the sum of each figure, and the number of rounds that have it. */
 function pointOf(round) {
   const [sums, counts] = [{}, {}];
   for (const figure of OF_ROUND) {
@@ -38,12 +38,12 @@ export class History {
     this.points = [];
     this.recent = []; // the newest first
     this.total = 0;
-    this.stride = 1; // rounds that a point stands for
-    this.lowest = null; // loss
+    this.stride = 1; // rounds per point
+    this.lowest = null; // the lowest loss
     this._keys = new Set();
   }
 
-  /** Rounds may come of which those before are lacking still: `back` takes them out again, so that all stand in order. */
+  /** Saves the current state before rounds are added without the earlier ones; `back` restores it, to keep the order. */
   mark() {
     const { points, recent, total, stride, lowest } = this;
     this._before = { points: [...points], recent: [...recent], total, stride, lowest, _keys: new Set(this._keys) };
@@ -55,7 +55,7 @@ export class History {
     this._before = null;
   }
 
-  /** Whether it was new. */
+  /** Adds a round; returns whether it was new. */
   add(round) {
     const key = `${round.branch} ${round.round}`;
     if (this._keys.has(key)) return false;

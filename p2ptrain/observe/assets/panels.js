@@ -1,11 +1,11 @@
-// The parts of the page. Each takes what the node told and puts it where it belongs: as text, and only what has changed.
+// The parts of the page. Each renders the node's answers as text, and updates only what has changed.
 
 import { OF_ROUND, full, numberOf } from "./figures.js";
 import * as words from "./words.js";
 
-const ROSTER_MAX = 64; // members that are named
-const PEERS_MAX = 256; // rows: of more, the first
-const LINES_MAX = 200; // of the log
+const ROSTER_MAX = 64; // members shown
+const PEERS_MAX = 256; // rows shown
+const LINES_MAX = 200; // log lines shown
 
 export const at = (id) => document.getElementById(id);
 
@@ -21,7 +21,7 @@ export function say(id, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Put these in, unless they are there already: whoever reads or has marked something is not disturbed. */
+/** Replaces the children, unless they are unchanged, so that a reader's selection survives. */
 function fill(parent, key, elements) {
   if (parent.dataset.shown === key) return;
   parent.dataset.shown = key;
@@ -64,7 +64,7 @@ export function showHealth(status) {
 }
 
 export function showMine({ mine }) {
-  const joules = mine.energy_joules ?? null; // told only where the device measures it
+  const joules = mine.energy_joules ?? null; // only if the device measures it
   say("energy", joules === null ? "not reported" : words.energy(joules));
 }
 
@@ -77,7 +77,7 @@ export function showRoot(status) {
 
 export function showRoster(status) {
   const { roster } = status;
-  say("my-seat", status.is_member ? "has a vote" : status.is_admitted ? "may contribute" : "a guest so far");
+  say("my-seat", status.is_member ? "has a vote" : status.is_admitted ? "may contribute" : "not admitted yet");
   const here = new Set(status.peers);
   const seats = roster.slice(0, ROSTER_MAX).map((id) => [id, id === status.peer_id ? "me" : here.has(id) ? "" : "gone"]);
   fill(at("roster"), JSON.stringify([seats, roster.length]), () => {
@@ -154,7 +154,7 @@ function rowOf(peer) {
 
 const rank = (peer) => [peer.points, Number(peer.is_member), Number(peer.is_connected), peer.applied];
 
-/** Whoever has points against it first, then those with a vote. */
+/** Sorts peers: those with points first, then members. */
 function byInterest(one, other) {
   const [mine, its] = [rank(one), rank(other)];
   const first = mine.findIndex((each, n) => each !== its[n]);
@@ -186,7 +186,7 @@ export function showPeers({ peers }) {
 // ---------------------------------------------------------------------------------------------------
 // Rounds
 
-/** `whether` those that were asked for are "here", "coming", or "late". */
+/** `whether` the requested rounds are "here", "coming", or "late". */
 export function showRounds(history, whether) {
   const { recent } = history;
   fill(at("rounds").tBodies[0], recent.map((each) => `${each.branch} ${each.round}`).join(), () =>
@@ -199,7 +199,7 @@ export function showRounds(history, whether) {
         make("td", "number", each.loss === null ? words.NONE : words.loss(each.loss)),
         make("td", "number", words.seconds(each.seconds)),
         make("td", "number", words.count(each.contributors)),
-        make("td", "", each.mine_taken.length > 0 ? "taken" : "not in it"),
+        make("td", "", each.mine_taken.length > 0 ? "taken" : "not taken"),
         make("td", "number wide", words.count(each.views)),
         make("td", "root wide", words.digest(each.root)),
       );
@@ -212,14 +212,14 @@ export function showRounds(history, whether) {
   say("shown", words.rounds(history, whether));
 }
 
-/** The charts in words. */
+/** Describes the charts in words. */
 export function showCaptions(history, contributionTokens) {
   const { points, recent, lowest, total } = history;
   const [newest] = recent;
   if (newest === undefined) return;
   const latest = recent.find((each) => each.loss !== null);
   const losses = latest === undefined
-    ? "Nothing was trained here in these rounds."
+    ? "This node trained nothing in these rounds."
     : `${words.loss(latest.loss)} in round ${words.count(latest.round)}; the lowest is ${words.loss(lowest.loss)}, in round ${words.count(lowest.round)}.`;
   say("c-loss", losses);
   const sum = points.reduce((all, { sums }) => all + sums.bytes_sent + sums.bytes_received, 0);
@@ -243,7 +243,7 @@ export function showCaptions(history, contributionTokens) {
 
 export class Log {
   constructor() {
-    this._keys = new Set(); // of the lines that are shown: a node tells the last of them again when a line is made anew
+    this._keys = new Set(); // of the lines shown: the node repeats the last ones after a reconnect
   }
 
   add({ at: when, level, message }) {

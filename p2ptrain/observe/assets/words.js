@@ -1,10 +1,10 @@
-// Numbers and complaints in words that a person reads. Text goes into the page as text only, never as HTML.
+// Formats numbers and complaints for people. Text is inserted into the page as text only, never as HTML.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const brief = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
-const TEXT_MAX = 400; // characters of a text that may be a peer's
+const TEXT_MAX = 400; // characters of a text that may come from a peer
 const NAME_MAX = 60;
-const TAIL = 8; // of a peer's id: all begin alike
+const TAIL = 8; // characters at the end of a peer's id: all begin alike
 
 export const NONE = "–";
 
@@ -27,10 +27,10 @@ export function bytes(size) {
   return `${unit === 0 || size >= 100 ? size.toFixed(0) : size.toFixed(1)} ${units[unit]}`;
 }
 
-/** Of a round: exact enough to compare. */
+/** Formats the duration of a round, exactly enough to compare. */
 export const seconds = (number) => (number < 10 ? number.toFixed(2) : number.toFixed(1));
 
-/** Of a message there and back. */
+/** Formats a round trip. */
 export function delay(number) {
   if (number >= 1) return `${number.toFixed(1)} s`;
   return `${number < 0.01 ? (1_000 * number).toFixed(1) : count(1_000 * number)} ms`;
@@ -58,7 +58,7 @@ export const name = (text) => cut(text, NAME_MAX);
 export const peer = (id) => (id.length > TAIL + 1 ? `…${id.slice(-TAIL)}` : id);
 export const digest = (hex) => hex.slice(0, 12);
 
-/** {reason: number} as text, the most frequent first. */
+/** Formats {reason: number}, the most frequent first. */
 export function reasons(counts) {
   return Object.entries(counts)
     .filter(([, number]) => number > 0)
@@ -74,54 +74,54 @@ export function reasons(counts) {
 const GRAVITY = ["good", "info", "warning", "error"];
 const STATES = { good: "All is well", info: "All is well", warning: "Getting there", error: "Needs a look" };
 
-/** All that is to be said, and the one word for it. */
+/** The complaints, and the overall state in a word. */
 export function health(status) {
   const told = status.complaints.map(({ severity, title, advice, text }) => ({ severity, title, advice, raw: cut(text) }));
   const worst = GRAVITY[told.reduce((most, each) => Math.max(most, GRAVITY.indexOf(each.severity)), 0)];
   if (told.length === 0) {
-    const advice = "It is connected, its disk works, it has the same model as the others, and its work counts.";
-    told.push({ severity: "good", title: "Nothing to complain of", advice, raw: "" });
+    const advice = "It is connected, its disk works, it has the same model as the others, and its contributions count.";
+    told.push({ severity: "good", title: "No complaints", advice, raw: "" });
   }
   return { told, state: worst === "info" ? "good" : worst, word: STATES[worst] };
 }
 
-// Why a page does not have the rounds that it asked for, or has only those that it was told of since.
+// Why the page has no rounds to show, or only the newest ones.
 const LACKING = {
-  coming: "The rounds are on their way.",
-  late: "The rounds of before have not come: the line is slow, or the node is busy. This page asks again by itself.",
-  here: "No round has been applied here yet. The first shows up when it is done.",
+  coming: "Loading the rounds …",
+  late: "Earlier rounds could not be loaded: the connection is slow, or the node is busy. This page keeps trying.",
+  here: "No round has been applied here yet.",
 };
 
 export const noRounds = (whether) => LACKING[whether];
 
-/** How many rounds there are to see, and whether there are more. */
+/** Says how many rounds are shown, and whether some are missing. */
 export function rounds({ total, stride }, whether) {
-  if (total === 0) return { coming: "Rounds on their way.", late: "Rounds not here yet.", here: "No rounds yet." }[whether];
+  if (total === 0) return { coming: "Loading rounds …", late: "Rounds not loaded yet.", here: "No rounds yet." }[whether];
   const merged = stride > 1 ? `; a point is the mean of ${count(stride)}` : "";
-  const lacking = whether === "late" ? "; some of before have not come yet, and are asked for again" : "";
+  const lacking = whether === "late" ? "; earlier ones could not be loaded yet, and are requested again" : "";
   return `${few(total, "round", "rounds")} on this page${merged}${lacking}`;
 }
 
-/** Whether all have the same model, as far as this node can know. */
+/** Says whether all nodes have the same model, as far as this node knows. */
 export function agreement(status) {
   const number = status.certified_round;
   if (status.complaints.some(({ code }) => code === "quarantined")) {
-    return ["other", "No: this node’s model differs from the certified one. It is fetching that."];
+    return ["other", "No: this node’s model differs from the certified one. It is fetching the right one."];
   }
-  if (number === 0) return ["unknown", "Not known yet: the roster has certified no round so far."];
+  if (number === 0) return ["unknown", "Not known yet: the roster has not certified any round."];
   if (!(number in status.roots)) {
-    return ["unknown", `The roster has certified round ${count(number)}, which this node cannot compare: it was not here.`];
+    return ["unknown", `The roster has certified round ${count(number)}, which this node did not apply, so it cannot compare.`];
   }
   if (status.roster.length === 1 && status.roster[0] === status.peer_id) {
-    return ["same", `Yes: this node alone has a vote, and signed its own model after round ${count(number)}.`];
+    return ["same", `Yes: this node is the only member, and signed its own model after round ${count(number)}.`];
   }
-  const { liars } = status.fault_tolerance; // a certificate has as many as the liars of a quorum leave (core/roster.py)
+  const { liars } = status.fault_tolerance; // a certificate proves a quorum minus its possible liars (core/roster.py)
   const members = few(status.quorum - liars, "member", "members");
   const but = liars > 0 ? `, and at most ${count(liars)} of them may lie` : "";
-  return ["same", `Yes: at least ${members} signed that after round ${count(number)} they had bit for bit the model of this node${but}.`];
+  return ["same", `Yes: at least ${members} signed that their model after round ${count(number)} was bit for bit this node's${but}.`];
 }
 
-/** What the node does at this moment. */
+/** Describes what the node is doing now. */
 export function doing(status) {
   const what = {
     train: `step ${count(status.step)} of training`,
@@ -129,6 +129,6 @@ export function doing(status) {
     agree: status.view > 0 ? `agreeing, try ${count(status.view + 1)}` : "agreeing on what counts",
     apply: "applying what was agreed",
   };
-  const paused = status.is_paused ? "; it pauses" : "";
+  const paused = status.is_paused ? "; training is paused" : "";
   return `Round ${count(status.round)}: ${what[status.phase]}, ${few(status.held, "contribution", "contributions")} here${paused}.`;
 }
