@@ -1,4 +1,4 @@
-"""A frame of the dashboard in the terminal: what it says, in the words of the page, on screens of all sizes."""
+"""A frame of the dashboard in the terminal: its contents, in the page's words, on screens of all sizes."""
 
 from __future__ import annotations
 
