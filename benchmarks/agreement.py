@@ -1,4 +1,4 @@
-"""What agreement costs as a swarm grows, and how fast it is simulated.
+"""The cost of agreement as a swarm grows, and the speed of its simulation.
 
     python benchmarks/agreement.py [speed] [growth] [loss] [straggler] [--seeds N] [--json FILE] [--plot FILE] [--quick]
 
@@ -35,7 +35,7 @@ PARTS = ("speed", "growth", "loss", "straggler")
 
 
 def clean(nodes: int, rounds: int) -> Outcome:
-    """A clean run, with every checker."""
+    """Simulates a clean run with every checker."""
     text = {"sentence": f"{nodes} nodes, {rounds} clean rounds.", "nodes": nodes, "rounds": rounds}
     return simulate(scenario_of(text), 1, standard())
 
@@ -96,7 +96,7 @@ def growth(quick: bool) -> dict[str, Any]:
 
 
 def fit(rows: list[dict[str, Any]], what: str, terms: dict[str, Any]) -> dict[str, Any]:
-    """Least squares of relative errors, so that small swarms count as much as large ones."""
+    """Fits by least squares of relative errors, so that small swarms count as much as large ones."""
     basis = np.array([[term(row["nodes"], row["members"]) for term in terms.values()] for row in rows], dtype=float)
     found = np.array([row[what] for row in rows])
     factors, *_ = np.linalg.lstsq(basis / found[:, None], np.ones(len(rows)), rcond=None)
@@ -105,7 +105,7 @@ def fit(rows: list[dict[str, Any]], what: str, terms: dict[str, Any]) -> dict[st
 
 
 def beside_twin(name: str, seeds: int) -> dict[str, Any]:
-    """A scenario's rate over its clean twin's, for several seeds."""
+    """Returns a scenario's rate over that of its clean twin, for several seeds."""
     scenario = load_scenario(SCENARIOS / f"{name}.toml")
     shares, taken = [], []
     for seed in range(1, seeds + 1):

@@ -1,4 +1,4 @@
-"""How a large payload spreads from its author to others that want it at once, over real p2pds.
+"""The spread of a large payload from its author to several peers at once, over real p2pds.
 
     OMP_NUM_THREADS=1 python benchmarks/bulk.py [--nodes N] [--megabytes N] [--repeats N] [--json FILE]
 
@@ -40,7 +40,7 @@ SECONDS = 300.0
 
 @dataclass
 class Node:
-    """A library with one blob in it, or in the making."""
+    """A node with one blob, complete or being fetched."""
 
     transport: P2pd
     blobs: dict[BlobName, Blob] = field(default_factory=dict)
@@ -82,7 +82,7 @@ async def start(stack: AsyncExitStack, directory: Path, count: int) -> list[Node
 
 
 def sent_by(process: int) -> int:
-    """Bytes that its TCP connections have sent and seen acknowledged."""
+    """Returns the bytes that a node's TCP connections have sent and had acknowledged."""
     listed = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True)  # noqa: S607
     mine = [line for line in listed.stdout.splitlines() if f"pid={process}," in line]
     return sum(int(found[1]) for line in mine if (found := re.search(r" bytes_acked:(\d+)", line)))

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long training pauses for it, and how fast it is written.
+"""The cost of a checkpoint: the pause in training, and the speed of writing.
 
     python benchmarks/checkpoint.py [--preset 100m] [--turns 5] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a round's arithmetic costs, beside a plain floating-point DeMo step in the same run.
+"""The cost of a round's arithmetic, compared to a plain floating-point DeMo step in the same run.
 
     python benchmarks/codec.py [--json FILE] [--threads N] [--quick]
 
@@ -138,7 +138,7 @@ class FloatDeMo:
 
 @dataclass
 class Stage:
-    """Seconds of every turn, and the most memory one turn needed beyond what was there before."""
+    """The duration of every turn, and the peak of additional memory in one turn."""
 
     seconds: list[float]
     peak_bytes: int = 0
@@ -149,7 +149,7 @@ class Stage:
 
 
 class Stages:
-    """Named stages, timed turn by turn, or measured for memory in a turn of its own."""
+    """Named stages, timed turn by turn, or measured for memory in a separate turn."""
 
     def __init__(self) -> None:
         self.stages: dict[str, Stage] = {}
@@ -169,7 +169,7 @@ class Stages:
 
 
 def reset_peak_memory() -> int:
-    """Give free memory back, set the high-water mark of resident memory to now, and return it (Linux, glibc)."""
+    """Releases free memory, resets the peak of resident memory to its current value, and returns it (Linux, glibc)."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()

@@ -1,4 +1,4 @@
-"""What copying costs: memory of a join, time of a restart, and how often a payload is hashed and unpacked.
+"""The cost of copies: memory of a join, time of a restart, and how often a payload is hashed and unpacked.
 
     python benchmarks/copies.py [--preset 100m] [--turns 3] [--payloads 8] [--json FILE]
 
@@ -62,7 +62,7 @@ CHECKPOINTS = 4
 
 
 class Node:
-    """A store with a device that may be another's, and the driver between them."""
+    """A store, a device that may be shared, and the driver between them."""
 
     def __init__(self, key: bytes, place: Path, run: RunConfig, data: TokenDataset, device: Device, net: Network):
         self.device, self.transport, run_id = device, net.transport(key), bytes.fromhex(run.run_id)
@@ -100,7 +100,7 @@ def memory(name: str) -> int:
 
 
 def forget_the_most() -> None:
-    """Let `VmHWM` count from now on."""
+    """Resets the peak `VmHWM`."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,4 +1,4 @@
-"""What daemons' logs of events tell: where the time goes from the last announcement of a round to its last apply.
+"""Analyses daemons' event logs: where the time goes from a round's last announcement to its last apply.
 
     python benchmarks/daemon_logs.py DATA_DIR ... [--json FILE]
 
@@ -41,7 +41,7 @@ WARM_UP_ROUNDS = 3  # after the last node has its seat: estimates of arrivals se
 
 
 class Trusting:
-    """What stands in our own log was verified."""
+    """A signer that accepts every signature, because those in our own log were verified."""
 
     def __init__(self, run_id: bytes) -> None:
         self.run_id = run_id
@@ -52,7 +52,7 @@ class Trusting:
 
 @dataclass
 class Life:
-    """Of one daemon: what happened when."""
+    """The times of events in one daemon's life."""
 
     key: bytes
     started: float = 0.0
@@ -75,7 +75,7 @@ def kind_of(message: Message) -> str:
 
 
 def life_in(directory: Path) -> Life:
-    """Of the node with this data directory."""
+    """Reads the life of the node with this data directory."""
     (path,) = sorted(directory.glob("runs/*/events/*.jsonl"))
     with path.open("rb") as file:
         header = msgspec.json.decode(file.readline(), type=Header)
@@ -141,7 +141,7 @@ def _note_effect(life: Life, effect: ev.Effect, now: float, trusting: Trusting) 
 
 
 def phases_of(lives: list[Life], number: int) -> dict[str, float] | None:
-    """When the last node was through each phase of a round, in seconds since the last contribution that it took."""
+    """Returns when the last node finished each phase of a round, in seconds since its last contribution."""
     manifest = next((life.manifests[number] for life in lives if number in life.manifests), None)
     by_key = {life.key: life for life in lives}
     if manifest is None or not manifest.taken or not all(number in life.applied for life in lives):
@@ -161,7 +161,7 @@ def phases_of(lives: list[Life], number: int) -> dict[str, float] | None:
 
 
 def on_the_way(lives: list[Life], since: float) -> dict[str, list[float]]:
-    """By kind of message: seconds from the author's core to another's, with the author's disk in between."""
+    """Returns, by kind of message, the seconds from the author's core to another's, including the author's disk."""
     found: dict[str, list[float]] = defaultdict(list)
     for author in lives:
         for digest, (kind, at) in author.said.items():
@@ -171,7 +171,7 @@ def on_the_way(lives: list[Life], since: float) -> dict[str, list[float]]:
 
 
 def spread(values: Iterable[float]) -> tuple[float, float]:
-    """Median and p90."""
+    """Returns the median and p90."""
     ordered = sorted(values)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
 

@@ -1,4 +1,4 @@
-"""What real daemons on one machine take: time from training to the next state, time to join, bytes, memory.
+"""The cost of real daemons on one machine: time from training to the next state, time to join, bytes, memory.
 
     OMP_NUM_THREADS=1 python benchmarks/daemons.py [apply] [overlap] [join] [bytes] [sizes] [--rounds N] [--passes N]
         [--nodes N ...] [--keep] [--json FILE] [--quick]
@@ -65,7 +65,7 @@ POLL_SECONDS = 0.5
 
 
 class Swarm:
-    """Nodes, and what they say of themselves."""
+    """A swarm of daemons, and their statuses."""
 
     def __init__(self, directory: Path, run: str, size: int) -> None:
         self.directory = directory
@@ -75,7 +75,7 @@ class Swarm:
         self.size, self.named = size, 1
 
     def start(self) -> None:
-        """Returns when all are members."""
+        """Starts the swarm, and waits until all nodes are members."""
         first = self.nodes[0]
         first.start()
         self.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
@@ -84,7 +84,7 @@ class Swarm:
         self.until(self._is_whole, START_SECONDS)
 
     def add(self) -> DemoNode:
-        """One more node, which is joining."""
+        """Starts another node that joins."""
         self.named += 1
         directory = self.directory / f"node{self.named}"
         node = DemoNode(f"node {self.named}", directory, ["join", "--bootstrap", self.address])
@@ -101,7 +101,7 @@ class Swarm:
 
     @property
     def round(self) -> int:
-        """That all have applied."""
+        """The newest round that all nodes have applied."""
         return min(node.applied for node in self.nodes)
 
     def look(self) -> None:
@@ -119,13 +119,13 @@ class Swarm:
             sleep(POLL_SECONDS)
 
     def pass_rounds(self, count: int) -> None:
-        """Until all have applied so many more."""
+        """Waits until all nodes have applied this many more rounds."""
         for _ in range(count):
             here = self.round
             self.until(lambda here=here: self.round > here, ROUND_SECONDS)  # type: ignore[misc]
 
     def stop(self) -> None:
-        """Let them leave, or end, so that their logs are whole; who does neither is killed."""
+        """Lets the nodes leave or end, so that their logs are complete, and kills those that hang."""
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             for node in self.nodes:
                 node.end(number)
@@ -155,7 +155,7 @@ def swarm_of(size: int, keep: bool, kind: type[Swarm] = Swarm, **sections: str) 
 
 
 def recipe(passes: int, **others: object) -> str:
-    """A training step of so many passes."""
+    """Returns a recipe whose training step has this many passes."""
     return "\n".join(f"{key} = {value}" for key, value in {"passes_per_step": passes, **others}.items())
 
 
@@ -217,7 +217,7 @@ def _was_taken(node: DemoNode) -> bool:
 
 
 def _joined(began: float, new: Life, old: Life) -> dict[str, float]:
-    """Seconds since the process was started, and rounds that were decided meanwhile."""
+    """Returns the seconds since the process was started, and the rounds decided meanwhile."""
     number = min(number for number, each in old.manifests.items() if new.key in {taken.author for taken in each.taken})
     taken_at = old.decided[number]
 
@@ -242,7 +242,7 @@ def _joined(began: float, new: Life, old: Life) -> dict[str, float]:
 
 
 class Sockets:
-    """What went over the TCP connections of processes, as long as somebody looks before they are closed."""
+    """Counts the bytes on processes' TCP connections, as long as each is sampled before it closes."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, str, str], tuple[int, int]] = {}
@@ -258,7 +258,7 @@ class Sockets:
             self.seen[int(owner[1]), parts[3], parts[4]] = sent, received
 
     def of(self, process: int) -> tuple[int, int]:
-        """Bytes sent and received."""
+        """Returns the bytes sent and received."""
         mine = [counts for (owner, *_), counts in self.seen.items() if owner == process]
         return sum(sent for sent, _ in mine), sum(received for _, received in mine)
 
@@ -270,7 +270,7 @@ def p2pd_of(node: DemoNode) -> int:
 
 
 def measure_traffic(swarm: Swarm, rounds: int) -> dict[str, Any]:
-    """Bytes a node and round, of the sockets and of what our counters call payloads."""
+    """Returns the bytes per node and round, from the sockets and from our counters of payloads."""
     swarm.pass_rounds(2)
     sockets, p2pds = Sockets(), [p2pd_of(node) for node in swarm.nodes]
     sockets.look()
@@ -300,12 +300,12 @@ def measure_traffic(swarm: Swarm, rounds: int) -> dict[str, Any]:
 
 
 def bulk_bytes(node: DemoNode) -> int:
-    """Payload bytes that came over streams of their own, and not with their announcements."""
+    """Returns payload bytes that came over their own streams, not attached to announcements."""
     return sum(count for name, count in node.status["bytes"].items() if re.fullmatch(r"received .*/bulk", name))
 
 
 def offered(node: DemoNode) -> int:
-    """Contributions that it has announced in time, and that the others fetch."""
+    """Returns the contributions that a node has announced in time, and that the others fetch."""
     counters = node.status["counters"]
     return int(counters.get("contributions taken", 0) + counters.get("contributions expired", 0))
 
@@ -359,12 +359,12 @@ def resident(process: int) -> int:
 
 
 def shared_out(process: int) -> int:
-    """Pages that several processes have count for each in part."""
+    """Returns the proportional set size, in which shared pages count in part for each process."""
     return int(psutil.Process(process).memory_full_info().pss)
 
 
 def memory_without_torch() -> str:
-    """Of processes that only import: the network, with whatever hivemind imports, and torch."""
+    """Measures processes that only import the network (with hivemind's imports), and torch."""
     found = []
     for name in ("p2ptrain.net.libp2p.p2pd", "torch", "p2ptrain.launch", "p2ptrain.core.node"):
         script = f"import {name}, psutil, sys; print(psutil.Process().memory_info().rss, 'torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""What the HTTP side of a node takes and gives: waits for /status and /metrics, under attack too, and what it costs.
+"""The HTTP server of a node: latency of /status and /metrics, also under attack, and its cost.
 
     python benchmarks/http_side.py [status] [slow] [metrics] [idle] [--requests N] [--seconds S] [--turns N]
         [--json FILE] [--quick]
@@ -92,7 +92,7 @@ class Node:
         return {}
 
     def settle(self, *, paused: bool) -> None:
-        """Let it train, or not; and wait until that is so."""
+        """Resumes or pauses training, and waits until that has taken effect."""
         self.order("pause" if paused else "resume")
         before = -1.0
         while paused and (now := float(self.status()["training_seconds"])) != before:
@@ -111,7 +111,7 @@ class Node:
     # Asking
 
     def seconds_for(self, path: str) -> float:
-        """From the first SYN to the last byte. What is no 200 fails."""
+        """Returns the time from the first SYN to the last byte. Fails if the status is not 200."""
         request = f"GET {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode()
         began = monotonic()
         with socket.create_connection((self.host, self.port), timeout=WAIT_SECONDS) as client:
@@ -124,7 +124,7 @@ class Node:
         return took
 
     def ask_often(self, path: str, count: int) -> dict[str, float]:
-        """Milliseconds."""
+        """Returns the latencies in milliseconds."""
         took = []
         for _ in range(count):
             took.append(1_000 * self.seconds_for(path))
@@ -138,7 +138,7 @@ class Node:
 
 
 def trickle(host: str, port: int, count: int) -> None:
-    """Keep so many connections open, each with a byte of a request now and then; and dial again who is closed."""
+    """Keeps this many connections open, sends a byte of a request on each now and then, and reopens closed ones."""
     request = b"GET /status HTTP/1.1\r\nX: " + b"x" * 10_000
     clients: dict[socket.socket, int] = {}
     selector = selectors.DefaultSelector()
@@ -166,7 +166,7 @@ def trickle(host: str, port: int, count: int) -> None:
 
 
 def flood(host: str, port: int, size: int) -> None:
-    """So many bytes of headers, as long as they are taken; then again."""
+    """Sends headers of this size for as long as the server reads, again and again."""
     line = b"X: " + b"y" * 4_000 + b"\r\n"
     while True:
         with suppress(OSError), socket.create_connection((host, port)) as client:
@@ -201,7 +201,7 @@ def cpu_seconds(*processes: psutil.Process) -> float:
 
 
 def measure_slow(node: Node, requests: int, seconds: float, turns: int, count: int) -> dict[str, Any]:
-    """Rounds without the attack and beside it, in turns; the waits at the end of the last."""
+    """Measures rounds with and without the attack, in turns, and the latencies at the end of the last one."""
 
     def rounds_a_minute() -> float:
         first, began = node.status()["applied_round"], monotonic()
@@ -258,7 +258,7 @@ def measure_idle(node: Node, seconds: float) -> dict[str, float]:
 
 @contextmanager
 def dashboard(node: Node, chromium: str) -> Iterator[None]:
-    """A page that is looked at, once it has opened."""
+    """Opens a visible page of the dashboard."""
     api = importlib.import_module("playwright.sync_api")  # a tool of the tests
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

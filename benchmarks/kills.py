@@ -1,4 +1,4 @@
-"""Kill one of four real daemons with SIGKILL, again and again: do replicas stay the same, and do the others go on?
+"""Kills one of four real daemons with SIGKILL, again and again: do replicas stay equal, and do the others continue?
 
     OMP_NUM_THREADS=1 python benchmarks/kills.py [--minutes 20] [--nodes 4] [--passes 4] [--seed 1] [--keep]
         [--json FILE]
@@ -42,7 +42,7 @@ ADMISSION = "absence_rounds_max = 1000"  # the roster stays at four, of which on
 
 
 class Kill(NamedTuple):
-    """One of them, in seconds since 1970."""
+    """The times of one kill, in seconds since 1970."""
 
     victim: str
     at: float
@@ -50,7 +50,7 @@ class Kill(NamedTuple):
 
 
 class Watched(Swarm):
-    """Each look is also at what a node counts of itself, which a kill would take along."""
+    """A swarm whose nodes' counters are read regularly, because a kill loses them."""
 
     def __init__(self, directory: Path, run: str, size: int) -> None:
         super().__init__(directory, run, size)
@@ -89,7 +89,7 @@ def records_of(node: DemoNode) -> list[RoundRecord]:
 
 
 def judge(records: dict[str, list[RoundRecord]], kills: list[Kill]) -> dict[str, Any]:
-    """What the nodes' records say."""
+    """Compares the nodes' records."""
     roots: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
     tellers: dict[tuple[bytes, int], int] = defaultdict(int)
     for each in (record for told in records.values() for record in told):
@@ -115,7 +115,7 @@ def judge(records: dict[str, list[RoundRecord]], kills: list[Kill]) -> dict[str,
 
 
 def longest_gap(records: dict[str, list[RoundRecord]], kill: Kill) -> float:
-    """Between two rounds of a node that lived on, while one was down."""
+    """Returns the longest gap between two rounds of a surviving node while one was down."""
     found = [0.0]
     for name, told in records.items():
         if name != kill.victim:

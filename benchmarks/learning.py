@@ -1,4 +1,4 @@
-"""What the recipes learn: validation loss against steps and against bytes.
+"""The recipes' learning: validation loss against steps and against bytes.
 
     python benchmarks/learning.py [--json FILE] [--plot FILE] [--long] [--only WORD]
 
@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def sequences(self) -> int:
-        """Of a peer's step: 32 peers take one each, so that a large swarm's run stays within minutes."""
+        """Returns the sequences in a peer's step: one for 32 peers, so that a large swarm's run takes only minutes."""
         return 4 if self.peers < 32 else 1
 
     @property
@@ -81,7 +81,7 @@ class Setting:
 
 
 def grid() -> list[tuple[Setting, tuple[str, ...]]]:
-    """Every method with the rates it is tried at; where the best was at an edge, the edge was moved."""
+    """Returns every method with its learning rates; where the best was at an edge, the grid was extended."""
     inner = ("1/1000", "3/1000", "6/1000")
     by_outer = {
         "normalised": ("1/2000", "1/1000", "2/1000"),
@@ -103,7 +103,7 @@ def grid() -> list[tuple[Setting, tuple[str, ...]]]:
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Train one swarm; the losses are measured on the held-out slice at eight points."""
+    """Trains one swarm, and measures the loss on the held-out slice at eight points."""
 
     torch.set_num_threads(1)
     steps = LONG_STEPS if setting.long else STEPS

@@ -1,4 +1,4 @@
-"""Runs every scenario with drawn seeds: what one expects must not depend on the seed.
+"""Runs every scenario with random seeds: its expectations must not depend on the seed.
 
     make scenarios                               # 40 seeds of each scenario, an hour on a quiet core
     make scenarios SEEDS=3 SEED=7                # fewer; the same SEED draws the same ones again

@@ -41,7 +41,7 @@ SETTLE_SECONDS = 3.0  # at the beginning of a turn, which do not count
 
 
 def newcomer(run_id: bytes, addresses: list[str], size: int, seconds: float, counted: Any) -> None:
-    """In a process of its own: fetch states until the time is over."""
+    """Fetches states until the time is over, in its own process."""
     os.nice(19)
     asyncio.run(_fetch_states(run_id, addresses, size, seconds, counted))
 
@@ -77,7 +77,7 @@ async def _fetch_states(run_id: bytes, addresses: list[str], size: int, seconds:
 
 
 def turns(swarm: Swarm, count: int, seconds: float) -> tuple[list[tuple[bool, float, float]], int]:
-    """When there was a newcomer, and when not; and the bytes that it got."""
+    """Alternates between a newcomer and none; returns the times of both, and the bytes that it got."""
     status = swarm.nodes[0].status
     addresses = [node.status["addresses"][0] for node in swarm.nodes]
     counted = multiprocessing.Value("q", 0)

@@ -46,7 +46,7 @@ class Swarm:
 
 
 class FullySynchronised:
-    """AdamW on the mean gradient of all peers: what everything else is compared with."""
+    """The baseline: AdamW on the mean gradient of all peers."""
 
     def __init__(self, recipe: RecipeConfig, live: LiveModel) -> None:
         self.config, self.live = recipe, live

@@ -1,4 +1,4 @@
-"""What all parts of `make gpu` share: models, the report, time and memory of a device."""
+"""Shared by all parts of `make gpu`: models, the report, and measurements of a device's time and memory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def model_config(name: str, **changes: int) -> ModelConfig:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As a whole or not at all: who writes may be ended at any moment."""
+    """Writes a file atomically, because the process may be killed at any moment."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(value, indent=1) + "\n")
     new.replace(path)
 
 
 class Report:
-    """A part's figures, on the disk as soon as each is known: a part that is ended early has told what it had."""
+    """A part's figures, each written to disk at once, so that a part that is killed early has reported them."""
 
     def __init__(self, path: Path, device: str, *, small: bool, seconds: float) -> None:
         self.path, self.device, self.small = path, torch.device(device), small
@@ -58,7 +58,7 @@ class Report:
 
 
 def run_part(description: str, part: Callable[[Report], None]) -> None:
-    """Do one part as the launcher starts it, or by hand: `python -m benchmarks.gpu.codec --device cpu --small`."""
+    """Runs a part, from the launcher or by hand: `python -m benchmarks.gpu.codec --device cpu --small`."""
     parser = argparse.ArgumentParser(description=description.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-part.json"), help="where its figures go")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -74,7 +74,7 @@ def run_part(description: str, part: Callable[[Report], None]) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a device has done what it was asked."""
+    """Waits until a device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -88,14 +88,14 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def median_ms(work: Callable[[], Any], device: torch.device, turns: int, *, warm_up: bool = True) -> float:
-    """After one turn that warms up."""
+    """Returns the median time, after one warm-up turn."""
     if warm_up:
         work()
     return round(1e3 * statistics.median(seconds_of(work, device) for _ in range(turns)), 3)
 
 
 class Peak:
-    """The most memory that was taken since it was made: of a GPU what torch has allocated, else of the process."""
+    """The peak of memory since it was created: torch's allocations on a GPU, else the process's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -113,12 +113,12 @@ class Peak:
 
     @property
     def taken_mb(self) -> float | None:
-        """None where the system does not tell."""
+        """Returns the memory used, in MB; None if the system does not report it."""
         return None if self.before is None else round((self._most() - self.before) / 1e6, 1)
 
 
 def _forget_the_most() -> bool:
-    """The process's peak starts anew; False where the system has no such thing, as in some containers."""
+    """Resets the process's peak; False if the system does not support it, as in some containers."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -129,10 +129,10 @@ def _forget_the_most() -> bool:
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """None where there is nothing to compare."""
+    """Returns the ratio; None if one side is missing."""
     return round(one / other, 4) if one is not None and other else None
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """Least, median and most."""
+    """Returns the minimum, median and maximum."""
     return [round(each, 4) for each in (min(values), statistics.median(values), max(values))]

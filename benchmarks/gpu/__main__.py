@@ -1,4 +1,4 @@
-"""Everything that a GPU has to tell, in under nine minutes, as one JSON file: `make gpu`; `make gpu SMALL=1` on a CPU.
+"""All figures of a GPU, in under nine minutes, as one JSON file: `make gpu`; `make gpu SMALL=1` on a CPU.
 
     python -m benchmarks.gpu [--small] [--device NAME] [--only PART] [--json FILE] [--seconds N]
 
@@ -41,13 +41,13 @@ MACHINE_SECONDS = 40.0
 
 
 def command(name: str, out: Path, device: str, seconds: float, small: bool) -> list[str]:
-    """Starts a part."""
+    """Returns the command that starts a part."""
     words = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--out", str(out), "--device", device]
     return [*words, "--seconds", f"{max(1.0, seconds - START_SECONDS):.0f}", *(["--small"] if small else [])]
 
 
 def run_part(name: str, device: str, seconds: float, small: bool, folder: Path) -> dict[str, Any]:
-    """Start it, wait for as long as it may take, end it with all that it has started, and read what it has told."""
+    """Runs a part for at most its time limit, ends it with all its children, and reads its report."""
     out, start = folder / f"{name}.json", time.monotonic()
     print(f"== {name}, at most {seconds:.0f} s", flush=True)
     words = command(name, out, device, seconds, small)
@@ -70,7 +70,7 @@ def run_part(name: str, device: str, seconds: float, small: bool, folder: Path) 
 
 
 def limit_of(name: str, left: float, small: bool, todo: list[str] | None) -> float:
-    """Seconds for the next part. todo: what is left of the parts that were asked for, if not all were"""
+    """Returns the seconds for the next part; `todo` are the requested parts that are left, if not all"""
     if todo is not None:
         return max(1.0, left / len(todo))
     if name == LAST:
@@ -79,7 +79,7 @@ def limit_of(name: str, left: float, small: bool, todo: list[str] | None) -> flo
 
 
 def earlier_parts(path: Path) -> dict[str, Any]:
-    """What the file has, each part with the machine that it was taken on."""
+    """Returns the parts already in the file, each with the machine it was measured on."""
     try:
         found = json.loads(path.read_text())
         return {name: {key: found[key] for key in ("machine", "small")} | part for name, part in found["parts"].items()}

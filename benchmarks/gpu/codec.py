@@ -39,7 +39,7 @@ def views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def drawn(count: int, seed: int, device: torch.device) -> Tensor:
-    """Normal numbers; drawn on the device, because a CPU takes seconds for 1B."""
+    """Draws normal numbers on the device, because a CPU takes seconds for 1B."""
     return torch.randn(count, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
@@ -53,7 +53,7 @@ def measure(
     *,
     root_timed: bool,
 ) -> dict[str, Any]:
-    """The figures. Payloads are made here of the gradients if there are none yet."""
+    """Measures one side. Makes the payloads from the gradients if there are none yet."""
     long = weights.numel() > LONG_PARAMETERS
     recipe = RecipeConfig(k=k)
     layout = Layout(shapes, recipe.chunk)
@@ -105,7 +105,7 @@ def measure(
 def measure_both(
     report: Report, name: str, k: int, shapes: list[tuple[int, ...]], weights: Tensor, gradients: list[Tensor]
 ) -> bool | None:
-    """Whether the roots are equal; None: there was no time for both sides."""
+    """Measures both sides; returns whether the roots are equal, or None if there was no time for both."""
     payloads: list[bytes] = []
     roots = []
     for side, device in (("device", report.device), ("cpu", CPU)):

@@ -47,7 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def text_files(size: int) -> list[Path]:
-    """Source files of Python, torch and transformers, spread over all of them, up to `size` bytes."""
+    """Picks source files of Python, torch and transformers, spread evenly, up to `size` bytes."""
     library, packages = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parents[1]
     found = sorted({*library.glob("*.py"), *(each for name in SOURCES for each in (packages / name).rglob("*.py"))})
     chosen, total = [], 0
@@ -59,7 +59,7 @@ def text_files(size: int) -> list[Path]:
 
 
 def text(folder: Path, size: int) -> TokenDataset:
-    """As one document a file, which is what decides what is held out."""
+    """Makes each file a document, the unit of the held-out split."""
     copies = folder / "text"
     copies.mkdir()
     files = []
@@ -78,7 +78,7 @@ def text(folder: Path, size: int) -> TokenDataset:
 
 
 class Peers:
-    """A model, as it was first made for each method anew, and what its peers read."""
+    """A model, reset for each method, and the data of its peers."""
 
     def __init__(self, report: Report, dataset: TokenDataset) -> None:
         # Of 256 tokens a model of GPT-2's 124M parameters has more layers.
@@ -108,7 +108,7 @@ class Peers:
         return float(sum(self.live.loss(part) * len(part) for part in parts) / len(self.held_out))
 
     def round_seconds(self, swarm: Swarm | FullySynchronised, number: int) -> float:
-        """Do a round, and say how long it took."""
+        """Runs a round, and returns its duration."""
         start, each = time.perf_counter(), swarm.config.sequences_per_pass
         batches = []
         for peer in range(self.count):
@@ -121,7 +121,7 @@ class Peers:
         return time.perf_counter() - start
 
     def warmup_rounds(self, method: str, seconds: float) -> int:
-        """By the time of a round, for which two are tried; a recipe that names its own keeps it."""
+        """Chooses the warm-up from the time of two trial rounds; a recipe with its own warm-up keeps it."""
         if "warmup_rounds" in METHODS[method]:
             return METHODS[method]["warmup_rounds"]
         swarm = self.swarm(method, 0)
@@ -130,7 +130,7 @@ class Peers:
 
 
 def learn(report: Report, peers: Peers, method: str, seconds: float) -> None:
-    """Reports after each point of the curve: what is cut off has told what it had."""
+    """Trains, and reports after each point of the curve, so that a run that is cut off has reported its figures."""
     warmup_rounds = peers.warmup_rounds(method, seconds)
     swarm = peers.swarm(method, warmup_rounds)
     recipe = swarm.config

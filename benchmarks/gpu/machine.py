@@ -1,4 +1,4 @@
-"""What the figures were taken on, and with which code.
+"""The machine and the version of the code that the figures were measured with.
 
 A process of its own, like the parts: in the launcher a CUDA context would take memory from them, and break with the
 driver.
@@ -35,7 +35,7 @@ def version(package: str) -> str | None:
 
 
 def first_line(command: list[str]) -> str | None:
-    """What a program says; None where it is not there, or fails."""
+    """Returns the first line of a program's output; None if it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, check=True, timeout=10, capture_output=True, text=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):

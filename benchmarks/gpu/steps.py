@@ -1,4 +1,4 @@
-"""Tokens a second and model FLOP utilisation of plain AdamW, `distro` and `local`; what the device's settings change.
+"""Tokens a second and model FLOP utilisation of plain AdamW, `distro` and `local`; effects of the device's settings.
 
 The baseline is AdamW as one fused kernel over all weights, with the same passes. `overhead` is what a step takes more:
 for `distro` its contribution (DCT, top-k, packing) and what the device does of the apply of eight, which is to `distro`
@@ -109,13 +109,13 @@ class Bench:
 
 
 def peak_tflops(device: torch.device, size: int) -> float:
-    """Of a bf16 matrix product."""
+    """Returns the measured peak of a bf16 matrix product."""
     one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / (median_ms(lambda: one @ other, device, 7) / 1e3) / 1e12
 
 
 def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, Any]:
-    """A round's own work, and its apply."""
+    """Measures a round's own work, and its apply."""
     config = RECIPES[name].model_copy(
         update={"sequences_per_pass": bench.recipe.sequences_per_pass, "passes_per_step": bench.recipe.passes_per_step}
     )
@@ -187,7 +187,7 @@ def measure(report: Report, name: str, vocabulary: int, sequences: int, passes: 
 
 
 def setting(report: Report, config: ModelConfig, shape: tuple[int, int], what: str) -> tuple[float, float | None]:
-    """Seconds of a step of plain AdamW, and memory. Nothing of it is left when this ends."""
+    """Measures the time and memory of a step of plain AdamW, and frees everything."""
     peak = Peak(report.device)
     kind = PlainLoss if what == "logits at once" else Transformer
     bench = Bench(report, config, *shape, kind=kind, checkpointing=what == "checkpointing")
@@ -197,7 +197,7 @@ def setting(report: Report, config: ModelConfig, shape: tuple[int, int], what: s
 
 
 def settings(report: Report, name: str, vocabulary: int, sequences: int, passes: int) -> None:
-    """What each of the device's settings makes of plain AdamW: time and memory, over those without it."""
+    """Measures plain AdamW's time and memory with each of the device's settings, relative to those without it."""
     config = model_config(name, vocab_size=vocabulary)
     whole: tuple[float, float | None] | None = None
     for what in ("as it is", "logits at once", "checkpointing", "compile"):

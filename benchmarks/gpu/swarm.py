@@ -1,4 +1,4 @@
-"""Trainers on a CPU and on the device, one swarm: equal roots, round after round, whatever training may round.
+"""Trainers on a CPU and on the device in one swarm: equal roots in each round, although training rounds differently.
 
 Two on either side, for each recipe, with fp32 alone, with TF32 and with bf16 allowed. What they train differs, since
 each rounds in its own way; what is applied may not. `training_differs` says that the comparison means something: a

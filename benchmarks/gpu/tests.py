@@ -1,4 +1,4 @@
-"""The tests of tests/gpu, each with its result as soon as it has one."""
+"""Runs tests/gpu, and reports each result at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILURE_CHARACTERS = 2_000  # of what pytest says, its end
 
 
 class Results:
-    """A plugin that reports each test, and what cannot be imported."""
+    """A pytest plugin that reports each test, and files that cannot be imported."""
 
     def __init__(self, report: Report) -> None:
         self.report = report

@@ -1,4 +1,4 @@
-"""Wheels for a machine with Python 3.12, torch, numpy and transformers, and no network: `make gpu-wheels`.
+"""Wheels for a machine without a network that has Python 3.12, torch, numpy and transformers: `make gpu-wheels`.
 
 All that `p2ptrain.learn`, these benchmarks and tests/gpu import besides those three; a test holds the list to it. The
 versions are those of constraints.txt, for Linux on x86-64.
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def pinned() -> list[str]:
-    """Each with its version."""
+    """Returns the requirements with their versions."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     versions = {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower(): line for line in lines if "==" in line}
     return [versions[name].partition(";")[0].strip() for name in PACKAGES]

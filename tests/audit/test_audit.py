@@ -1,4 +1,4 @@
-"""The audit of a run's directory: what is right passes, and whatever was spoiled is found and named."""
+"""The audit of a run's directory: a correct one passes, and any damage is found and named."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(history: tuple[RunConfig, list[Path]]) -> RunConfig:
 
 @pytest.fixture
 def directory(history: tuple[RunConfig, list[Path]], tmp_path: Path) -> Path:
-    """A copy of what the first node kept."""
+    """Copies the first node's directory."""
     return shutil.copytree(history[1][0], tmp_path / "runs" / history[1][0].name)
 
 
@@ -64,7 +64,7 @@ def bad(report: Report, verdict: Grade = Grade.WRONG) -> list[Finding]:
 
 
 def only(report: Report) -> str:
-    """The one thing that is wrong."""
+    """Returns the only finding."""
     assert not report.all_holds
     assert len(bad(report)) == 1, report.lines()
     return str(bad(report)[0])
@@ -393,7 +393,7 @@ def test_what_another_identity_said_is_found(directory: Path) -> None:
 
 
 def restamped(checkpoint: Checkpoint, **changes: Any) -> None:
-    """The stamp of a checkpoint with these fields, and all digests as its files are now."""
+    """Rewrites a checkpoint's stamp with these fields, and digests that match its files."""
     files = {
         "trainer": type(checkpoint.stamp.trainer)(*digest_of(checkpoint.trainer_path)),
         "state": type(checkpoint.stamp.state)(*digest_of(checkpoint.path / STATE_NAME)),
@@ -427,7 +427,7 @@ def test_a_checkpoint_after_another_manifest_cannot_be_checked(directory: Path, 
 
 
 def spoil_weights(checkpoint: Checkpoint, run: RunConfig) -> None:
-    """One weight is another, and all digests and the root are made anew."""
+    """Changes one weight, and recomputes all digests and the root."""
     import numpy as np
     import torch
     from safetensors.torch import load_file, save_file

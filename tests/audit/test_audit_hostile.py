@@ -1,4 +1,4 @@
-"""The audit of a directory that somebody has prepared for whoever looks at it: it ends, with findings."""
+"""The audit of a hostile directory: it ends, with findings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(history: tuple[RunConfig, list[Path]]) -> RunConfig:
 
 @pytest.fixture
 def directory(history: tuple[RunConfig, list[Path]], tmp_path: Path) -> Path:
-    """A copy of what the first node kept."""
+    """Copies the first node's directory."""
     return shutil.copytree(history[1][0], tmp_path / "runs" / history[1][0].name)
 
 
@@ -244,7 +244,7 @@ def restamped(checkpoint: Checkpoint) -> None:
 
 
 def headed(path: Path, header: bytes, length: int | None = None) -> None:
-    """The tensors of a trainer's file behind another header."""
+    """Puts another header before the tensors of a trainer's file."""
     content = path.read_bytes()
     data = content[8 + int.from_bytes(content[:8], "little") :]
     path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + data)

@@ -1,4 +1,4 @@
-"""The commands as a user types them: what they print, where, and the exit status."""
+"""The commands as a user types them: output on stdout and stderr, and exit status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAVY = ("torch", "hivemind", "numpy", "pydantic", "pydantic_settings", "rich", 
 
 
 def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command, run in this process."""
+    """Runs a command in this process; returns its exit status, stdout and stderr."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["p2ptrain", *map(str, arguments)])
         status = cli.main()
@@ -35,7 +35,7 @@ def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
 
 
 def process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The same in a process of its own."""
+    """Runs a command in its own process."""
     command = [sys.executable, "-W", "error", "-m", "p2ptrain", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 

@@ -1,4 +1,4 @@
-"""`p2ptrain checkpoint`: what a node has saved is listed, checked, copied and thinned out."""
+"""`p2ptrain checkpoint` lists, verifies, copies and prunes a node's checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checkpoints(node: NodeConfig) -> Checkpoints:
 
 
 def void(_: object) -> None:
-    """For a lambda that returns nothing."""
+    """Discards a lambda's result, for mypy."""
 
 
 def p2ptrain(

@@ -1,4 +1,4 @@
-"""`p2ptrain export`: which checkpoint is taken, what it is read with, and what is said when there is none."""
+"""`p2ptrain export`: the choice of the checkpoint, of the files to read it with, and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_copy_that_was_damaged_is_refused(name: str, p2ptrain: Command, node: 
 
 @pytest.fixture
 def worded(tmp_path: Path) -> tuple[Node, bytes]:
-    """A node whose run has a tokenizer of its own, and its file."""
+    """Makes a node whose run has its own tokenizer, and the tokenizer's file."""
     tokenizer = JsonTokenizer(tokenizer_json())
     file = json_lines(tmp_path / "a.jsonl", ["hello all of you " * 50] * 2)
     made = prepared(tmp_path / "data", file, tokenizer=tokenizer)

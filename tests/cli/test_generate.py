@@ -1,4 +1,4 @@
-"""`p2ptrain generate`: the same text from the daemon and from its checkpoint, and only what can be drawn is drawn."""
+"""`p2ptrain generate`: daemon and checkpoint give the same text, and invalid requests are refused."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_terminal_is_not_commanded_by_a_model(p2ptrain: Command, node: Node, m
 
 
 class Lived:
-    """A node that has trained, its checkpoint, and as much of a daemon as answers its owner."""
+    """A node that has trained, its checkpoint, and the part of a daemon that answers its owner."""
 
     def __init__(self, directory: Path) -> None:
         made = prepared(directory / "data", written(directory / "a.txt", "some text\n" * 5_000), held_out=Fraction(0))

@@ -1,4 +1,4 @@
-"""`p2ptrain invite`: whoever shows what it makes is let in, once; and what it refuses to make."""
+"""`p2ptrain invite`: an invitation admits one node, once, and invalid ones are not created."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.node.test_memory_swarm import FOUNDERS, Member, Swarm, swarm
 
 
 def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command, run in this process."""
+    """Runs a command in this process; returns its exit status, stdout and stderr."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["p2ptrain", *map(str, arguments)])
         status = cli.main()
@@ -38,7 +38,7 @@ def sealed(name: str = "closed", **admission: Any) -> RunConfig:
 
 
 class Host:
-    """A node that may invite, as it lies on the disk."""
+    """The data directory of a node that may invite."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -221,7 +221,7 @@ async def test_a_swarm_admits_whoever_shows_it_first_and_nobody_else(
 
 
 def _closed(make: Any) -> Any:
-    """A swarm by invitation, which its first founder may give."""
+    """An invitation-only swarm whose first founder may invite."""
 
     def init(self: Swarm, *arguments: Any, **more: Any) -> None:
         make(self, *arguments, **more)

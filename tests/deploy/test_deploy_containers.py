@@ -1,4 +1,4 @@
-"""The image and the swarm of containers, as far as they can be known without an engine."""
+"""The image and the compose file, as far as they can be checked without a container engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVICES = (*NODES, "prepare", "prometheus", "grafana")
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Each instruction of the Dockerfile with what follows it, continued lines joined."""
+    """Yields each instruction of the Dockerfile with its arguments, continued lines joined."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
     text = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""The guide: what it says can be run here is run here, and what cannot names things that exist."""
+"""The guide: its commands are run where possible, and the others name things that exist."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def guides_config() -> str:
 
 
 def lives(directory: Path) -> bool:
-    """A life of a node, as far as its store goes; whether it knows that it has lost what it said."""
+    """Opens a node's store as at a start; returns whether it knows that it has lost the record of its votes."""
     with Store(directory / "run", RUN, some_records()[0], ME, directory / "identity.key") as store:
         return store.is_forgetful
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A checkout to run commands in, with a `p2ptrain` that is this one."""
+    """Makes a checkout to run commands in, with this `p2ptrain`."""
     (tmp_path / "deploy").symlink_to(DEPLOY)
     (tmp_path / "node.toml").write_text(guides_config())
     (tmp_path / "bin").mkdir()

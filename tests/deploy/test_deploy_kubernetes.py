@@ -1,4 +1,4 @@
-"""Kubernetes' objects: of the schemas of several releases, restricted, and in agreement with one another.
+"""The Kubernetes objects are valid for several releases, restricted, and consistent.
 
 And Prometheus' job for them: it is led to the pods, gets through their policy, and a node with their config answers.
 """

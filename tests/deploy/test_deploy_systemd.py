@@ -1,4 +1,4 @@
-"""The service: what systemd makes of it, and that it hangs together with the package and the node."""
+"""The systemd service: it is valid, and consistent with the package and the node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unit() -> dict[str, list[str]]:
 
 
 def verified(analyze: str, directory: Path, *drop_ins: Path) -> tuple[int, str]:
-    """What systemd says about it with a program that is there."""
+    """Returns systemd's verdict on the unit, with an existing program."""
     service = directory / UNIT.name
     service.write_text(UNIT.read_text().replace("/usr/bin/p2ptrain", "/bin/true"))
     for each in drop_ins:

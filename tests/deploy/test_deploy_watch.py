@@ -1,4 +1,4 @@
-"""What is watched exists: every metric and label that the alerts and the dashboard name is one that a node has."""
+"""Every metric and label that the alerts and the Grafana dashboard use exists."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Series = dict[str, dict[str, set[str]]]  # values of each label, by metric
 
 @pytest.fixture
 async def series() -> Series:
-    """What a node tells, with all that it has to tell."""
+    """Returns the metrics of a node that has values for all of them."""
     async with site() as here:
         text = (await here.get("/metrics"))[2].decode()
     found: Series = {name: {} for name in OWN}
@@ -59,7 +59,7 @@ def queries() -> list[str]:
 
 
 def unknown(query: str, series: Series) -> Iterator[str]:
-    """Metrics, labels and values of labels in a query that no node has."""
+    """Returns the metrics, labels and label values in a query that no node has."""
     bare = GROUPED.sub("", query)
     named = list(METRIC.finditer(bare))
     labels: set[str] = set(ADDED)

@@ -1,4 +1,4 @@
-"""The doctor's checks of the machine and the disk, each where it passes and where it fails; and its answers."""
+"""The doctor's checks of the machine and the disk, passing and failing, and its output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def broken(name: str) -> None:
 
 
 def level_of(found: Diagnosis) -> tuple[str, bool]:
-    """And whether it says what to do; where all is well there is nothing to do."""
+    """Returns the level; checks that there is advice exactly if something is wrong."""
     return found.level, bool(found.fix)
 
 

@@ -1,4 +1,4 @@
-"""The doctor's checks of the network, each where it passes and where it fails; and one run beside a real daemon."""
+"""The doctor's checks of the network, passing and failing, and one run beside a real daemon."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def at(host: str, port: int = 4001) -> Sight:
 
 @pytest.fixture(autouse=True)
 def _documentation_is_global(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses of examples are on no internet; here they stand for those that are."""
+    """Lets addresses reserved for documentation count as public ones."""
     real = network._is_global
     monkeypatch.setattr(network, "_is_global", lambda host: host in (ROUTER, MINE) or real(host))
 

@@ -1,4 +1,4 @@
-"""A history for tests of the audit: real nodes with real trainers, in one process; and ways to spoil what they kept.
+"""A history for tests of the audit, from real nodes with real trainers in one process, and ways to damage it.
 
 Whoever spoils a log here writes it anew with its digests right, as somebody would who wants to deceive and not only a
 disk that fails: what is left to find him by are the signatures and the arithmetic.
@@ -56,7 +56,7 @@ def a_run(**changes: Any) -> RunConfig:
 
 
 class PacedDevice(Device):
-    """The real one, whose training takes time of the loop: or rounds would pass before a newcomer can say a word."""
+    """The real device, slowed down: otherwise rounds would pass before a newcomer can speak."""
 
     async def train(self, *arguments: Any) -> Any:
         await at(asyncio.get_running_loop().time() + 1.0)
@@ -64,7 +64,7 @@ class PacedDevice(Device):
 
 
 async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Callable[[list[Any]], bool]) -> None:
-    """Four founders, and one who comes later; all end when `ready` says so of the newest rounds."""
+    """Runs four founders and a newcomer until `ready` accepts their newest rounds."""
     network = Network(seed=1)
     daemons: list[Any] = []
     async with AsyncExitStack() as stack:
@@ -116,7 +116,7 @@ def _applied(daemons: list[Any]) -> int:
 
 
 def make_history(root: Path, **changes: Any) -> tuple[RunConfig, list[Path]]:
-    """A run whose roster has changed; the run's directory of each node."""
+    """Makes a run whose roster has changed; returns each node's directory of the run."""
     begun = begin(a_run(**changes), root / "data", [each.key.hex() for each in IDENTITIES[:FOUNDERS]])
     newcomer = IDENTITIES[FOUNDERS].key
 
@@ -137,7 +137,7 @@ def make_history(root: Path, **changes: Any) -> tuple[RunConfig, list[Path]]:
 
 
 def log_of(directory: Path) -> tuple[Path, list[Any]]:
-    """The newest segment, and all that stands in it: the snapshot, and records."""
+    """Returns the newest log segment, with its snapshot and records."""
     path = sorted((directory / "wal").glob("*.log"))[-1]
     bodies, _ = frames_of(path, int(path.name[:8]), path.read_bytes())
     return path, [decoded(path, at, body) for at, body in bodies]
@@ -152,13 +152,13 @@ def write_log(path: Path, records: list[Any]) -> None:
 
 
 def rewrite(directory: Path, change: Callable[[Any], Any]) -> None:
-    """Every record of the log as `change` returns it, but for None."""
+    """Rewrites the log's records with `change`; None drops one."""
     path, records = log_of(directory)
     write_log(path, [changed for record in records if (changed := change(record)) is not None])
 
 
 def ended(directory: Path, number: int) -> None:
-    """As if the node had been killed when this round was applied and saved."""
+    """Cuts the log as if the node had been killed when this round was applied and saved."""
 
     def change(record: Any) -> Any:
         return None if isinstance(record, ev.Certified) and record.state.round > number else record
@@ -170,7 +170,7 @@ def ended(directory: Path, number: int) -> None:
 
 
 def certified_of(directory: Path) -> list[ev.Certified]:
-    """In the order of the log."""
+    """Returns the certified entries in the order of the log."""
     _, (snapshot, *records) = log_of(directory)
     assert isinstance(snapshot, Snapshot)
     return [*snapshot.saved.history, *(record for record in records if isinstance(record, ev.Certified))]
@@ -225,7 +225,7 @@ def rewind(directory: Path, run: RunConfig, number: int, change: Callable[[Any],
 
 
 def compacted(directory: Path) -> None:
-    """As after many rounds: a new segment, which begins after the roster has changed."""
+    """Compacts the log as after many rounds: a new segment begins after the roster has changed."""
     path, (snapshot, *records) = log_of(directory)
     journal = Journal.restored(snapshot.saved, KEPT, read_own)
     for record in records:

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: Chromium, driven by playwright, before a node that says what a test wants it to.
+"""The dashboard in a real browser (Chromium, driven by playwright), with a scripted node.
 
 Whatever a page complains of (its console, errors of scripts, the policy) fails the test that opened it.
 """
@@ -71,7 +71,7 @@ SHOWN = """() => Object.fromEntries([...document.querySelectorAll("main data[id]
 
 
 def numbers_on(page: Page) -> dict[str, float | None]:
-    """Exactly, as the page has them for programs."""
+    """Returns the page's exact numbers, which it has for programs."""
     found: dict[str, str | None] = page.evaluate(SHOWN)
     assert found.keys() == NUMBERS.keys()
     return {name: float(value) if value else None for name, value in found.items()}
@@ -86,7 +86,7 @@ def numbers_in(status: dict[str, Any]) -> dict[str, float | None]:
 
 
 class Node:
-    """A server in a thread of its own, so that a test can wait for its page."""
+    """A server in its own thread, so that a test can block on its page."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -122,7 +122,7 @@ class Node:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """It answers nobody meanwhile, and closes nothing, as a process that was stopped."""
+        """Blocks the server, which neither answers nor closes connections, like a stopped process."""
         over = threading.Event()
         self._loop.call_soon_threadsafe(over.wait, 2 * SECONDS)
         try:
@@ -131,11 +131,11 @@ class Node:
             over.set()
 
     def hang_up(self) -> None:
-        """On all who watch."""
+        """Disconnects all watchers."""
         self._loop.call_soon_threadsafe(self.site.app.events.close)
 
     def publish(self, *events: tuple[str, Answer]) -> None:
-        """To those who watch; when this returns, all of it is on its way."""
+        """Publishes to the watchers; on return, everything has been sent."""
         done = threading.Event()
 
         def now() -> None:
@@ -147,7 +147,7 @@ class Node:
         assert done.wait(SECONDS)
 
     def change(self, **what: Any) -> None:
-        """Its status, which is told to those who watch."""
+        """Changes the status, and publishes it to the watchers."""
         self.told.now.update(what)
         self.publish(("status", a_status(self.told.now)))
 
@@ -218,7 +218,7 @@ def lively_peers(count: int) -> list[dict[str, Any]]:
 
 
 def lively(node: Node, rounds: int = 340) -> None:
-    """As a node on a good day, to look at."""
+    """Fills the node with typical data, for screenshots."""
     luck = random.Random(3)
     me, peers = a_name(luck), lively_peers(11)
     lived = lively_rounds(rounds)
@@ -274,7 +274,7 @@ def a_page(
     *,
     draws: bool = False,
 ) -> Iterator[Page]:
-    """`expected` are words of complaints that this test brings about; `draws`: the charts are of interest."""
+    """Opens a page; `expected` are errors that the test provokes, and `draws` says whether it needs charts."""
     complaints: list[str] = []
 
     def note(said: ConsoleMessage) -> None:
@@ -300,7 +300,7 @@ def a_page(
 
 
 def hurried(page: Page, **milliseconds: int) -> None:
-    """The page anew, with other times of its line to the node."""
+    """Reloads the page with other timeouts."""
 
     def change(route: Route) -> None:
         script = (ASSETS / "feed.js").read_text()
@@ -319,7 +319,7 @@ def until_shown(page: Page) -> Page:
 
 
 def until_text(page: Page, element: str, text: str) -> None:
-    """That element says this somewhere."""
+    """Waits until the element contains this text."""
     page.wait_for_function(
         "([element, text]) => document.getElementById(element).textContent.includes(text)", arg=[element, text]
     )
@@ -333,7 +333,7 @@ def until_number(page: Page, element: str, value: float | str) -> None:
 
 
 def until_drawn(page: Page, last: int) -> None:
-    """All charts, up to this round; they are drawn when they are seen."""
+    """Scrolls to all charts, and waits until they are drawn up to this round."""
     for name in CHARTS:
         page.locator(f"#chart-{name}").scroll_into_view_if_needed()
         page.wait_for_function("() => document.documentElement.dataset.charts !== undefined")

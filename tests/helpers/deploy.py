@@ -1,4 +1,4 @@
-"""Where deploy/ lies, what it is read with, and tools that may not be there."""
+"""Helpers for tests of deploy/: paths, parsers and optional tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOL_SECONDS = 100.0  # seconds are usual, of a busy machine
 
 
 def tool(name: str, brings: str) -> str:
-    """A program's path: beside Python, where pip has put it, or anywhere; without it the test is skipped."""
+    """Returns a program's path, beside Python or on PATH; skips the test if it is not installed."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         pytest.skip(f"takes {name}: {brings}")
@@ -29,7 +29,7 @@ def promtool() -> str:
 
 
 def run(*command: str | Path, cwd: Path | None = None, **more: Any) -> tuple[int, str]:
-    """Exit status and everything that was said."""
+    """Runs a command; returns the exit status and all output."""
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, text=True, check=False, timeout=TOOL_SECONDS,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more,
@@ -42,5 +42,5 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_documents(path: Path) -> dict[str, Any]:
-    """Kubernetes' objects by their kind."""
+    """Reads Kubernetes objects by kind."""
     return {each["kind"]: each for each in yaml.safe_load_all(path.read_text())}

@@ -1,4 +1,4 @@
-"""What the pages say, taken apart, and a reader who does it.
+"""Parses the documentation's pages, and follows them as a reader would.
 
 A page's boxes begin with a word that says what they are:
 
@@ -68,13 +68,13 @@ class Box:
 
     @property
     def commands(self) -> list[str]:
-        """Without what is said about them."""
+        """Returns the commands without their comments."""
         return [line[2:].partition("  #")[0].rstrip() for line in self.lines if line.startswith("$ ")]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command, or Ctrl-C, and what is seen."""
+    """A command, or Ctrl-C, and its expected output."""
 
     command: str
     seen: tuple[str, ...]
@@ -97,7 +97,7 @@ def boxes_of(page: Path) -> list[Box]:
 
 
 def outside_boxes(page: Path) -> Iterator[tuple[int, str]]:
-    """The lines of the text, with their numbers."""
+    """Yields the lines outside fenced blocks, with their numbers."""
     is_inside = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
         if FENCE.match(line.strip()):
@@ -118,13 +118,13 @@ def steps_of(box: Box) -> list[Step]:
 
 
 def is_seen(wanted: tuple[str, ...], text: str) -> bool:
-    """Whether these lines are in the text, in this order, others between them; `...` stands for anything in a line."""
+    """True if the text has these lines in order, perhaps with others between; `...` matches anything in a line."""
     lines = iter(text.splitlines())
     return all(any(_pattern(each).fullmatch(line) for line in lines) for each in wanted)
 
 
 def _pattern(wanted: str) -> re.Pattern[str]:
-    """Blanks count as one, because columns are as wide as what is in them."""
+    """Makes the pattern of a line; runs of spaces match each other, because columns vary in width."""
     parts = [r"\s+".join(re.escape(word) for word in part.split()) for part in wanted.split("...")]
     return re.compile(r"\s*" + ".*".join(parts) + r"\s*")
 
@@ -134,7 +134,7 @@ def _pattern(wanted: str) -> re.Pattern[str]:
 
 
 class Node:
-    """A daemon that the reader has started, in one of the terminals."""
+    """A daemon that the reader has started in a terminal."""
 
     def __init__(
         self, command: str, terminal: str, directory: Path, log: Path, process: subprocess.Popen[bytes]
@@ -143,7 +143,7 @@ class Node:
 
     @property
     def status(self) -> dict[str, Any]:
-        """As `p2ptrain status --json` has it; empty while it does not answer."""
+        """Returns the output of `p2ptrain status --json`; empty while the node does not answer."""
         try:
             return ask(self.directory, {"do": "status"}, seconds=SECONDS)
         except P2ptrainError:
@@ -167,7 +167,7 @@ class Node:
 
 
 class Reader:
-    """Does what pages say, in a folder of its own."""
+    """Follows pages in its own folder."""
 
     def __init__(self, folder: Path, bootstrap: str = "") -> None:
         self.folder, self.bootstrap = folder, bootstrap
@@ -206,7 +206,7 @@ class Reader:
                     self.took.append((monotonic() - began, f"{box.page}: {step.command}"))
 
     def said(self, text: str, machine: str = "") -> str:
-        """A text of a page with what stands in the place of its placeholders."""
+        """Replaces the placeholders in a page's text."""
         first = next((node.status for node in self.nodes if node.process.poll() is None), {})
         if "8420" in text:
             text = text.replace("http://127.0.0.1:8420/", first["http"])
@@ -219,7 +219,7 @@ class Reader:
         return text
 
     def port(self, name: str) -> int:
-        """A free one, the same for each name."""
+        """Returns a free port, always the same for a name."""
         if name not in self.ports:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -231,7 +231,7 @@ class Reader:
         return self.folder / f"user{machine}"
 
     def kept(self, machine: str) -> Path:
-        """Where nodes keep their things there, if nothing else is said."""
+        """Returns the default data directory there."""
         return self.home(machine) / ".local" / "share" / "p2ptrain"
 
     # -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the tests of export and generate share: a node's directory with a run and checkpoints, made by hand."""
+"""Helpers for tests of export and generate: a node's directory with a run and checkpoints, made by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shapes_of(run: RunConfig) -> dict[str, tuple[int, ...]]:
 
 
 def state_of(run: RunConfig, seed: int = 1) -> torch.Tensor:
-    """Weights with which every part of the model says something: norms around 1.5, matrices of their inputs' size."""
+    """Makes weights with which every part of the model matters: norms around 1.5, matrices scaled by their inputs."""
     parts = []
     for number, shape in enumerate(shapes_of(run).values()):
         part = known_weights(seed * 1_000 + number, shape)
@@ -48,7 +48,7 @@ def state_of(run: RunConfig, seed: int = 1) -> torch.Tensor:
 
 
 def model_of(run: RunConfig, state: torch.Tensor) -> Transformer:
-    """The model with these weights, put together by hand."""
+    """Builds the model with these weights by hand."""
     model, at = Transformer(run.model), 0
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,7 +59,7 @@ def model_of(run: RunConfig, state: torch.Tensor) -> Transformer:
 
 
 class Node:
-    """A directory as a node leaves it."""
+    """A node's data directory."""
 
     def __init__(self, directory: Path, run: RunConfig) -> None:
         self.directory, self.run = directory, run
@@ -97,7 +97,7 @@ def weights_of(checkpoint: Checkpoint, run: RunConfig, **changes: Any) -> Weight
 
 
 class Command:
-    """`p2ptrain`, in this process: exit status, stdout and stderr."""
+    """Runs `p2ptrain` in this process; returns exit status, stdout and stderr."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.capsys, self.monkeypatch = capsys, monkeypatch

@@ -1,4 +1,4 @@
-"""Real daemons on hosts of their own. None knows that the others are on the same machine."""
+"""Real daemons on separate hosts (network namespaces). None knows that the others are on the same machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def daemon_on(host: Host, swarm: Swarm, *arguments: str, name: str = "", listen:
 
 
 class Hosted:
-    """A swarm with a host for each. Each of the first ones is a bootstrap of those after them."""
+    """A swarm with a host per node. Each of the first nodes is a bootstrap of the later ones."""
 
     def __init__(self, swarm: Swarm, *hosts: Host, kind: str = "tcp/4001", bootstraps: int = 1, **own: str) -> None:
         self.swarm = swarm
@@ -46,7 +46,7 @@ class Hosted:
             node.until(lambda node=node: len(node.status().get("roster", ())) == len(hosts), SECONDS)
 
     def go_on(self, *nodes: Daemon) -> float:
-        """All of them apply some more rounds; the seconds that it took."""
+        """Waits until all nodes have applied some more rounds; returns the seconds that took."""
         began = monotonic()
         wanted = max(node.applied for node in nodes) + ROUNDS
         for node in nodes:

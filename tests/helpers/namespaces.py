@@ -45,7 +45,7 @@ def run(*command: str, given: str | None = None) -> str:
 
 
 def why_impossible() -> str:
-    """Why there can be no namespaces here; nothing if there can."""
+    """Returns why namespaces cannot be used here; empty if they can."""
     missing = [tool for tool in ("ip", "tc", "nft") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)}"
@@ -68,7 +68,7 @@ def why_impossible() -> str:
 
 
 class Namespace:
-    """A network of its own, and what runs there."""
+    """A network namespace and its processes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class Namespace:
 
     @property
     def prefix(self) -> list[str]:
-        """Before a command that is to run there, as a process of its own."""
+        """Returns the prefix that makes a command run there."""
         return ["ip", "netns", "exec", self.name]
 
     def run(self, *command: str, given: str | None = None) -> str:
@@ -91,7 +91,7 @@ class Namespace:
         self.ip("link", "set", "bridge", "up")
 
     def join(self, hub: Namespace, link: str, address: str) -> str:
-        """A cable to the bridge of another; what its end there is called."""
+        """Connects to another namespace's bridge; returns the name of the interface there."""
         port = f"port-{self.name.rpartition('-')[2]}"
         end = ("name", port, "type", "veth", "peer", "name", link, "netns", self.name)
         hub.ip("link", "add", *end)
@@ -113,23 +113,23 @@ class Host(Namespace):
         self.run("nft", "-f", "-", given=FIREWALL)
 
     def listen(self, kind: str) -> str:
-        """Where a daemon is reached, by a kind of transport such as tcp/4001."""
+        """Returns a daemon's address for a transport such as tcp/4001."""
         return f"/ip{6 if ':' in self.address else 4}/{self.address}/{kind}"
 
     def limit(self, megabits: int) -> None:
-        """Up and down."""
+        """Limits the rate in both directions."""
         for namespace, link in ((self, "eth0"), (self._hub, self._port)):
             shape = ("rate", f"{megabits}mbit", "burst", "32kb", "latency", "200ms")
             run("tc", "-n", namespace.name, "qdisc", "replace", "dev", link, "root", "tbf", *shape)
 
     @property
     def sent(self) -> int:
-        """Bytes that went through the limit."""
+        """Returns the bytes that went through the limit."""
         found = re.search(r"qdisc tbf .*\n Sent (\d+) bytes", run("tc", "-n", self.name, "-s", "qdisc"))
         return int(found[1]) if found else 0
 
     def lose(self, percent: int) -> None:
-        """So many of the packets that come."""
+        """Drops this share of incoming packets."""
         self.run("nft", "flush chain inet test loss")
         if percent:
             rule = f"iifname eth0 numgen random mod 100 < {percent} counter drop"
@@ -141,20 +141,20 @@ class Host(Namespace):
         return sum(map(int, re.findall(r"counter packets (\d+)", self.run("nft", "list chain inet test loss"))))
 
     def cut(self) -> None:
-        """Nothing comes or goes, and nobody is told."""
+        """Drops all packets silently."""
         self.run("nft", "add rule inet test here iifname eth0 drop; add rule inet test away oifname eth0 drop")
 
     def heal(self) -> None:
         self.run("nft", "flush chain inet test here; flush chain inet test away")
 
     def talks_to(self, other: Host) -> bool:
-        """Whether its router knows of a conversation with another home, in which both have said something."""
+        """True if the router tracks a two-way connection with another home."""
         assert self.router is not None
         known = self.router.run("cat", "/proc/net/nf_conntrack").splitlines()
         return any(f"dst={other.outside} " in line and "[ASSURED]" in line for line in known)
 
     def reaches(self, other: Host) -> bool:
-        """Whether a packet gets there and back."""
+        """True if a ping is answered."""
         code = (
             "import socket, sys\n"
             "try: socket.create_connection((sys.argv[1], 9), timeout=1)\n"
@@ -165,7 +165,7 @@ class Host(Namespace):
 
 
 class Lan:
-    """Hosts on a bridge, with addresses of one family alone."""
+    """Hosts on a bridge, with addresses of one family only."""
 
     def __init__(self, size: int, family: int = 4) -> None:
         name = f"{PREFIX}-{os.getpid()}"
@@ -177,7 +177,7 @@ class Lan:
 
 
 class Internet:
-    """Hosts with public addresses, and homes: a host each, behind a router that lets in only what was asked for."""
+    """Hosts with public addresses, and homes: a host each, behind a NAT router."""
 
     def __init__(self, public: int, homes: int) -> None:
         name = f"{PREFIX}-{os.getpid()}"
@@ -200,13 +200,13 @@ class Internet:
 
 
 def namespaces() -> list[str]:
-    """Ours, and what others have left of theirs."""
+    """Returns our namespaces, and those left over from killed tests."""
     names = [line.split()[0] for line in run("ip", "netns", "list").splitlines() if line.strip()]
     return [name for name in names if re.fullmatch(rf"{PREFIX}-\d+-\w+", name)]
 
 
 def remove(pid: int) -> None:
-    """All that a process made."""
+    """Removes everything that a process created."""
     for name in namespaces():
         if name.split("-")[1] == str(pid):
             run("ip", "netns", "del", name)
@@ -214,7 +214,7 @@ def remove(pid: int) -> None:
 
 @contextmanager
 def made(build: Callable[[], T]) -> Iterator[T]:
-    """Afterwards nothing of it is left, nor of a test that was killed."""
+    """Creates a network and removes it at the end, with leftovers of killed tests."""
     for pid in {int(name.split("-")[1]) for name in namespaces()}:
         if not psutil.pid_exists(pid):
             remove(pid)

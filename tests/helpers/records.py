@@ -1,4 +1,4 @@
-"""Records of rounds that were lived, for tests."""
+"""Records of rounds, for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
-    """As it is read from the disk."""
+    """Makes a row as it is read from the disk."""
     made = {
         "branch": b"b" * 32, "round": number, "applied_at": 1e9 + number, "root": b"r" * 32, "manifest": b"m" * 32,
         "contributors": KEYS[:3], "mine_taken": [number], "views": 1, "train_seconds": 1.5, "collect_seconds": 0.25,

@@ -15,7 +15,7 @@ from p2ptrain.sim.scenario import Scenario, scenario_of
 
 
 def scenario(nodes: int = 3, **changes: Any) -> Scenario:
-    """A swarm on perfect links: what arrives, arrives after a hundredth of a second exactly."""
+    """A swarm on perfect links, with a delay of exactly 10 ms."""
     plain = {
         "sentence": "Something happens.",
         "nodes": nodes,
@@ -41,7 +41,7 @@ class Log(Checker):
 
 
 class Script:
-    """A core that does as it is told, and remembers what it heard."""
+    """A scripted core that records what it hears."""
 
     def __init__(self, cluster: Cluster, node: SimNode, deadline: float | None = None) -> None:
         self.cluster, self.node, self.deadline = cluster, node, deadline
@@ -60,7 +60,7 @@ class Script:
 
 
 def scripted(nodes: int = 3, **changes: Any) -> tuple[Cluster, list[Script]]:
-    """A cluster of scripts, started at zero."""
+    """Makes a cluster of scripted cores, started at time zero."""
     cluster = Cluster(1, scenario(nodes, **changes))
     scripts = []
     for node in cluster.nodes:
@@ -89,11 +89,11 @@ def announcement(cluster: Cluster, index: int, number: int = 1, payload: bytes =
 
 
 def begin_faults(cluster: Cluster) -> None:
-    """The faults alone: scripts are running already."""
+    """Starts only the faults, because the scripts are running already."""
     for number, fault in enumerate(cluster.setup.scenario.fault):
         faults._ACTIONS[type(fault)](cluster, number, fault)
 
 
 def of_kind(script: Script, kind: type) -> list[tuple[float, Any]]:
-    """When a script heard events of a kind, and which."""
+    """Returns the events of a kind that a script heard, with their times."""
     return [(at, event) for at, event in script.heard if isinstance(event, kind)]

@@ -1,4 +1,4 @@
-"""A daemon that answers `p2ptrain top` as a test wants it to, and what a frame of it looks like."""
+"""A scripted daemon for `p2ptrain top`, and its frames as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 
 class Answering:
-    """A daemon that says what a test wants."""
+    """A scripted daemon."""
 
     def __init__(self) -> None:
         self.answers = deepcopy(ANSWERS)

@@ -1,4 +1,4 @@
-"""Trainers so small that a round takes milliseconds, on the text that every Python carries."""
+"""Trainers so small that a round takes milliseconds, on texts that ship with Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(dataset: TokenDataset, name: str = "distro", seed: int = 1, **changes: 
 
 
 def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:
-    """One round of all of them; each applies the payloads in another order."""
+    """Trains and applies a round; each trainer applies the payloads in another order."""
     payloads = []
     for place, trainer in enumerate(trainers):
         trainer.train(round_number, place, len(trainers))

@@ -1,4 +1,4 @@
-"""A node that says what a test wants it to, behind the real HTTP server on loopback, and clients of all manners."""
+"""A scripted node behind the real HTTP server on loopback, and clients of various kinds."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SECONDS = 30.0  # within which everything answers, also on a busy machine
 
 
 def told_of(*found: Complaint) -> dict[str, Any]:
-    """What a status says of these complaints."""
+    """Returns the fields of a status with these complaints."""
     return {"health": [each.text for each in found], "complaints": [asdict(each) for each in found]}
 
 
 def every_complaint() -> list[Complaint]:
-    """Each once, with a number in place of everything that its text names."""
+    """Makes every complaint once, with a number for each of its fields."""
     named = {code: [name for _, name, _, _ in Formatter().parse(MEANINGS[code].text) if name] for code in Code}
     return [complaint(code, **dict.fromkeys(names, 7)) for code, names in named.items()]
 
@@ -170,7 +170,7 @@ def a_status(told: dict[str, Any]) -> Status:
 
 
 def a_record(told: dict[str, Any]) -> RoundRecord:
-    """Of a round as its JSON tells it; of names that are nobody's, a key is made up."""
+    """Makes a record from a round's JSON; keys are made up for invented peer ids."""
     keys = dict(zip((ME, OTHER), KEYS, strict=True))
     digests = {name: bytes.fromhex(told[name]) for name in ("branch", "root", "manifest")}
     contributors = tuple(keys.get(each, digest("a name", each.encode())) for each in told["contributors"])
@@ -180,7 +180,7 @@ def a_record(told: dict[str, Any]) -> RoundRecord:
 
 
 class NamedPeer(Peer):
-    """A peer by any name."""
+    """A peer with any id."""
 
     name: str = Field(exclude=True)
 
@@ -197,7 +197,7 @@ def a_peer(told: dict[str, Any]) -> Peer:
 
 
 class Told:
-    """A source: it tells these, or that it is starting."""
+    """The facts of a node: those given, or none while it is starting."""
 
     def __init__(self) -> None:
         self.is_starting = False
@@ -225,7 +225,7 @@ class Told:
 
 
 class Site:
-    """The server of a test."""
+    """A test's server, with a client."""
 
     def __init__(self, told: Told, app: App, server: HttpListener, port: int, address: str = "127.0.0.1") -> None:
         self.told, self.app, self.server, self.port = told, app, server, port
@@ -246,7 +246,7 @@ class Site:
         return json.loads(body)
 
     async def refused(self, path: str, **more: Any) -> tuple[int, str]:
-        """Status and reason; whoever is refused learns nothing else."""
+        """Returns status and reason; checks that a refusal says nothing else."""
         status, headers, body = await self.get(path, **more)
         assert headers["Content-Type"] == "application/json; charset=utf-8"
         error = json.loads(body)
@@ -259,7 +259,7 @@ class Site:
         return reader, writer
 
     async def raw(self, request: bytes) -> bytes:
-        """All that comes back for these bytes."""
+        """Sends bytes and returns everything that comes back."""
         reader, writer = await self.connect()
         writer.write(request)
         return await until_closed(reader)
@@ -274,7 +274,7 @@ class Site:
 
 
 def status_in(answer: bytes) -> int:
-    """0: there is none."""
+    """Returns the status code of a raw response; 0 if there is none."""
     return int(answer.split(b" ", 2)[1]) if answer else 0
 
 
@@ -297,7 +297,7 @@ async def site(
     assets: Path = ASSETS,
     address: str = "127.0.0.1",
 ) -> AsyncIterator[Site]:
-    """`host` is what its config says, `address` where it is."""
+    """Runs a server; `host` is the configured one, `address` the one it listens on."""
     listener = socket.socket()
     listener.setblocking(False)
     listener.bind((address, 0))
@@ -321,7 +321,7 @@ async def until(holds: Any) -> None:
 
 
 def on_both_loops(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The daemon's loop is uvloop's where there is one, and connections come and go otherwise there."""
+    """Runs a test on asyncio's and uvloop's loops, which handle connections differently; the daemon prefers uvloop."""
 
     @functools.wraps(test)
     def run(loop_name: str, *args: P.args, **kwargs: P.kwargs) -> None:

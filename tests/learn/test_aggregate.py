@@ -47,7 +47,7 @@ def test_there_is_a_golden_root_for_every_case_and_no_two_are_equal() -> None:
 
 
 def written_step(outer: str, *, rate: Fraction, peers: int, squares: int, unit: int | None) -> float:
-    """ARCHITECTURE's formula for a group of two chunks of 64 at k = 32, operation by operation."""
+    """The formula in docs/protocol.md for a group of two chunks of 64 at k = 32, operation by operation."""
     lr = rate.numerator / rate.denominator
     if outer == "sign":
         return float(np.float32(lr))

@@ -1,4 +1,4 @@
-"""The assignment: everyone computes everyone's, nobody overlaps, and a pass uses everything."""
+"""The assignment: every node computes it for all, shards do not overlap, and a pass uses all data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def of_round(seed: int, round_number: int, places: int, count: int, sequences: i
 
 
 def in_plain_integers(seed: int, pass_number: int, slot: int, size: int) -> int:
-    """The permutation as its theory states it, a slot at a time and without numpy."""
+    """The permutation by definition, one slot at a time and without numpy."""
 
     def scatter(word: int, key: int) -> int:
         word ^= key

@@ -1,4 +1,4 @@
-"""Beginning a run: what comes out seals it, the same each time, and a mistake names the key and the fix."""
+"""Starting a run: its sealed config is the same each time, and an error names the key and the fix."""
 
 from __future__ import annotations
 

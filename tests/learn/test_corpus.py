@@ -1,4 +1,4 @@
-"""Documents: where text is cut, and what is refused with the place where it stands."""
+"""Documents: where text is split, and the place of what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data on disk: sequences come out as they went in, and nothing that is damaged or hostile is used."""
+"""Data on disk: sequences come out as they went in, and damaged or hostile data is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.tokenizers import END, json_lines, prepared, tokenizer_json, 
 
 
 def dataset_of(directory: Path, token_bytes: int, tokens: int, held_out: int = 0) -> tuple[TokenDataset, np.ndarray]:
-    """A data set made by hand, of random tokens, and the tokens."""
+    """Makes a data set of random tokens; returns both."""
     vocab_size = {1: 256, 2: 50_000, 4: 2**20}[token_bytes]
     drawn = np.random.default_rng(tokens).integers(0, vocab_size, tokens + held_out)
     streams: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ def dataset_of(directory: Path, token_bytes: int, tokens: int, held_out: int = 0
 
 
 def named(dataset: TokenDataset) -> list[str]:
-    """The files that are missing."""
+    """Returns the names of the missing files."""
     return [digest.hex() for digest in dataset.missing_anywhere()]
 
 
@@ -58,7 +58,7 @@ def write_manifest(directory: Path, raw: object) -> str:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[TokenDataset, np.ndarray]]:
-    """Three pieces of each width, the last of them short."""
+    """Makes three pieces of each token width, the last one short."""
     directory = tmp_path_factory.mktemp("wide")
     return {
         width: dataset_of(directory / str(width), width, 2 * PIECE_BYTES // width + 1_001, held_out=5_000)

@@ -1,4 +1,4 @@
-"""An export: what is in its files, byte for byte, and that damage never gets into one."""
+"""An export: the bytes of its files, and that damaged weights are never exported."""
 
 from __future__ import annotations
 

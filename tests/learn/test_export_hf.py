@@ -102,7 +102,7 @@ def test_it_draws_from_all_tokens_as_the_node_does(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Any]]:
-    """Ours and theirs, by kind."""
+    """Returns our model and transformers', by kind of tokenizer."""
     found: dict[str, tuple[Tokenizer, Any]] = {}
     for shape in (SHAPES["fewer kv heads"], SHAPES["one kv head, odd vocabulary, other theta"]):
         tokenizer = tokenizer_of(shape)

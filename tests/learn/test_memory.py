@@ -1,4 +1,4 @@
-"""What a run is said to take of memory, against what it takes."""
+"""The estimated memory of a run, against the measured one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_formula_of_a_pass_is_what_is_alive_in_it(
 
 
 def _took(tmp_path: Path, run: dict[str, Any], device: dict[str, Any], rounds: int = 2) -> tuple[int, int]:
-    """A process's memory before it has a trainer, and the most that it had, with one thread and rounds of ten."""
+    """Measures a process's memory before it has a trainer, and its peak, with one thread and rounds of ten."""
     dataset = embedded(tmp_path / "data")
     name = manifest_digest(dataset.manifest_bytes())
     argument = json.dumps([run, device, str(dataset.directory), name, rounds])

@@ -1,4 +1,4 @@
-"""The model against formulas written a second time, and against what it promises to everything above it."""
+"""The model against independent formulas, and the guarantees that other modules rely on."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, writt
 
 
 def stream_texts(out: Path, stream: Split, tokenizer: Tokenizer) -> list[str]:
-    """The documents of a stream, read without the code under test."""
+    """Reads the documents of a stream without the code under test."""
     width = {256: "<u1"}.get(tokenizer.vocab_size, "<u2")
     content = b"".join((out / "pieces" / name).read_bytes() for name in stream.pieces)
     tokens = np.frombuffer(content, width)

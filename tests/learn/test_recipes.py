@@ -1,4 +1,4 @@
-"""The recipes against an independent DeMo and against torch's AdamW; what leaves the residual and comes back."""
+"""The recipes against an independent DeMo and torch's AdamW; what leaves the residual and comes back."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is(monkeypatch: 
 
 
 class Silent(GradientRecipe):
-    """A recipe of one's own: always votes for the same thing."""
+    """A custom recipe that always casts the same votes."""
 
     def contribute(self, round_number: int) -> Contribution:
         chunks = self.residual.layout.chunks
@@ -319,7 +319,7 @@ def test_a_recipe_takes_the_copies_of_the_weights_that_its_spec_tells(name: str)
 
 
 def failing_above(live: LiveModel, sequences: int, error: Exception) -> list[int]:
-    """Let passes of more sequences fail halfway; the sizes of all that were tried."""
+    """Makes passes of more sequences fail halfway; returns the sizes that were tried."""
     tried: list[int] = []
     real = live.model.loss
 

@@ -143,7 +143,7 @@ def test_a_round_before_the_first_is_our_mistake() -> None:
 
 
 def nearest_float_by_decimal(fraction: Fraction) -> float:
-    """Through 1,200 digits, which a float64 of any size fits in, and Python's correctly rounded float(str)."""
+    """Rounds through 1,200 decimal digits, which represent any float64, and Python's correctly rounded float(str)."""
     with localcontext() as context:
         context.prec = 1_200
         return float(str(Decimal(fraction.numerator) / Decimal(fraction.denominator)))

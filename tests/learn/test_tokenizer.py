@@ -119,13 +119,13 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def panics_in_loading() -> bytes:
-    """Its second tokens are said to have a prefix that is longer than they are."""
+    """A tokenizer whose second tokens have a prefix longer than themselves."""
     model = json.loads(tokenizer_json())["model"] | {"continuing_subword_prefix": "##"}
     return tokenizer_json(model=model)
 
 
 def panics_at_a_text() -> bytes:
-    """Its table of characters has one place, and each character leads to another one."""
+    """A tokenizer whose character cache has one slot, so that each character evicts another."""
     table = struct.pack("<II", 4, 0) + b"\0"
     normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
     return tokenizer_json(normalizer=normalizer)

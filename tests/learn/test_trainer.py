@@ -1,4 +1,4 @@
-"""The trainer: swarms that learn and stay the same bits, and saved state that goes on to the same bits."""
+"""The trainer: swarms learn and stay bit-identical, also when they continue from saved state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that goes from node to node, and that is saved at any moment."""
+"""State that nodes transfer to each other, and that is saved at any moment."""
 
 from __future__ import annotations
 

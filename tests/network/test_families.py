@@ -1,4 +1,4 @@
-"""Real daemons on hosts that have addresses of IPv6 alone, and on hosts that speak QUIC alone."""
+"""Real daemons on hosts with only IPv6 addresses, and on hosts with only QUIC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real daemons on hosts of their own: over thin and lossy lines, and over a partition that heals.
+"""Real daemons on separate hosts: over slow and lossy links, and through a partition that heals.
 
 Each has its own address, and none knows that the others are on the same machine. The tests share one swarm, in this
 order.

@@ -1,4 +1,4 @@
-"""Real daemons at home: behind routers that let in only what was asked for, with others on the open network.
+"""Real daemons behind NAT routers that only let in replies, with others on the open network.
 
 Gossip reaches them over the connections that they made themselves. To one another they talk through a relay, which is
 any public node that they were told of; or directly, where both have made a hole at the same time.
@@ -37,11 +37,11 @@ class Home:
         self.public, self.at_home = self.hosted.nodes[: len(net.public)], self.hosted.nodes[len(net.public) :]
 
     def are_linked(self) -> bool:
-        """Whether those at home have everybody else as a peer."""
+        """True if both nodes at home are connected to all others."""
         return all(node.peers == len(self.hosted.nodes) - 1 for node in self.at_home)
 
     def path(self) -> str:
-        """Whether the homes exchange packets with each other, or with the public alone."""
+        """Says whether the homes exchange packets directly, or only with public nodes."""
         one, other = self.at_home
         return "direct" if one.host.talks_to(other.host) or other.host.talks_to(one.host) else "relayed"
 

@@ -1,4 +1,4 @@
-"""The dashboard before a node that says what a test wants: numbers, what changes, and what is hard to show."""
+"""The dashboard with a scripted node: its numbers, live changes, and difficult contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard before a real daemon: its numbers, its rounds, and a daemon that goes away and comes back."""
+"""The dashboard with a real daemon: its numbers, its rounds, and a daemon that goes away and comes back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def until_round(page: Page, least: int) -> int:
-    """The page shows that this round, or a later one, was applied."""
+    """Waits until the page shows that this round or a later one was applied."""
     page.wait_for_function(
         "(least) => Number(document.getElementById('main').dataset.round) >= least", arg=least, timeout=SECONDS * 3_000
     )
@@ -41,7 +41,7 @@ def until_round(page: Page, least: int) -> int:
 
 
 def until_the_same(page: Page, url: str) -> None:
-    """The page has the numbers of /status, which may change while both are looked at."""
+    """Waits until the page has the numbers of /status, which may change between the two reads."""
     for _ in range(50):
         before = json.loads(page.request.get(f"{url}status").text())
         shown = numbers_on(page)

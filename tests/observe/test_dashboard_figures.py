@@ -1,4 +1,4 @@
-"""What the dashboard costs: the time until its numbers are there, and its memory after an hour of one-second rounds.
+"""The cost of the dashboard: time until it shows numbers, and memory after an hour of one-second rounds.
 
 `pytest -m slow -s tests/observe/test_dashboard_figures.py` prints the figures.
 """
@@ -51,7 +51,7 @@ def node() -> Iterator[Node]:
 
 
 def renderers() -> list[psutil.Process]:
-    """The processes in which Chromium has its pages."""
+    """Returns Chromium's renderer processes."""
     return [each for each in psutil.Process().children(recursive=True) if "--type=renderer" in each.cmdline()]
 
 

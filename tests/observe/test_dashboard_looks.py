@@ -1,4 +1,4 @@
-"""The dashboard for everyone: small screens, light and dark, a keyboard, a screen reader."""
+"""Accessibility of the dashboard: small screens, light and dark, keyboard, screen reader."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def node() -> Iterator[Node]:
 
 
 def channels(colour: str) -> tuple[list[float], float]:
-    """Red, green and blue from 0 to 1, and how much of it covers what lies behind."""
+    """Parses a colour: red, green and blue from 0 to 1, and opacity."""
     numbers = [float(each) for each in re.findall(r"[\d.]+", colour)]
     assert colour.startswith("rgb") and len(numbers) in (3, 4), colour
     return [each / 255 for each in numbers[:3]], numbers[3] if len(numbers) == 4 else 1.0
@@ -96,7 +96,7 @@ def contrast(one: list[float], other: list[float]) -> float:
 
 
 def over(layers: list[str]) -> list[float]:
-    """What is seen of layers, of which the nearest is the first."""
+    """Blends layers of colours, the nearest first."""
     seen = [1.0, 1.0, 1.0]
     for layer in reversed(layers):
         colour, cover = channels(layer)
@@ -243,7 +243,7 @@ def _look_at_tables(page: Page) -> None:
 
 
 def _look_at_names(page: Page) -> None:
-    """Whatever has a role or can be reached has a name, and each chart a description in words."""
+    """Checks that everything with a role or focus has a name, and each chart a description."""
     tree = page.locator("body").aria_snapshot()
     for role in ("banner", "main", "contentinfo", "navigation", "region", "img", "table", "list", "log"):
         assert re.search(rf"^\s*- {role}\b", tree, re.MULTILINE), role

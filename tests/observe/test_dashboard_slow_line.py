@@ -1,4 +1,4 @@
-"""The dashboard when its line to the node is slow, or carries some of what it asks for and not the rest."""
+"""The dashboard on a slow connection, or one on which only some requests succeed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def node() -> Iterator[Node]:
 
 
 class Refusing:
-    """Whoever answers for the node that it is too busy to tell of its rounds."""
+    """A proxy that answers requests for rounds as if the node were too busy."""
 
     def __init__(self, page: Page) -> None:
         self.is_busy = True

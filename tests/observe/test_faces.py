@@ -1,4 +1,4 @@
-"""Every figure of the schema shows on every face, by its field alone: each is changed, and each face says so."""
+"""Every figure of the schema shows up in every interface: a changed value changes each of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def another(value: Any) -> Any:
 
 
 def changed(told: dict[str, Any], figure: Shown) -> dict[str, Any]:
-    """The same answer with another value of this figure."""
+    """Returns the answer with another value of this figure."""
     told = deepcopy(told) | ({"is_member": False} if figure.name == "is_admitted" else {})
     *way, last = figure.path
     place = told
@@ -143,7 +143,7 @@ def test_every_figure_of_the_status_shows_on_the_dashboard(browser: Browser, nod
 
 
 def settled(page: Page, node: Node, usual: dict[str, Any]) -> str:
-    """What the page shows of this status, by a mark that it carries."""
+    """Returns the page's texts once it shows this status, which is recognised by a marker."""
     settled.count = getattr(settled, "count", 0) + 1  # type: ignore[attr-defined]
     name = f"run-{settled.count}"  # type: ignore[attr-defined]
     node.change(**usual | {"run_name": name})

@@ -1,4 +1,4 @@
-"""The daemon's lines: what a reader that stops reading does to the node, and what a terminal must not obey."""
+"""The daemon's log: a reader that stalls does not block the node, and control characters are removed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print("went on", flush=True)
 
 @contextmanager
 def child(form: str, then: str, stderr: int, lines: int = LINES) -> Iterator[subprocess.Popen[str]]:
-    """It is gone at the end, whatever it is waiting for."""
+    """Starts a child process that is killed at the end."""
     usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
         [sys.executable, "-c", CHILD.format(form=form, then=then, lines=lines)],
@@ -57,7 +57,7 @@ def child(form: str, then: str, stderr: int, lines: int = LINES) -> Iterator[sub
 
 
 class Target(logging.Handler):
-    """Takes lines when it is told to."""
+    """A handler that blocks until the test lets it continue."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The charts' library over HTTP: what is installed, compressed for whoever takes that, and sent once."""
+"""The chart library over HTTP: the installed file, compressed if accepted, and cached by browsers."""
 
 from __future__ import annotations
 

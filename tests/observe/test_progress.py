@@ -1,4 +1,4 @@
-"""Progress for a person: a line, and one JSON object a round where no terminal is."""
+"""Progress for people: a live line on a terminal, a JSON line per round elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records: what is written is there again, within its bounds; a damaged file costs history and nothing else."""
+"""Records survive a restart, stay within bounds, and if damaged, cost only history."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def records(path: Path) -> Iterator[Records]:
 
 
 def again(path: Path, count: int = 1_000) -> Past:
-    """What the next start finds."""
+    """Opens the records as the next start does."""
     with closing(Records(path)) as made:
         return made.past(count)
 
@@ -364,7 +364,7 @@ def test_a_row_that_was_changed_counts_as_not_written(path: Path, records: Recor
 
 
 class RefusingConnection:
-    """A connection to a disk that takes nothing."""
+    """A database connection on a disk that refuses writes."""
 
     def __init__(self, code: int) -> None:
         self.code = code

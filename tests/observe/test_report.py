@@ -1,4 +1,4 @@
-"""The page about a run: its figures are the records', it needs nothing from outside, and its charts are right."""
+"""The page about a run: its figures match the records, it is self-contained, and its charts are right."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN_ID = bytes.fromhex(RUN.run_id)
 
 
 def a_round(number: int, **changes: object) -> RoundRecord:
-    """Round 1 to 9 of the same branch: the loss falls, bytes and times are round numbers."""
+    """Makes a record of one branch, with a falling loss and round numbers for bytes and times."""
     usual: dict[str, object] = {
         "branch": RUN_ID, "root": bytes([number]) * 32, "loss": 5.0 - number / 4, "applied_at": 1.7e9 + number,
         "contributors": (KEYS[0], KEYS[1]), "bytes_sent": 1_000, "bytes_received": 2_000, "tokens": 512, "views": 1,
@@ -48,7 +48,7 @@ def page(*rounds: RoundRecord, me: bytes = KEYS[0], run: RunConfig = RUN) -> str
 
 
 class Outline(HTMLParser):
-    """That every element is closed where it should be, and what the page would load."""
+    """Parses HTML: checks that elements are closed, and collects what the page would load."""
 
     VOID = ("meta", "br", "link", "img", "hr", "input")
 
@@ -201,7 +201,7 @@ def test_the_page_draws_its_charts_from_a_file_and_asks_nobody(
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Of a node that has lived nine rounds, and saved three of them, one with another root than was agreed."""
+    """The data directory of a node with nine rounds and three checkpoints, one of which has a wrong root."""
     node = NodeConfig(storage=StorageConfig(directory=str(tmp_path / "node")))
     made = run_directory(node, RUN_ID)
     made.mkdir(parents=True)

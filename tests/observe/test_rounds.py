@@ -1,4 +1,4 @@
-"""The records of rounds: they add up, they say what the core knows, and a disk that fails loses no round but them."""
+"""Records of rounds add up and match the core's view, and a failing disk costs only records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOW = 1_700_000_000.0
 
 
 class NotedKeeping:
-    """A disk that takes everything, or nothing."""
+    """Persistence that accepts all records, or none."""
 
     def __init__(self, directory: Path) -> None:
         self.store = SimpleNamespace(directory=directory, records=Records(directory / "records.sqlite"))
@@ -54,7 +54,7 @@ class NotedKeeping:
 
 
 class Watched:
-    """A core whose fellow members the test plays, and what is recorded of it."""
+    """A core whose fellow members the test plays, with a recorder."""
 
     def __init__(self, tmp_path: Path, past: Past | None = None, **changes: Any) -> None:
         self.bench = Bench(4, **changes)
@@ -83,7 +83,7 @@ class Watched:
         self.bench.tick(0.0)
 
     def round(self) -> None:
-        """Ten seconds of training, five until all is agreed, two until it is applied."""
+        """Runs a round: ten seconds of training, five until it is agreed, two until it is applied."""
         bench = self.bench
         offers = bench.collect()
         bench.tick(bench.now + 5.0)
@@ -412,7 +412,7 @@ def test_the_speed_of_the_swarm_is_that_of_what_was_taken(tmp_path: Path) -> Non
 
 
 async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
-    """A swarm by itself, until so many rounds are applied."""
+    """Runs a swarm of one until this many rounds are applied."""
     me = Identity(bytes(31) + b"\1")
     dataset = a_dataset(root / "data")
     run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(

@@ -1,4 +1,4 @@
-"""What the daemon says of itself: the small parts that need no swarm."""
+"""The daemon's status, as far as it can be tested without a swarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard in the terminal: how it takes a daemon that comes and goes, and its keys."""
+"""The dashboard in the terminal: its keys, and a daemon that comes and goes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ async def test_on_a_terminal_it_draws_and_q_ends_it_and_gives_the_terminal_back(
 
 @contextmanager
 def on_a_terminal(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """top, where no daemon runs, once it has drawn that; our end of its terminal, and its own."""
+    """Starts `top` without a daemon in a pseudo-terminal, and waits for its first frame; returns both ends."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "p2ptrain", "top", "--data-dir", str(directory), "--interval", "60"]

@@ -1,4 +1,4 @@
-"""A frame of the dashboard in the terminal: what it says, in the words of the page, on screens of all sizes."""
+"""A frame of the dashboard in the terminal: its contents, in the page's words, on screens of all sizes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bandwidth_is_what_went_between_two_looks() -> None:
     assert "sending 5.0 KB/s (10.0 KB), receiving 0 B/s (20 B)" in shown(look(daemon, 12.0), before)
     daemon.answers = deepcopy(daemon.answers)
     daemon.answers["status"]["bytes"] = {"bytes sent": 5, "bytes received": 5}  # it has begun anew
-    assert "sends 5 B, receives 5 B" in shown(look(daemon, 14.0), look(Answering(), 12.0))
+    assert "sending 5 B, receiving 5 B" in shown(look(daemon, 14.0), look(Answering(), 12.0))
 
 
 def test_loss_has_a_line_over_the_bytes_that_were_moved() -> None:

@@ -1,4 +1,4 @@
-"""Figures of rounds: as JSON lines, for TensorBoard (by known values and its own reader), and that nothing waits."""
+"""Figures of rounds: JSON lines, TensorBoard files (by known values and its own reader), and that nothing blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_tensorboard(test: Any) -> Any:
 
 
 class Listing:
-    """A tracker that keeps what it is told, in a file."""
+    """A tracker that writes the records to a file."""
 
     def __init__(self, directory: Path, run: RunConfig = RUN) -> None:
         self.directory = directory
@@ -80,7 +80,7 @@ def test_the_lines_of_a_run_are_its_figures_and_a_figure_that_is_none_is_null() 
 
 
 def test_figures_of_before_keep_their_names() -> None:
-    """Who renames one breaks the charts of those who have tracked it."""
+    """Renaming a figure would break its users' charts."""
     assert tracked_of(a_round(1)).keys() >= {
         "round/seconds", "round/train_seconds", "round/collect_seconds", "round/agree_seconds", "round/apply_seconds",
         "round/contributors", "round/tries", "round/late", "round/refused", "bytes/sent", "bytes/received",

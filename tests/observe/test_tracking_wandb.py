@@ -1,4 +1,4 @@
-"""Figures for Weights & Biases: with their package, without a network, and whatever becomes of their process."""
+"""Figures for Weights & Biases: with the wandb package, offline, and however its process ends."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of the one that needs wandb."""
+    """Replaces the child program, which needs wandb."""
     monkeypatch.setattr(wandb_run, "PROGRAM", tmp_path / "program.py")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     return tmp_path / "program.py"
 
 
 def service_of(child: psutil.Process) -> psutil.Process:
-    """Before it, wandb starts others that end at once."""
+    """Returns wandb's service process; processes that it starts earlier end at once."""
     while True:
         for each in child.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -71,7 +71,7 @@ def service_of(child: psutil.Process) -> psutil.Process:
 
 
 def rounds_in(directory: Path) -> list[dict[str, float]]:
-    """What the one run in a directory holds, by wandb's own reader."""
+    """Reads the only run in a directory with wandb's own reader."""
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 
@@ -180,7 +180,7 @@ def test_a_process_that_ends_is_a_warning_in_its_own_words(
 def test_what_a_process_says_is_bounded_and_ends_with_its_last_words(
     tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says 64 MB, while no round ends, and then more."""
+    """It writes 64 MB while no round ends, and then more."""
     monkeypatch.setattr(wandb_run, "LOOK_SECONDS", 0.01)
     program.write_text(
         "import os, sys\n"

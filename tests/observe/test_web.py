@@ -1,4 +1,4 @@
-"""What a node answers over HTTP: what the daemon told, as it is described, and nothing else."""
+"""A node's answers over HTTP contain the daemon's facts, as described, and nothing else."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_all_answers_and_events_are_described() -> None:
 
 
 def test_no_field_of_version_1_has_another_name() -> None:
-    """Who renames or removes one makes version 2, and changes this test. New ones may come."""
+    """Renaming or removing a field needs version 2 and a change of this test. New fields may be added."""
     shown = {name: getattr(models, name).model_json_schema(mode="serialization") for name in FIELDS}
     missing = {name: {*fields.split()} - shown[name]["properties"].keys() for name, fields in FIELDS.items()}
     assert missing == {name: set() for name in FIELDS}

@@ -1,4 +1,4 @@
-"""Real daemons over HTTP: what they show is what they say over their socket, from their first moment to their last."""
+"""Real daemons over HTTP: they show the same as over their control socket, from start to end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def as_json(url: str, **headers: str) -> Any:
 
 
 def url_in(daemon: Daemon) -> str:
-    """Where it says that it is shown, as soon as it does."""
+    """Waits for the dashboard's URL in the log."""
     daemon.until_says("this node in a browser: http://")
     found = re.search(r"this node in a browser: (http://\S+/)", daemon.text)
     assert found is not None
@@ -103,7 +103,7 @@ def _counted(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def _look_at_events(url: str) -> None:
-    """Rounds, and the status of each of them, come by themselves."""
+    """Checks that rounds arrive as events, each with a status."""
     seen: list[tuple[str, Any]] = []
     began, name = monotonic(), ""
     with urllib.request.urlopen(f"{url}events", timeout=SECONDS) as stream:
@@ -122,7 +122,7 @@ def _look_at_events(url: str) -> None:
 
 
 def _look_at_rounds(*urls: str) -> None:
-    """Two nodes tell the same of the rounds that both have lived."""
+    """Checks that two nodes agree about the rounds that both have applied."""
     told = [{each["round"]: each for each in as_json(f"{url}rounds?last=50")["rounds"]} for url in urls]
     both = told[0].keys() & told[1].keys()
     assert both

@@ -1,4 +1,4 @@
-"""/events: what changes reaches those who watch, and whoever does not read goes."""
+"""/events: changes reach the watchers, and a watcher that does not read is dropped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINE = LogLine(at="2026-01-01T00:00:00.000+00:00", level="info", message='a "lin
 
 
 def said(block: str) -> tuple[str, Any]:
-    """One event, as a browser reads it."""
+    """Parses an event as a browser does."""
     fields = dict(line.partition(": ")[::2] for line in block.splitlines())
     return fields["event"], json.loads(fields["data"])
 
@@ -44,7 +44,7 @@ async def watch(here: Site) -> asyncio.StreamReader:
 
 
 async def blocks(reader: asyncio.StreamReader, count: int) -> list[str]:
-    """So many events, out of the chunks that HTTP/1.1 makes of a stream."""
+    """Reads this many events from a chunked HTTP/1.1 stream."""
     text = ""
     while text.count("\n\n") < count:
         size = int(await reader.readline(), 16)

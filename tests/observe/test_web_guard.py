@@ -1,4 +1,4 @@
-"""Who may read over HTTP: hosts, methods, bodies and the token."""
+"""Access control over HTTP: hosts, methods, bodies and the token."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ async def test_a_browser_gets_a_cookie_for_the_token_and_an_address_without_it()
 
 
 async def test_a_token_is_typed_as_it_stands_in_its_file() -> None:
-    """A browser leaves the signs of base64 in an address as they are."""
+    """A browser does not encode base64's special characters in a URL."""
     typed = "/?token=Zm9v+mJh/iYX++cXV4Zm9vYmFyYmF6cXV4Zm9vYmE="
     async with site(token=typed.removeprefix("/?token=").encode()) as here:
         for target in (

@@ -1,4 +1,4 @@
-"""The look at what changes: a mistake of ours in it ends nothing but itself, and is told."""
+"""The watch for changes: a bug in it ends nothing else, and is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.web import SECONDS, STATUS, a_status, until_closed
 
 
 class Node:
-    """Of which something changes with every look, and one look, the `bad`th, finds what no model takes."""
+    """A node that changes with every look; the `bad`th look finds an invalid value."""
 
     def __init__(self, bad: int) -> None:
         self.bad, self.looks = bad, 0

@@ -1,4 +1,4 @@
-"""/metrics: what Prometheus reads, by its own parser and its own conventions."""
+"""/metrics, checked with Prometheus' own parser and conventions."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_names_and_units_keep_the_conventions() -> None:
 
 
 def test_faults_that_were_counted_stay_so_when_their_peers_are_forgotten_and_begin_anew_with_the_node() -> None:
-    """To Prometheus a counter that falls has begun anew, and all that it still counts has just happened."""
+    """Prometheus takes a falling counter for a restart, and counts all that is left as new."""
     reputation, after = Reputation(), Reputation()
     for number in range(1, PEERS_MAX + 2):
         reputation.note(number.to_bytes(32, "big"), Reason.LATE, 0.0)

@@ -26,7 +26,7 @@ EXAMPLES = 25
 
 @contextmanager
 def in_a_thread(*, token: bytes = b"") -> Iterator[Site]:
-    """A server beside the test, which asks as requests does."""
+    """Runs a server in a thread, for schemathesis' blocking client."""
     loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
     end = asyncio.Event()
 
@@ -76,5 +76,5 @@ def test_answers_are_what_the_description_says(operation: schemathesis.APIOperat
 
 
 def can(operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode) -> bool:
-    """Where nothing is asked, nothing can be asked wrongly."""
+    """True if requests of this kind exist: without parameters none can be invalid."""
     return mode.is_positive or bool(operation.query)

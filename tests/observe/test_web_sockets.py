@@ -1,4 +1,4 @@
-"""The HTTP server among clients that mean no good, or are only many."""
+"""The HTTP server with hostile clients, or very many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def start_of(here: Site, path: str = "/status") -> bytes:
 
 
 async def silent(here: Site, count: int, says: bytes = b"") -> list[asyncio.StreamReader]:
-    """So many connections without a request."""
+    """Opens this many connections without a request."""
     readers = []
     for _ in range(count):
         reader, writer = await here.connect()
@@ -239,7 +239,7 @@ async def test_where_there_is_no_place_it_is_told_so() -> None:
 )
 @on_both_loops
 async def test_whoever_asks_whether_to_go_on_is_answered_at_once(host: str, more: bytes, status: int) -> None:
-    """A client that sends `Expect: 100-continue` waits for that before it sends its body; it is never told to."""
+    """A client that sends `Expect: 100-continue` never gets one, and so never sends its body."""
     async with site() as here:
         head = f"GET /status HTTP/1.1\r\nHost: {host}:{here.port}\r\nExpect: 100-continue\r\n".encode()
         answer = await here.raw(head + more + b"\r\n")
@@ -251,7 +251,7 @@ async def test_whoever_asks_whether_to_go_on_is_answered_at_once(host: str, more
 
 
 def has_ended(client: socket.socket) -> bool:
-    """As the client sees it at once, without the server's loop having another turn."""
+    """True if the client sees the end at once, without another turn of the server's loop."""
     client.setblocking(False)
     try:
         while client.recv(2**16):

@@ -1,4 +1,4 @@
-"""The benchmarks run, cover what they promise, and write what others read."""
+"""The benchmarks run, cover what they claim, and write readable reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_codec_benchmark_measures_both_sides_and_reaches_its_sizes() -> None
 
 
 def test_our_decode_of_its_own_payload_is_the_float_demos_within_rounding() -> None:
-    """The two sides do the same work: what DeMo would add for one sender is what our votes stand for."""
+    """Both sides do the same work: our votes decode to what DeMo would add for one sender."""
     codec = load("codec")
     shapes = [(128, 192)]
     gradient = codec.torch.randn(shapes[0], generator=codec.torch.Generator().manual_seed(1))

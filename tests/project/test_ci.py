@@ -1,4 +1,4 @@
-"""CI sees the tests run that it is there for: where one is skipped for want of a program, the run fails."""
+"""CI runs all of its tests: if one is skipped because a program is missing, the run fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 100.0  # seconds are usual: torch is imported
 
 
 def outcome(tmp_path: Path, marker: str, *options: str) -> tuple[int, str]:
-    """Of a run of two tests, one of which is skipped."""
+    """Returns the result of a run of two tests, one of which is skipped."""
     shutil.copy(ROOT / "tests/conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(SKIPPED.format(marker=marker))
     done = subprocess.run(

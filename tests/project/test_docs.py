@@ -1,4 +1,4 @@
-"""The documentation: what its pages say is so, what they link to is there, and what they have one type works.
+"""The documentation is correct: its claims hold, its links exist, and its commands work.
 
 The reference is made again and compared. Every command of README.md and docs/ is run, in the order of its page, with
 real daemons; those that are not are listed here, with the reason that the page gives.
@@ -120,7 +120,7 @@ def test_writing_the_reference_twice_changes_nothing(
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as forges make them."""
+    """Returns the anchors of a page's headings, as code hosts generate them."""
     titles = [re.sub(r"`|\[|\]|\*", "", line.lstrip("# ")) for _, line in outside_boxes(page) if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -169,7 +169,7 @@ def test_every_page_with_commands_is_read_in_a_sitting() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "/reference/" not in name])
 def test_commands_in_the_text_are_there_with_their_options(name: str) -> None:
-    """Those between backticks, and those in boxes that no test runs."""
+    """Checks commands in backticks, and in boxes that no test runs."""
     page, wrong = ROOT / name, []
     spoken = [(n, each) for n, line in outside_boxes(page) for each in re.findall(r"`([^`]*)`", line)]
     spoken += [(box.line, command) for box in boxes_of(page) if box.kind == "text" for command in box.commands]
@@ -181,7 +181,7 @@ def test_commands_in_the_text_are_there_with_their_options(name: str) -> None:
 
 
 def _problem(words: list[str]) -> str:
-    """What is wrong with a command as it is spoken of; alternatives are written with |."""
+    """Returns what is wrong with a quoted command; alternatives are separated by |."""
     place = typer.main.get_command(app)
     for word in words:
         commands = getattr(place, "commands", {})
@@ -249,7 +249,7 @@ def test_every_entry_of_the_log_opens_with_its_result_in_one_line() -> None:
 
 @pytest.mark.parametrize("page", HOUSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    """Between backticks, from the root of the project, the package, deploy/ or the page's own folder."""
+    """Checks names in backticks, relative to the project, the package, deploy/ or the page's own folder."""
     missing = []
     for number, line in outside_boxes(page):
         for text in re.findall(r"`([^`]*)`", line):

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: what it is made of does its work, so that only the hardware is new on the day."""
+"""`make gpu` without a GPU: all its parts work, so that on the day only the hardware is new."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_wheels_are_all_that_is_imported_besides_torch_numpy_and_transformer
 
 
 def test_a_swarm_whose_roots_differ_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The power of the comparison: one trainer of four is off by the last bit of one weight."""
+    """Checks the power of the comparison: one of four trainers is off by the last bit of one weight."""
     swarm.main(report(tmp_path))
     found = json.loads((tmp_path / "part.json").read_text())
     assert len(found) == len(swarm.RECIPES) * len(swarm.PRECISIONS)
@@ -115,7 +115,7 @@ def test_the_codec_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pyt
 def test_a_size_or_a_setting_that_fails_leaves_the_others_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first has no memory, the last no compiler."""
+    """The first size runs out of memory, and the last setting has no compiler."""
     real = steps.setting
 
     def setting(part: Report, config: Any, shape: Any, what: str) -> Any:
@@ -198,7 +198,7 @@ def test_each_test_is_reported_as_soon_as_it_has_ended(tmp_path: Path, ends_earl
 def launch(
     monkeypatch: pytest.MonkeyPatch, parts: dict[str, str], limits: dict[str, tuple[int, int]], *options: str
 ) -> int:
-    """The program with these lines of Python for parts, each of which has its file's name in sys.argv[1]."""
+    """Runs the launcher with these lines of Python as parts; each gets its file's name in sys.argv[1]."""
 
     def command(name: str, out: Path, device: str, seconds: float, small: bool) -> list[str]:
         code = parts.get(name, "open(sys.argv[1], 'w').write('{\"device\": \"of a test\"}')")
@@ -272,7 +272,7 @@ def test_a_tiny_run_does_not_take_the_place_of_a_real_one(tmp_path: Path, monkey
 
 
 def test_the_parts_fit_in_nine_minutes_and_a_tiny_run_in_three() -> None:
-    """What is started last gets what the others leave, and a minute at least."""
+    """The last part gets the remaining time, but at least a minute."""
     whole, tiny = (sum(limits[small] for limits in program.LIMITS.values()) for small in (0, 1))
     assert whole <= program.TOTAL_SECONDS <= 500, "to import torch and to end a part takes seconds as well"
     assert program.SMALL_SECONDS < 180

@@ -1,4 +1,4 @@
-"""The house rules, held by machine: layers, bans, documentation, sizes.
+"""The house rules as tests: layers, bans, documentation, sizes.
 
 Each rule is a function from a source file to what it finds wrong, with its line. It is tried on snippets
 that break it and on harmless look-alikes, and then on the whole tree.
@@ -75,7 +75,7 @@ UNSAFE_FORMATS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"
 
 
 def imports(path: PurePosixPath, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, wherever in it, with the line; names from a package as well."""
+    """Yields every module that a file imports anywhere, with its line; also names imported from a package."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -86,7 +86,7 @@ def imports(path: PurePosixPath, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def layer(path: PurePosixPath) -> str | None:
-    """The part of the package that a file belongs to; None outside the package."""
+    """Returns the part of the package that a file belongs to; None outside the package."""
     return path.with_suffix("").parts[1] if path.parts[0] == "p2ptrain" else None
 
 
@@ -140,7 +140,7 @@ def the_core_has_no_clock_and_no_luck_of_its_own(path: PurePosixPath, tree: ast.
 
 
 def the_core_iterates_over_no_set(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
-    """As far as one expression shows it: `for x in {...}`, `list(set(y))`, `[x for x in a | set(b)]`."""
+    """Finds obvious iteration over sets: `for x in {...}`, `list(set(y))`, `[x for x in a | set(b)]`."""
     if layer(path) != "core":
         return
     for node in ast.walk(tree):
@@ -220,7 +220,7 @@ def keys_are_documented(model: type[BaseModel]) -> list[str]:
 
 
 def dotted(node: ast.expr | None) -> str:
-    """a.b.c as text; what is not a name counts as nothing: the second part of `b"".join` is join."""
+    """Returns a.b.c as text; parts that are not names count as empty: the second part of `b"".join` is join."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -238,7 +238,7 @@ def is_set(node: ast.expr) -> bool:
 
 
 def tree_files() -> list[PurePosixPath]:
-    """Every file of the project but what git ignores: hidden folders of tools, caches and built things."""
+    """Yields every file of the project, except what git ignores: caches, build results and hidden folders of tools."""
     ignored = {"__pycache__", "dist", "out", "build"}
     found = []
     for folder, folders, names in os.walk(ROOT):

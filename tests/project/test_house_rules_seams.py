@@ -1,4 +1,4 @@
-"""House rules about seams: nobody matches another part's prose, or reads its internals."""
+"""House rules about interfaces: no part matches another's texts, or reads its internals."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ WINDOW = {"handle", "deadline", "view", "limits"}
 
 
 def parts_of_the_core() -> set[str]:
-    """All that a node has and others are not to look at."""
+    """Returns the attributes of a node that other packages must not access."""
     tree = parsed(PurePosixPath("p2ptrain/core/node.py"))
     own = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute) and dotted(each.value) == "self"]
     return {each.attr for each in own if not each.attr.startswith("_")} - WINDOW
 
 
 def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
-    """`node.chain`, `driver.node.work`, `core.here`: what the core is made of is its own business."""
+    """Finds access to the core's parts, such as `node.chain` or `driver.node.work`, from outside."""
     if layer(path) == "core" or str(path) in INSIDE:
         return
     for node in ast.walk(tree):

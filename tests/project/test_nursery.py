@@ -1,4 +1,4 @@
-"""Processes that are born in a nursery: as if they had been started by themselves."""
+"""Processes forked in a nursery behave as if they had been started directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/protocol.md: its tables name what the code encodes, and what it says of digests and shards is so.
+"""docs/protocol.md matches the code: fields of messages, digests and shards.
 
 What is computed here follows the page and nothing else; a node that somebody else writes would do the same.
 """
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def fields_in(text: str) -> list[str]:
-    """The names in a cell, without what is said of them in brackets."""
+    """Returns the names in a table cell, without the remarks in brackets."""
     while "(" in text:
         text = re.sub(r"\([^()]*\)", "", text)
     return [each.strip().partition(":")[0] for each in text.split(",") if each.strip()]

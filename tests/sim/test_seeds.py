@@ -1,4 +1,4 @@
-"""What once failed, kept: scenarios that the swarm test drew, each with the seed with which it found a bug.
+"""Regressions: scenarios drawn by the swarm test, each with the seed that found a bug.
 
 Every sentence says what had gone wrong. The file's name is the seed; to look closer,
 `p2ptrain simulate tests/seeds/SEED.toml --seed SEED`.

@@ -1,4 +1,4 @@
-"""Admission: invitations and allowlists decide in the simulator, too, and its scenarios notice if they do not."""
+"""Admission in the simulator: invitations and allowlists decide, and scenarios fail if they do not."""
 
 from __future__ import annotations
 

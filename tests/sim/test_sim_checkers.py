@@ -1,4 +1,4 @@
-"""Checkers catch broken cores, each with the bug that it is there for, and pass sound ones.
+"""Checkers pass sound cores, and each catches the bug that it was written for.
 
 First each checker by itself, shown one thing that must never happen after a clean run. Then the core with one of its
 safeguards switched off, in a scenario made for that: some seed must make it fail, and with the safeguard the same seed
@@ -57,7 +57,7 @@ class Ran:
         return next(checker for checker in self.checkers if type(checker) is kind)
 
     def show(self, kind: type[Checker], *effects: Effect, event: Event | None = None) -> str:
-        """What a checker says when node 0 does this; nothing, if it is content."""
+        """Returns a checker's complaint about this effect of node 0; empty if it has none."""
         try:
             self.checker(kind).after(self.cluster, 0, event or Tick(), effects)
         except Violation as violation:
@@ -65,7 +65,7 @@ class Ran:
         return ""
 
     def decide(self, **changes: Any) -> Persist:
-        """The last round again, with another manifest."""
+        """Decides the last round again, with another manifest."""
         manifest = replace(self.manifest, **changes)
         certificate = replace(self.entry.certificate, manifest=manifest.digest)
         state = replace(self.last.state, head=manifest.digest)
@@ -357,7 +357,7 @@ def base(nodes: int, **changes: Any) -> Table:
 
 
 def without_locking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever precommits forgets it at once."""
+    """Members forget their lock as soon as they precommit."""
     monkeypatch.setattr(Agreement, "locked", property(lambda self: NOTHING, lambda self, value: None), raising=False)
     monkeypatch.setattr(Agreement, "locked_view", property(lambda self: -1, lambda self, value: None), raising=False)
 
@@ -380,7 +380,7 @@ def cut_off_deciders(seed: int) -> Table:
 
 
 def without_intersection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the members are a quorum, so that two quorums may have nobody in common."""
+    """Half of the members are a quorum, so that two quorums may be disjoint."""
     for module in (roster, history, regroup):
         monkeypatch.setattr(module, "quorum_of", lambda size: max(1, size // 2))
 
@@ -394,7 +394,7 @@ def in_halves(seed: int) -> Table:
 
 
 def without_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever claims to have signed has signed."""
+    """Signatures are not verified."""
     monkeypatch.setattr(FakeSigner, "checks", False)
 
 
@@ -404,7 +404,7 @@ def among_forgers(seed: int) -> Table:
 
 
 def without_persistence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Votes go out and never to the disk."""
+    """Votes are sent but never saved."""
     once = Context.publish_once
 
     def publish(self: Context, message: Received, *more: Any, **named: Any) -> None:
@@ -438,7 +438,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[int],
 
 @pytest.fixture
 def fresh_rosters() -> Iterator[None]:
-    """Rosters are remembered with their quorums."""
+    """Rosters remember their quorums."""
     roster.roster_of.cache_clear()
     yield
     roster.roster_of.cache_clear()
@@ -451,7 +451,7 @@ def only(kind: type[Checker]) -> list[Checker]:
 
 
 def run(table: Table, seed: int, checkers: Sequence[Checker]) -> tuple[Cluster, str]:
-    """Run a scenario to its end, or to what checkers, or the core itself, find."""
+    """Runs a scenario until it ends, or until a checker or the core fails."""
     scenario = scenario_of(table)
     cluster = Cluster(seed, scenario, checkers)
     faults.begin(cluster)

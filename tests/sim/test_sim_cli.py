@@ -17,7 +17,7 @@ rounds = 3
 
 
 def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path | int) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command, run in this process."""
+    """Runs a command in this process; returns its exit status, stdout and stderr."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["p2ptrain", *map(str, arguments)])
         status = cli.main()

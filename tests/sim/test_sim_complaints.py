@@ -13,7 +13,7 @@ from tests.helpers.sim import scenario
 
 
 def complaints(seconds: int, **changes: Any) -> dict[int, list[int]]:
-    """At which seconds each of five nodes says that it hears too few."""
+    """Returns the seconds at which each of five nodes complains that it hears too few."""
     told: defaultdict[int, list[int]] = defaultdict(list)
 
     def look(cluster: Cluster, second: int) -> None:

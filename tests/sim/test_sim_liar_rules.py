@@ -30,7 +30,7 @@ SEEDS = range(1, 7)  # not every seed gives a lie its chance
 
 
 def whoever_is_quoted_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a message that everybody knows."""
+    """Counts a member as alive if anybody quotes it, even with an old message."""
     take = Inbox.take
 
     def taking(self: Inbox, event: MessageReceived) -> Any:

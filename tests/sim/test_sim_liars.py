@@ -1,4 +1,4 @@
-"""Liars lie, each in its way, with nobody's key but their own; and the swarm bears it."""
+"""Liars lie in their various ways, with only their own keys, and the swarm tolerates it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def swarm(how: str, seed: int = 1, checkers: Sequence[Checker] = (), **changes: 
 
 
 def watched(cluster: Cluster, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Run the cluster, and look at what liars make of their effects."""
+    """Runs the cluster and records the effects of liars."""
     for kind in {type(each) for name in KINDS for each in [make(name, Random(0), FakeSigner(b"", b""))]}:
         if "rewrite" in vars(kind):
             monkeypatch.setattr(kind, "rewrite", _watching(kind.rewrite, watch))
@@ -144,7 +144,7 @@ def test_a_liar_signs_with_its_own_key_only(how: str, monkeypatch: pytest.Monkey
 
 
 def _core_of(cluster: Cluster, envelope: bytes) -> tuple[bytes, bytes] | None:
-    """The signed part of a message, without its attachment."""
+    """Returns the signed part of a message, without its attachment."""
     received = cluster.decode(envelope)
     return (received.digest, getattr(received.message, "author", b"")) if received else None
 

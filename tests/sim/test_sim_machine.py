@@ -82,7 +82,7 @@ def test_a_disk_keeps_what_is_said_for_later_rounds_only() -> None:
 
 
 def certified(state: AgreedState, salt: bytes = b"") -> ev.Certified:
-    """A round that follows a state; nobody has signed it, and the disk does not ask."""
+    """Makes an unsigned round on top of a state; the simulated disk does not check signatures."""
     manifest = Manifest(
         state.branch, state.round + 1, state.head, state.digest, 0, salt.ljust(32), (), (), (), (), (), (), b"", (), ()
     )
@@ -327,7 +327,7 @@ def test_a_stalled_device_is_done_when_the_stall_is_over() -> None:
 
 
 def due(script: Script, *deadlines: float) -> None:
-    """Let the script want to be called at these local times, one after the other."""
+    """Has the script request timers at these local times, one after the other."""
     waiting = list(deadlines)
 
     def next_one(_: ev.Tick) -> list[ev.Effect]:

@@ -1,4 +1,4 @@
-"""Replay: the same events give the same effects, and where they do not is told to the line."""
+"""Replay: the same events give the same effects, and the first differing line is named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, name: str, index: int, seed: int = 3) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """The events of a node that is killed and comes back."""
+    """Returns the events of a node that is killed and comes back."""
     return write(tmp_path_factory.mktemp("log") / "events.jsonl", "disks-lost", 2)
 
 

@@ -1,4 +1,4 @@
-"""Swarm testing: draws only faults that the protocol promises to bear; reports and shrinks failures."""
+"""Swarm testing draws only faults that the protocol must tolerate, and reports and shrinks failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_swarm_test_stops_when_its_time_is_over() -> None:
 
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
-    """Whatever has a clog in it and five nodes or more fails."""
+    """Fails every scenario with a clog and at least five nodes."""
     tried: list[Scenario] = []
 
     def run(scenario: Scenario, seed: int) -> Outcome:

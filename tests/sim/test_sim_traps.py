@@ -1,4 +1,4 @@
-"""Traps: each scenario fails without the rule that was made for it.
+"""Traps: each scenario fails without the rule that it tests.
 
 The rule is broken in the running core, and the scenario of that name has to fail; with the rule the same seed passes
 (test_sim_scenarios.py).
@@ -38,7 +38,7 @@ def trap(name: str) -> Scenario:
 
 
 def heavier_branch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longer history is followed, whoever signed it."""
+    """Nodes follow the longer history, whoever signed it."""
 
     def weigh(self: catchup.CatchingUp, asked: catchup.HistoryRequest, history: Any) -> catchup.Verified | None:
         line = self.chain
@@ -60,7 +60,7 @@ def heavier_branch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def absent_is_who_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is not among the availabilities that a proposal names counts as absent, though others hear it."""
+    """A peer that a proposal's availabilities do not name counts as absent, although others hear it."""
     make = manifest.manifest_of
 
     def manifest_of(state: Any, run: Any, run_id: bytes, named: list[Any], *rest: Any) -> Any:
@@ -73,7 +73,7 @@ def absent_is_who_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_settles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has called signs the set that it has, at once."""
+    """A caller signs the set that it has at once."""
     tick = regroup.Regrouping.tick
 
     def hasty(self: regroup.Regrouping) -> None:
@@ -93,7 +93,7 @@ def nothing_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounds_close_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a minute at the latest, whatever work takes."""
+    """Rounds close after a minute, however long training takes."""
     collect, deadline = core_round.Round.collect, vars(core_round.Round)["deadline"].fget
 
     def closing(self: core_round.Round) -> None:
@@ -111,7 +111,7 @@ def rounds_close_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_announced_counts_as_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members attest and vote for contributions of which they know no more than that they exist."""
+    """Members attest and vote for contributions that they have only heard of."""
 
     def attestable(self: Offers, state: Any) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         offers = [offer for each in self.by_author.values() for offer in each]
@@ -147,7 +147,7 @@ def views_pass_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each applies the contributions of a round that it held itself when it stopped collecting."""
+    """Each node applies the contributions that it held when it stopped collecting."""
     close = core_round.Round._close
     held: dict[tuple[bytes, int], set[bytes]] = {}
 
@@ -196,7 +196,7 @@ def test_without_the_rule_the_scenario_falls_again(name: str, monkeypatch: pytes
 
 
 def proposers_of(scenario: Scenario) -> tuple[Cluster, dict[int, int]]:
-    """Who proposed in the first view of each round."""
+    """Returns the first proposer of each round."""
     log = Log()
     cluster = simulate(scenario, SEED, [log]).cluster
     said = [(index, received.message) for _, index, each in log.messages if (received := cluster.decode(each))]
@@ -206,7 +206,7 @@ def proposers_of(scenario: Scenario) -> tuple[Cluster, dict[int, int]]:
 
 
 def differing_rounds() -> list[int]:
-    """Rounds that somebody else proposes when contributions are others: then their authors could choose who does."""
+    """Returns rounds whose proposer depends on the contributions, so that authors could choose the proposer."""
     scenario = trap("proposers")
     other = replace(scenario, training=replace(scenario.training, payload_bytes=41))
     (one, first), (two, second) = proposers_of(scenario), proposers_of(other)
