@@ -126,7 +126,7 @@ def _from_checkpoint(
     from p2ptrain.learn.sample import sample
     from p2ptrain.learn.trainer import open_device
     from p2ptrain.node.saved import find_model, reading, though_pruned
-    from p2ptrain.observe.top_frame import duration
+    from p2ptrain.visible import duration
 
     device, _ = open_device(node.device)  # the daemon's device, for identical results
 

@@ -19,8 +19,7 @@ from rich.text import Text
 from p2ptrain.core.complaints import Code
 from p2ptrain.observe.logs import PlainText, QueuedLines, Unbuffered, plain
 from p2ptrain.observe.schema import Status
-from p2ptrain.observe.top_frame import few
-from p2ptrain.visible import count_of
+from p2ptrain.visible import count_of, few
 
 log = logging.getLogger("p2ptrain.progress")
 

@@ -59,7 +59,7 @@ class Recorder:
         self.mine = Mine.of(past.mine)
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
-        self._keeping, self._counters, self._bulk = persistence, counters, bulk
+        self._persistence, self._counters, self._bulk = persistence, counters, bulk
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._known, past.rounds), ROUNDS_KEPT)
         self._applied = {each.key for each in self._kept}
@@ -173,7 +173,7 @@ class Recorder:
         if count > len(kept) == ROUNDS_KEPT:
             known = {each.key for each in kept}
             try:
-                saved = recorded(self._keeping.store.directory, count)
+                saved = recorded(self._persistence.store.directory, count)
             except DataError as error:
                 log.warning("%s", error)
                 saved = []
@@ -203,7 +203,7 @@ class Recorder:
         if not (rounds or points or peers or mine != self._mine_saved):
             return
         batch = Batch([*_rows(rounds)], [*_rows(peers)], [*_rows(points)], mine.row)
-        if not await self._keeping.record(batch):
+        if not await self._persistence.record(batch):
             return
         written = {id(each) for each in rounds}
         self._waiting = deque((each for each in self._waiting if id(each) not in written), ROUNDS_KEPT)

@@ -23,7 +23,6 @@ SENT, RECEIVED = ((("direction", way),) for way in ("sent", "received"))
 TRAFFIC = "Bytes by purpose, as the node counts them: without the overhead of libp2p and without relayed traffic."
 Phase = Literal["train", "collect", "agree", "apply"]
 Purpose = Literal["gossip", "messages", "histories", "payloads", "states", "data", "questions", "other"]
-Direction = Literal["sent", "received"]
 Level = Literal["debug", "info", "warning", "error", "critical"]
 Count = Annotated[int, Field(ge=0)]
 Hex = Annotated[bytes, PlainSerializer(bytes.hex, return_type=str, when_used="json")]

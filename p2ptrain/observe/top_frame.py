@@ -20,7 +20,7 @@ from p2ptrain.core.complaints import Code
 from p2ptrain.observe.figures import Shown, figures_of, reasons
 from p2ptrain.observe.logs import plain
 from p2ptrain.observe.schema import PHASES, RoundRecord, Status
-from p2ptrain.visible import count_of
+from p2ptrain.visible import count_of, duration, few
 
 NARROW = 70  # columns: narrower screens get fewer table columns
 WIDE = 2 * NARROW  # columns: wider screens get two columns of facts, and more table columns
@@ -350,21 +350,6 @@ def _foot(now: Look) -> Text:
 
 # ---------------------------------------------------------------------------------------------------
 # Words
-
-
-def few(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
-def duration(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3_600:
-        return f"{whole // 60} min"
-    if whole < 86_400:
-        return f"{whole // 3_600} h {whole % 3_600 // 60} min"
-    return f"{whole // 86_400} d {whole % 86_400 // 3_600} h"
 
 
 def hours(seconds: float) -> str:

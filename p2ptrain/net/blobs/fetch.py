@@ -1,7 +1,7 @@
 """Fetches blobs, and checks each piece as it arrives.
 
-A tree comes from several sources at once (relay.py). Payloads of one piece and blobs that are checked as a whole are
-requested from one source after another, in the given order.
+A tree comes from several sources at once (swarm_fetch.py). Payloads of one piece and blobs that are checked as a whole
+are requested from one source after another, in the given order.
 
 A source that sends wrong data is blamed and dropped, but its correct pieces are kept. One that is slow, silent or
 withholds pieces is only dropped.
@@ -19,7 +19,7 @@ from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_bytes, 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Kind, MemorySink, Sink, all_pieces, aside
 from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Piece
-from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, Relay, SourceError, Sources
+from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, SourceError, Sources, SwarmFetch
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 
@@ -114,7 +114,7 @@ class Fetcher:
             self._open[name] = sink
 
         try:
-            await Relay(self._sources, name, size, sources, sink, failed=failed, begun=begun).run()
+            await SwarmFetch(self._sources, name, size, sources, sink, failed=failed, begun=begun).run()
         finally:
             if self._open.get(name) is sink:
                 del self._open[name]

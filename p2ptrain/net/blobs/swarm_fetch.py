@@ -208,7 +208,7 @@ class Lease:
         return self.pieces / max(now - self.began, TURN_SECONDS)
 
 
-class Relay:
+class SwarmFetch:
     """A fetch of one tree from several sources at once."""
 
     def __init__(
