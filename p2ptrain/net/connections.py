@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections import Counter
@@ -52,6 +53,7 @@ DIAL_SECONDS_MAX = 60.0
 STEADY_SECONDS = 30.0  # a connection that lasted this long is redialled at once when it is lost
 DIALS_AT_ONCE = 4  # per priority
 DIAL_SECONDS_LIMIT = 20.0  # for all addresses of one peer: p2pd gives each 15 s, and another may answer at once
+ADDRESS_TRIES = 8  # over 20 s; afterwards the search for peers asks now and then
 LINKS_MAX = 48  # gossip needs a dozen; the rest shorten the path to payloads and histories
 RANGES_KEPT = 8  # anchors: links to different address ranges (/16, or /32 of IPv6), on top of all others
 KEEP_SECONDS = 60.0  # before p2pd is told again which peers to keep: it forgets them with a broken connection
@@ -237,10 +239,16 @@ class Connections:
         await self._learn_addresses(peer)
 
     async def _learn_addresses(self, peer: bytes) -> None:
-        """Asks a new peer for its addresses until it answers: it may still be starting. A peer that dialled us and
-        never told us its addresses could not be found again after a restart."""
-        for pause in pauses():
-            if peer not in self.linked or await self._ask_around(peer):
+        """Asks a connected peer for its addresses until it answers: it may still be starting.
+
+        A peer that dialled us and has never told us its addresses could not be found again after a restart.
+        """
+        linked_at = self._of(peer).linked_at
+        for pause in itertools.islice(pauses(), ADDRESS_TRIES):
+            known = self.known.get(peer)
+            if peer not in self.linked or known is None or known.linked_at != linked_at:
+                return  # gone; if it is back, that connection has its own loop
+            if await self._ask_around(peer):
                 return
             await asyncio.sleep(pause)
 

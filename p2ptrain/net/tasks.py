@@ -57,9 +57,10 @@ def report_crash(error: BaseException) -> None:
 
 
 async def in_daemon_thread(work: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
-    """What `work` returns, or raises of these errors, from a thread that nobody waits for who has given up.
+    """Runs `work` in a thread that neither the event loop nor the process waits for when it ends.
 
-    For what may hang in the system: asyncio's own threads are waited for at the end of the loop and of the process.
+    It is for calls that may hang in the system: asyncio joins its own threads at the end. `errors` reach the caller;
+    any other is a bug, and a RuntimeError for the caller.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -69,13 +70,14 @@ async def in_daemon_thread(work: Callable[[], T], errors: tuple[type[Exception],
             give()
 
     def run() -> None:
+        give: Callable[[], None] = partial(done.set_exception, RuntimeError(f"a bug in {work}"))
         try:
-            found = work()
-            give = partial(done.set_result, found)
+            give = partial(done.set_result, work())
         except errors as error:
             give = partial(done.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, give)
+        finally:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell, give)
 
     threading.Thread(target=run, daemon=True).start()
     return await done

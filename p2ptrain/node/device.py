@@ -256,11 +256,13 @@ class Device:
         await self.run(self._adopt, number, pieces, was_wrong)
 
     def _adopt(self, number: int, pieces: Iterable[bytes], was_wrong: bool = False) -> None:
+        wrong = self._wrong
         if was_wrong and number < self.trainer.round:  # for the same round, the fetch has logged the difference
-            self._wrong = self.trainer.round, self.trainer.leaves()
-        elif self._wrong is not None and number >= self._wrong[0]:  # that round will not be applied again
-            self._wrong = None
+            wrong = self.trainer.round, self.trainer.leaves()
+        elif wrong is not None and number >= wrong[0]:  # that round will not be applied again
+            wrong = None
         self.trainer.adopt(number, pieces)
+        self._wrong = wrong
         self.adopted += 1
         self._to_repeat.clear()
         self._repeated.clear()

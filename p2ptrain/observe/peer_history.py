@@ -32,7 +32,7 @@ class PeerHistory:
     """Adds up what each peer has done, as records for the disk."""
 
     def __init__(self, past: Iterable[Row]) -> None:
-        self.by_key = {row["peer"]: PeerRecord.of(row) for row in past}  # the longest unchanged first
+        self.by_key = {each.peer: each for each in PeerRecord.of_rows(past)}  # the longest unchanged first
         self.points: deque[Points] = deque(maxlen=POINTS_WAITING_MAX)  # to be written, as `changed`
         self._changed: dict[bytes, None] = {}
         self._pointed = {each.peer: each.points for each in self.by_key.values()}  # the points last written as a row

@@ -56,12 +56,12 @@ class Recorder:
         each new record.
         """
         self.node, self.device, self.clock = node, device, clock
-        self.mine = Mine.of(past.mine)
+        self.mine = next(Mine.of_rows([past.mine]), Mine())
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
         self._persistence, self._counters, self._bulk = persistence, counters, bulk
         self._keys: dict[bytes, bytes] = {}
-        self._kept: deque[RoundRecord] = deque(map(self._known, past.rounds), ROUNDS_KEPT)
+        self._kept: deque[RoundRecord] = deque(map(self._slim, RoundRecord.of_rows(past.rounds)), ROUNDS_KEPT)
         self._applied = {each.key for each in self._kept}
         self._hears = hears
         self._phase = ""  # empty until the core has started
@@ -155,8 +155,8 @@ class Recorder:
             "training seconds": self.device.training_seconds,
         }
 
-    def _known(self, row: Row) -> RoundRecord:
-        return RoundRecord.of(row | {"contributors": self._shared(row["contributors"])})
+    def _slim(self, record: RoundRecord) -> RoundRecord:
+        return record.model_copy(update={"contributors": self._shared(record.contributors)})
 
     def _shared(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
         """Shares equal keys in memory between rounds."""
@@ -225,4 +225,4 @@ def _rows(records: Iterable[Stored]) -> Iterator[Row]:
 
 def recorded(directory: Path, count: int) -> list[RoundRecord]:
     """Reads the last rounds of the run in this directory, the newest last; its daemon may be running."""
-    return [RoundRecord.of(row) for row in read_rounds(directory, count)]
+    return [*RoundRecord.of_rows(read_rounds(directory, count))]

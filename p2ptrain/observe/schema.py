@@ -8,14 +8,26 @@ a field that is added later needs a default, for older rows.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, computed_field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    computed_field,
+)
 
 from p2ptrain.core.complaints import Complaint
 from p2ptrain.core.reputation import Reason
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
+
+log = logging.getLogger("p2ptrain.observe")
 
 PHASES = ("train", "collect", "agree", "apply")
 LIAR, CRASH = ((("fault", fault),) for fault in ("liar", "crash"))  # labels of metrics
@@ -50,6 +62,15 @@ class Stored(Part):
     def of(cls, row: dict[str, Any]) -> Self:
         """Reads a row, ignoring fields that a newer release may have written."""
         return cls(**{name: value for name, value in row.items() if name in cls.model_fields})
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[dict[str, Any]]) -> Iterator[Self]:
+        """Reads the rows that fit. One that does not, of another release perhaps, is no reason not to start."""
+        for row in rows:
+            try:
+                yield cls.of(row)
+            except (ValidationError, TypeError) as error:
+                log.warning("a row of the records is left out: %s", str(error).partition("\n")[0])
 
     @property
     def row(self) -> dict[str, Any]:

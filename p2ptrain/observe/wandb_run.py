@@ -65,9 +65,8 @@ class WandbRun:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._bounding.start()
         told = {"directory": str(self.directory), "project": self._project, "config": self._config}
-        return subprocess.Popen(  # noqa: S603
+        child = subprocess.Popen(  # noqa: S603
             [sys.executable, "-P", str(PROGRAM), json.dumps(told)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -75,6 +74,8 @@ class WandbRun:
             env={**os.environ, **OWN},
             start_new_session=True,  # Ctrl-C in the terminal is for the node alone
         )
+        self._bounding.start()
+        return child
 
     def close(self) -> None:
         """Waits until the child has written everything. OSError if it failed."""

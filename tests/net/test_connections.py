@@ -113,6 +113,34 @@ async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_i
 
 
 @skipping_time
+async def test_who_never_tells_where_it_is_and_comes_back_again_and_again_is_not_asked_ever_more_often() -> None:
+    network = Network()
+    node = Seen(network)
+    (peer,) = await others(network, A)
+    asked: list[float] = []
+
+    async def silent(stream: Stream) -> None:
+        asked.append(asyncio.get_running_loop().time())
+        stream.abort()
+
+    await peer.serve(questions.PROTOCOL, silent)
+    async with node.running() as connections:
+        for count in range(1, 9):
+            await peer.connect(network.address(ME))
+            await until(lambda: node.told.count(("seen", A)) == count)  # noqa: B023
+            await at(asyncio.get_running_loop().time() + 4.0)
+            if count < 8:
+                network.unlink(ME, A, "it flaps")
+                await until(lambda: A not in connections.linked)
+        now = asyncio.get_running_loop().time()
+        await at(now + 90.0)
+        assert len([each for each in asked if now + 30.0 < each]) <= 4, "the search asks now and then"
+        assert len([each for each in asked if now < each <= now + 30.0]) <= 12, (
+            "only the last connection's loop is left"
+        )
+
+
+@skipping_time
 async def test_a_network_that_is_down_ends_nothing() -> None:
     network = Network()
     node = Seen(network)

@@ -423,3 +423,11 @@ def test_a_store_starts_where_its_records_cannot_be_opened(tmp_path: Path) -> No
         assert store.records.past(9) == Past()
         with pytest.raises(DataError, match=r"records\.sqlite: cannot be written"):
             store.records.write(Batch([row(1)]))
+
+
+def test_a_row_that_does_not_fit_is_left_out_and_the_others_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"peer": KEYS[0], "offered": -1}, {"peer": KEYS[1], "offered": 2}, {"points": float("nan")}]
+    with caplog.at_level("WARNING"):
+        assert [(each.peer, each.offered) for each in PeerRecord.of_rows(rows)] == [(KEYS[1], 2)]
+        assert [*Mine.of_rows([{"applied": -1}])] == [*RoundRecord.of_rows([{}])] == []
+    assert caplog.text.count("a row of the records is left out") == 4
