@@ -17,6 +17,7 @@ import structlog
 
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
+from p2ptrain.observe.schema import Mine, PeerRecord, RoundRecord
 from p2ptrain.store import records as module
 from p2ptrain.store.records import (
     ADDRESS_LENGTH_MAX,
