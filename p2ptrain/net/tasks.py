@@ -57,9 +57,10 @@ def report_crash(error: BaseException) -> None:
 
 
 async def in_daemon_thread(work: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
-    """What `work` returns, or raises of these errors, from a thread that nobody waits for who has given up.
+    """Runs `work` in a daemon thread, and returns its result or raises its error if it is one of `errors`.
 
-    For what may hang in the system: asyncio's own threads are waited for at the end of the loop and of the process.
+    For calls that may hang in the operating system: asyncio would wait for its own threads when the loop or the process
+    ends.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
