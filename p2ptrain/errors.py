@@ -37,7 +37,7 @@ class DataError(P2ptrainError):
 
 
 class UnusableError(DataError):
-    """What is kept here no start can go on with: it is damaged, of something else or of a later release."""
+    """Saved state from which no node can start: it is damaged, foreign, or from a later release."""
 
 
 class DeviceError(P2ptrainError):
@@ -48,7 +48,7 @@ class DeviceError(P2ptrainError):
 
 
 class TooLargeError(DeviceError):
-    """This machine has never enough memory for the run."""
+    """This machine will never have enough memory for the run."""
 
 
 class HardwareError(P2ptrainError):

@@ -224,7 +224,7 @@ def read_regular(path: Path, bytes_max: int) -> bytes | None:
 
 
 def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]:
-    """Returns the paths in a directory with their status, sorted, links not followed; none if it does not exist."""
+    """Returns a directory's paths with their lstat results, sorted; empty if the directory does not exist."""
     found: list[tuple[Path, os.stat_result]] = []
     with trouble(directory, "cannot be read"):
         try:

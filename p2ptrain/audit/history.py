@@ -78,7 +78,7 @@ class Proved:
         return self.states[-1].root_round if self.states else -1
 
     def state_at(self, number: int) -> AgreedState | None:
-        """Returns the last state of a round; a branch may have begun after it."""
+        """Returns the newest state with this round number: a round after which a branch begins has two."""
         return next((state for state in reversed(self.states) if state.round == number), None)
 
 
@@ -268,7 +268,7 @@ def _name(step: Step) -> bytes:
 
 
 def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState, report: Report) -> None:
-    """Checks that the permanent records name every change of the roster and the branches as they began."""
+    """Checks that the permanent records list every roster change, and every branch in the order in which they began."""
     changes = list(trunk.changes) if trunk is not None else []
     named = {_name(change) for change in changes}
     for step in steps:

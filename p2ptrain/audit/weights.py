@@ -1,9 +1,9 @@
-"""Payloads and checkpoints, and the certified rounds applied once more.
+"""Checks payloads and checkpoints, and replays the certified rounds.
 
-The weights of the oldest checkpoint from which all payloads are here are taken, the payloads of each certified round
-after it are applied with the exact arithmetic of the protocol (learn/aggregate.py), and the state root that comes out
-is compared with the one that later manifests certify, and with every other checkpoint on the way. One wrong bit
-anywhere in it gives another root in the next round that is certified.
+It starts with the weights of the oldest checkpoint for which all later payloads are present, applies the payloads of
+each certified round after it (learn/aggregate.py), and compares the resulting state root with the one that later
+manifests certify, and with every other checkpoint on the way. A single wrong bit anywhere changes the root of the next
+certified round.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def check_checkpoints(
 
 
 def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
-    """Returns why its files need not be read: by the stamp's sizes they are not this run's model's."""
+    """Returns how the sizes in a checkpoint's stamp contradict this run's model; None if they agree."""
     if checkpoint.state_bytes != model.state_bytes:
         return f"{STATE_NAME} has {checkpoint.state_bytes} bytes, and this run's state {model.state_bytes}"
     size, size_max = checkpoint.stamp.trainer.bytes, TRAINER_STATES_MAX * model.state_bytes + HEADER_BYTES_MAX
@@ -229,7 +229,7 @@ def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
 
 
 def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
-    """Returns why its files are not the state that its stamp names."""
+    """Returns how the checkpoint's files differ from the state that its stamp names; None if they do not."""
     try:
         weights = read_flat(checkpoint.path / STATE_NAME, model.state_bytes)
         if model.root(weights, checkpoint.round, checkpoint.head) != checkpoint.root:

@@ -48,7 +48,7 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
         "nothing; when started again, a node continues from its disk",
     ),
 }
-# What status 1 means for these commands, and the remedy.
+# The meaning of status 1 for these commands, and the remedy.
 FOUND: dict[str, tuple[str, str]] = {
     "audit": (
         "some of the node's data is wrong",

@@ -90,11 +90,10 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if (self.kind == "json") != bool(self.digest):
-            raise ValueError(
-                'digest belongs to kind = "json" and to nothing else: '
-                + ("add the digest that `p2ptrain data prepare` printed" if self.kind == "json" else "remove it")
-            )
+        if self.kind == "json" and not self.digest:
+            raise ValueError('kind = "json" needs a digest: add the one that `p2ptrain data prepare` printed')
+        if self.kind != "json" and self.digest:
+            raise ValueError('only kind = "json" takes a digest: remove it')
         return self
 
 

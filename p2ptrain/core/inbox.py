@@ -102,7 +102,10 @@ class Inbox:
             self._chase(vote)
 
     def _heard(self, heard: Heard, author: bytes, sender: bytes, received: Received) -> None:
-        """Updates who was heard, or accuses the author of a conflict, after a proposal or a vote was taken in."""
+        """Acts on the outcome of a proposal or vote.
+
+        A new one shows that its author is alive, a conflicting one is turned into evidence, any other was useless.
+        """
         if heard is Heard.NEW:
             self.context.heard_at[author] = self.context.now
         elif heard is not Heard.CONFLICT or not self._accuse(self.node.here.agreement.earlier(received), received):

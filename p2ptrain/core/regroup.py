@@ -208,11 +208,12 @@ class Regrouping:
         return None
 
     def may_follow(self, beginning: Beginning) -> bool:
-        """Whether a branch from our head binds us, and is not an attempt of a few liars to take over a healthy swarm.
+        """Whether a branch from our head binds us, and is not an attempt by a few liars to take over a healthy swarm.
 
         It does if we signed it; if f + 1 members signed it, at least one of whom is honest and has lost the quorum; or
-        if we have lost the quorum ourselves and more members signed it than answered our call or, before we have
-        called, more than half of those still heard. A node without a vote cannot call, and waits instead.
+        if we have lost the quorum ourselves and it has more signers than our call has had answers; if we have not
+        called yet, its signers must outnumber half of the members we still hear. A node without a vote cannot call, so
+        it waits instead.
         """
         signers = beginning.signers
         if self.context.me in signers or len(signers) > self.state.roster.tolerated:

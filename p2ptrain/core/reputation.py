@@ -46,7 +46,7 @@ SCORE_MAX = 1_000.0  # points; whatever a peer did, it may try again after seven
 
 
 class Reason(Enum):
-    """Kinds of observed misbehaviour. Their points are guesses: only malformed and flooding take intent."""
+    """Kinds of observed misbehaviour. Their points are guesses: only malformed and flooding imply intent."""
 
     LATE = "late"
     SILENT = "silent"

@@ -19,7 +19,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    """Decodes leniently, as for data of a later version with more fields. `what` names the data in the error."""
+    """Decodes leniently: data of a later version may have more fields. `what` names the data in the error."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

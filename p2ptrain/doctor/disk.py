@@ -86,7 +86,7 @@ def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
 def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Diagnosis:
     """Checks the two locks that a start takes. `note` is a file that a daemon leaves, `answers` whether it answers."""
     if not locks.exists():
-        return Diagnosis("locks", "warning", f"not known: there is no {locks}")
+        return Diagnosis("locks", "warning", f"unknown: there is no {locks}")
     holder = holder_of(directory / LOCK_NAME, locks)
     if answers:
         return Diagnosis("locks", "good", f"held by the daemon that runs here, process {holder or 'unknown'}")

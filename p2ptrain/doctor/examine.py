@@ -64,7 +64,10 @@ class Patient:
 
 
 def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> Iterator[Diagnosis]:
-    """Runs all checks and yields each diagnosis as it is made. ConfigError, before any: an address is invalid."""
+    """Runs all checks and yields each diagnosis as it is made.
+
+    Raises ConfigError before the first one if an address is invalid.
+    """
     patient = Patient(config, config_file, is_asked_outside)
     check_addresses(config.network)
     yield Diagnosis("config", "good", f"{config_file}: right" if config_file else "no file: the defaults apply")
@@ -268,4 +271,4 @@ async def _look_at_offers(patient: Patient, transport: Transport, addresses: Seq
             return [
                 await network.measure(transport, peer, run_id, size, patient.config.limits.download_bytes_per_second)
             ]
-    return [Diagnosis("bandwidth", "warning", "not measured: nobody told the run's config", "Name another node")]
+    return [Diagnosis("bandwidth", "warning", "not measured: no peer sent the run's config", "Name another node")]

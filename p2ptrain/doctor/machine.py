@@ -157,7 +157,7 @@ def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callab
 
 
 def try_device(name: str) -> None:
-    """Tries the exact path on a device, at its edges."""
+    """Checks that the device's arithmetic is exact, including the edge cases."""
     import torch  # noqa: PLC0415
 
     from p2ptrain.learn.aggregate import check_exactness  # noqa: PLC0415

@@ -166,7 +166,7 @@ def judge_peers(asked: int, reached: int, trouble: Sequence[Diagnosis], is_named
 def judge_clock(sights: Sequence[Sight]) -> Diagnosis:
     """Judges this machine's clock by the median of the peers': one peer may be wrong itself."""
     if not sights:
-        return Diagnosis("clock", "warning", "not known: no peer told its time", "Name a node with --bootstrap")
+        return Diagnosis("clock", "warning", "unknown: no peer sent its time", "Name a node with --bootstrap")
     offset = statistics.median(each.offset_seconds for each in sights)
     uncertain = max(each.uncertain_seconds for each in sights)
     way = "behind" if offset > 0 else "ahead of"
@@ -204,7 +204,7 @@ def judge_nat(sights: Sequence[Sight], own: Sequence[str], listen_ports: Sequenc
     if not places:
         if any("/p2p-circuit" in each.seen_at for each in sights):
             return Diagnosis("nat", "warning", "peers are reached through a relay only", "Open a port, if you can")
-        return Diagnosis("nat", "warning", "not known: no peer told at which address it sees this machine")
+        return Diagnosis("nat", "warning", "unknown: no peer said at which address it sees this machine")
     hosts, ports = {host for host, _ in places}, {port for _, port in places}
     seen = ", ".join(sorted(hosts))
     if hosts <= set(own):

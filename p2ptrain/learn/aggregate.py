@@ -228,8 +228,8 @@ def rounded_fp32(value: Fraction) -> float:
 def check_exactness(chunk: int, device: torch.device) -> None:
     """Refuses a device or a library whose arithmetic on the exact path is not IEEE 754's.
 
-    A matrix product may have been told to use TF32 or bf16 inside, a processor to flush small numbers to
-    zero; replicas would drift apart and nobody could say why. Known answers cost a millisecond.
+    Matrix products may be configured to use TF32 or bf16 internally, or a processor to flush subnormals to zero;
+    replicas would drift apart and nobody could say why. Checking a few known answers takes a millisecond.
     """
     basis = integer_basis(chunk, torch.int64, torch.device("cpu"))
     for bound in ((FP32_EXACT_MAX - 1) // BASIS_PEAK, (EXACT_MAX - 1) // BASIS_PEAK**2):  # the edge of either stage

@@ -38,10 +38,10 @@ class Begun(NamedTuple):
 
 
 def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Path | None = None) -> Begun:
-    """Seals `run`. The embedded data set is made in `directory`, any other is the one in `dataset`.
+    """Seals `run`. The embedded data set is made in `directory`; any other is read from `dataset`.
 
-    founders: public keys in hex. Called again, with the run as it was or sealed, it gives the same again, and
-    uses the data that it made. What others have begun it does not begin again, and says so.
+    founders: public keys in hex. Idempotent: called again with the original or the sealed run, it returns the same
+    result and reuses the data it made. Raises ConfigError for a run that others began.
     """
     _check_founders(run, founders)
     data = _open_data(run, directory, dataset)

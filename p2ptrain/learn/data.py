@@ -346,7 +346,10 @@ class TokenDataset:
             raise DataError(f"piece {self._path(name)} is damaged: its bytes do not have this digest")
         # The digest vouches for what the run's creator made, not for the creator.
         if (largest := int(tokens.max())) >= self.tokenizer.vocab_size:
-            raise DataError(f"piece {self._path(name)} holds token {largest} of {self.tokenizer.vocab_size}")
+            vocab_size = self.tokenizer.vocab_size
+            raise DataError(
+                f"piece {self._path(name)} contains token {largest}, but the tokenizer has only {vocab_size} tokens"
+            )
         self._checked.add(name)
 
     def _path(self, name: str) -> Path:

@@ -167,7 +167,7 @@ def _header(weights: Weights) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------
-# What transformers reads beside them
+# The other files that transformers reads
 
 
 def _json(content: object) -> bytes:

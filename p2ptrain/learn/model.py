@@ -153,8 +153,9 @@ def logits_rows(vocab_size: int, device: str) -> int:
 class FusedLoss(torch.autograd.Function):
     """Mean cross entropy of linear(hidden, weight), a block of tokens at a time.
 
-    A block's gradient follows from its logits at once (softmax minus one at the target), so they need not be kept for
-    the backward pass, and are computed once all the same. As in Liger Kernel (arXiv 2410.10989), without a kernel.
+    A block's gradient follows directly from its logits (softmax minus one at the target), so the logits are computed
+    only once, yet need not be kept for the backward pass. The idea is Liger Kernel's (arXiv 2410.10989), without a
+    custom GPU kernel.
     """
 
     @staticmethod

@@ -202,7 +202,10 @@ class _SplitWriter:
 
     def _store(self, size: int) -> None:
         if len(self._pieces) == PIECES_MAX:
-            raise ConfigError(f"more than {PIECES_MAX} MiB of tokens", fix="Prepare less text, as several runs")
+            raise ConfigError(
+                f"more than {PIECES_MAX} MiB of tokens",
+                fix="Prepare less text, or split it into data sets for several runs",
+            )
         piece = bytes(self._buffer[:size])
         del self._buffer[:size]
         name = piece_digest(piece)

@@ -133,7 +133,7 @@ def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: 
     exact = magnitudes.astype(np.float64)
 
     def rounded(exponents: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[chunks, k] integers at these units, and [groups] their squared errors."""
+        """Returns the integers at these exponents [chunks, k], and each group's squared error [groups]."""
         units = np.repeat(np.ldexp(1.0, exponents), sizes)[:, None]
         integers = np.clip(np.rint(exact / units), 1, top)
         return integers, np.add.reduceat(np.square(exact - integers * units).sum(axis=1), starts)
@@ -155,7 +155,10 @@ class Recipe(Protocol):
         """Starts a round from the agreed weights."""
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
-        """batch: [passes_per_step * sequences_per_pass, length + 1]; positions: where these stand in the data."""
+        """Takes one local step on `batch`.
+
+        batch: [passes_per_step * sequences_per_pass, length + 1]; positions: its sequences' places in the data
+        """
 
     def contribute(self, round_number: int) -> Contribution:
         """Turns the round's steps into a contribution."""
@@ -187,7 +190,7 @@ class GradientRecipe:
 
 
 class LocalRecipe:
-    """`local`: the residual is what AdamW moved and the swarm has not been told."""
+    """`local`: the residual is how far AdamW has moved the weights, less what the swarm has been told."""
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live

@@ -84,7 +84,7 @@ def check(wish: Wish) -> None:
     if not 1 <= wish.tokens <= TOKENS_MAX:
         raise ConfigError(f"{wish.tokens} is not valid", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")
     if not 0 <= wish.seed < 2**63:
-        raise ConfigError(f"{wish.seed} is not valid", key="seed", fix="Choose 0 to below 2**63")
+        raise ConfigError(f"{wish.seed} is not valid", key="seed", fix="Choose a number from 0 to 2**63 - 1")
     if wish.temperature != 0 and not TEMPERATURE_MIN <= wish.temperature <= TEMPERATURE_MAX:
         fix = f"Choose 0, or {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
         raise ConfigError(f"{wish.temperature} is not valid", key="temperature", fix=fix)

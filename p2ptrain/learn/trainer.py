@@ -187,7 +187,10 @@ class Trainer:
 
     @property
     def kept_rounds(self) -> tuple[int, ...]:
-        """Rounds whose contribution is neither forgotten nor restored; after `load`, some may never have been told."""
+        """Rounds whose contribution is neither forgotten nor restored.
+
+        After `load`, some of these contributions may never have been announced.
+        """
         return tuple(sorted(self.recipe.residual.kept))
 
     def check(self, payload: bytes) -> str | None:
@@ -260,7 +263,7 @@ class Trainer:
 
     @contextmanager
     def _agreed_weights(self) -> Iterator[None]:
-        """Gives the model the agreed weights inside, and then its own again."""
+        """Context manager: the model has the agreed weights inside the block, and its own again afterwards."""
         with told("looking at the agreed weights", self.device):
             own = self.live.weights.clone()
             self.live.weights.copy_(self.recipe.agreed)

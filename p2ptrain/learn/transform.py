@@ -68,7 +68,7 @@ def integer_basis(chunk: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def inverse_scale(chunk: int) -> float:
-    """Turns the integers of the inverse into those of the orthonormal transform: an exact power of two."""
+    """Returns the factor (an exact power of two) that scales the integer inverse to the orthonormal one."""
     return 2.0**-26 / chunk
 
 

@@ -61,8 +61,10 @@ class KnownPeer:
             del self.origins[self.addresses[-1]]
 
     def to_dial(self, rng: Random) -> list[str]:
-        """Returns the best address, then the others shuffled, for there may not be time for all. Only one of them is
-        hearsay: it costs nothing to make up, and a dial takes seconds."""
+        """Returns the best address, then the others shuffled, because there may not be time for all of them.
+
+        At most one is hearsay: such addresses cost nothing to invent, and each dial takes seconds.
+        """
         hearsay = [each for each in self.addresses if self.origins[each] is Origin.HEARSAY and each != self.worked]
         certain = [each for each in self.addresses if each not in hearsay]
         rest = certain[1:] + rng.sample(hearsay, min(1, len(hearsay)))

@@ -249,7 +249,7 @@ class Persistence:
 
     def _failed(self, number: int, error: DataError) -> None:
         self.checkpoint_trouble = str(error)
-        log.error("no checkpoint of round %d: %s", number, error)
+        log.error("could not save the checkpoint of round %d: %s", number, error)
 
     def _write(self, moment: Moment) -> Checkpoint:
         capture = moment.capture

@@ -125,7 +125,7 @@ class HttpFace:
         self._looking.add_done_callback(self._look_ended)
 
     def _look_ended(self, task: asyncio.Task[None]) -> None:
-        """Restarts the look after a bug, and disconnects the watchers, because a frozen page would hide the problem."""
+        """Restarts the watch loop after a bug, and disconnects its clients, as a frozen page would hide the problem."""
         if task.cancelled():
             return
         log.error("watching for changes, for /events, has failed", exc_info=task.exception())

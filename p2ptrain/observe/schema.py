@@ -2,8 +2,8 @@
 
 Within a version, fields keep their names and meanings; new ones may be added. Units are in the names or descriptions;
 /openapi.json uses the same descriptions. A number is annotated with its Figure (figures.py), by which every interface
-shows it. Records (RoundRecord, PeerRecord, Points, Mine) are rows of records.sqlite, with the fields' names as columns;
-a field that is added later needs a default, for older rows.
+shows it. Each record (RoundRecord, PeerRecord, Points, Mine) is one row of records.sqlite: a msgpack map with the
+fields' names as keys, under a digest. A field that is added later needs a default, for older rows.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Executor:
         cluster.calendar.fly(arrivals, event, payload)
 
     def _event_of(self, node: SimNode, envelope: bytes) -> tuple[ev.Event, bytes]:
-        """The event of a message by this node for its receivers, and the payload that comes with it."""
+        """Returns the event that a node's message becomes at its receivers, and the digest of the attached payload."""
         cluster = self.cluster
         received = cluster.decode(envelope)
         if received is None:

@@ -94,7 +94,9 @@ def swarm(
 
 
 def run(scenario: sc.Scenario, seed: int) -> Outcome:
-    """One run with every checker; if more members were faulty than may be, only two histories are a failure."""
+    """Runs a scenario with every checker. If more members were faulty than the protocol tolerates, only a fork (two
+    histories) counts as a failure.
+    """
     outcome = simulate(scenario, seed, checkers.standard())
     if outcome.cluster.watch.is_beyond and not isinstance(outcome.error, TwoHistories):
         return replace(outcome, failures=[])

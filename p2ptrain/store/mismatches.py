@@ -58,7 +58,8 @@ class Mismatches:
         """Raises HardwareError if there were too many; called at every start, too."""
         if len(self.rounds) == MISMATCHES_MAX:
             rounds = ", ".join(map(str, self.rounds))
-            fix = f"test its memory, and do not overclock it. Then remove {self.path}; the node does not start before"
+            remove = f"Then remove {self.path}: the node does not start until you do"
+            fix = f"test its memory, and do not overclock it. {remove}"
             what = f"this node computed a wrong state in rounds {rounds}, unlike all others"
             raise HardwareError(f"{what}. Suspect this machine's hardware: {fix}")
 

@@ -200,9 +200,9 @@ IN_A_RUN = {
     "[model]\ndim = 132": "FILE: model: dim / heads = 33 is odd. Rotary positions need pairs, choose an even one",
     "[model]\nkv_heads = 3": "FILE: model: kv_heads = 3 does not divide heads = 4. Choose a divisor",
     "[model]\nvocab_size = 300": "FILE: model.vocab_size = 300. The bytes tokenizer has 256 tokens, set 256",
-    '[tokenizer]\nkind = "json"': 'FILE: tokenizer: digest belongs to kind = "json" and to nothing else. '
-    "Add the digest that `p2ptrain data prepare` printed",
-    f'[tokenizer]\ndigest = "{KEY}"': 'FILE: tokenizer: digest belongs to kind = "json" and to nothing else. Remove it',
+    '[tokenizer]\nkind = "json"': 'FILE: tokenizer: kind = "json" needs a digest. '
+    "Add the one that `p2ptrain data prepare` printed",
+    f'[tokenizer]\ndigest = "{KEY}"': 'FILE: tokenizer: only kind = "json" takes a digest. Remove it',
     '[recipe]\nname = "distra"': "FILE: recipe: unknown recipe 'distra'. "
     'Use one of distro, demo, local or "package.module:Name"',
     "[recipe]\nname = 3": 'FILE: recipe.name: expected text in quotes, found 3. Write for instance name = "distro"',

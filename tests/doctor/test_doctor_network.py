@@ -218,9 +218,9 @@ async def test_peers_that_cannot_be_reached_or_do_not_answer_take_no_longer_than
         ([at(HOME, 4001), at(ROUTER, 4001)], "good", "holes go through"),  # one of them is at home, too
         ([sight(f"/ip4/{ROUTER}/tcp/4001/p2p/12D3KooW/p2p-circuit")], "good", ""),
         ([sight("/p2p/12D3KooW/p2p-circuit")], "warning", "relay"),
-        ([sight()], "warning", "not known"),
-        ([sight("/ip4/999.1.1.1/tcp/1"), sight("/ip4/::/udp/99999999")], "warning", "not known"),
-        ([], "warning", "not known"),
+        ([sight()], "warning", "unknown"),
+        ([sight("/ip4/999.1.1.1/tcp/1"), sight("/ip4/::/udp/99999999")], "warning", "unknown"),
+        ([], "warning", "unknown"),
     ],
 )
 def test_the_kind_of_nat_follows_from_where_peers_see_us(sights: list[Sight], level: str, says: str) -> None:

@@ -359,7 +359,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     raw = manifest(token_bytes=2, tokenizer=tokenizer, training=training)
     dataset = TokenDataset.open(tmp_path, write_manifest(tmp_path, raw))
     dataset.add_piece(bytes.fromhex(piece_digest(piece)), piece)
-    with pytest.raises(DataError, match="holds token 300 of 300"):
+    with pytest.raises(DataError, match="contains token 300, but the tokenizer has only 300 tokens"):
         dataset.batch(np.array([0]), 2)
 
 

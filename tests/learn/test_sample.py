@@ -63,7 +63,7 @@ def test_a_prompt_that_is_no_text_is_the_users_mistake(model: Transformer) -> No
     [
         ({"tokens": 0}, r"tokens: 0 is not valid\. Choose 1 to 4,096"),
         ({"tokens": 4_097}, r"tokens: 4097 is not valid"),
-        ({"seed": -1}, r"seed: -1 is not valid\. Choose 0 to below 2\*\*63"),
+        ({"seed": -1}, r"seed: -1 is not valid\. Choose a number from 0 to 2\*\*63 - 1"),
         ({"seed": 2**63}, r"seed: \d+ is not valid"),
         ({"temperature": -1.0}, r"temperature: -1\.0 is not valid\. Choose 0, or 0\.01 to 100"),
         ({"temperature": 1e-40}, r"temperature: 1e-40 is not valid"),

@@ -52,7 +52,7 @@ async def test_who_asks_too_far_ahead_is_blamed() -> None:
             while True:
                 await stream.send(encode(Piece(0, True)))
         await until(lambda: not server.server._streams)
-        assert server.blamed == [(other.key, "more than 16 requests that wait for an answer")]
+        assert server.blamed == [(other.key, "more than 16 unanswered requests")]
 
 
 @skipping_time

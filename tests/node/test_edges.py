@@ -170,9 +170,11 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
             await until(lambda: len(of_kind(each, ev.Applied)) == number - 3)  # noqa: B023
         assert each.store.checkpoints.present() == []
         assert "No space left on device" in each.persistence.checkpoint_trouble  # which the health tells
-    assert [record.levelname for record in caplog.records if "no checkpoint of round 4" in record.getMessage()] == [
-        "ERROR"
-    ]
+    assert [
+        record.levelname
+        for record in caplog.records
+        if "could not save the checkpoint of round 4" in record.getMessage()
+    ] == ["ERROR"]
 
 
 def test_a_trainer_that_finds_no_room_for_its_state_says_so_as_a_disk_does(tmp_path: Path) -> None:

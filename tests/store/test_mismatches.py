@@ -64,7 +64,9 @@ def test_no_start_goes_on_until_the_owner_has_removed_the_note(tmp_path: Path, d
     made = Mismatches(note)
     made.note(7)
     made.note(8)
-    with pytest.raises(HardwareError, match=f"Then remove {re.escape(str(note))}; the node does not start before"):
+    with pytest.raises(
+        HardwareError, match=f"Then remove {re.escape(str(note))}: the node does not start until you do"
+    ):
         made.note(9)
     for _ in range(2):
         with pytest.raises(HardwareError, match="in rounds 7, 8, 9,"):

@@ -206,7 +206,7 @@ class Server:
                 self._kinds[stream] = request.kind
             self.traffic[f"received {self._kinds.get(stream, 'payload')}"] += len(data)
             if requests.qsize() >= AHEAD_MAX:
-                raise RemoteProtocolError(f"more than {AHEAD_MAX} requests that wait for an answer")
+                raise RemoteProtocolError(f"more than {AHEAD_MAX} unanswered requests")
             requests.put_nowait(request)
 
     async def _answer_all(self, stream: Stream, requests: asyncio.Queue[Request]) -> None:

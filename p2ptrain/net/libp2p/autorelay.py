@@ -51,7 +51,10 @@ async def relays_to_use(addresses: Iterable[str]) -> list[str]:
 
 
 class RelayLoss:
-    """A watch on p2pd's relay: when it is lost and answers again, a restarted p2pd would get a slot at once."""
+    """Watches p2pd's relays.
+
+    Once a lost relay answers again, restarting p2pd would get a reservation on it at once.
+    """
 
     def __init__(
         self,
