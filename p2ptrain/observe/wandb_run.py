@@ -47,6 +47,7 @@ class WandbRun:
         self._child: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child
         fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)  # also for the child, so that it continues after truncation
+        self._kept = b""  # the end of what was cut off
         self._is_closed, self._cutting = threading.Event(), threading.Lock()
         self._bounding = threading.Thread(target=self._bound, name="wandb output", daemon=True)
 
@@ -102,9 +103,8 @@ class WandbRun:
         while not self._is_closed.wait(LOOK_SECONDS):
             if os.fstat(self._said.fileno()).st_size > SAID_BYTES_MAX:
                 with self._cutting, suppress(OSError):  # a full disk cannot hold the end either
-                    end = self._end()
+                    self._kept = self._end()  # not written back: the child may have written more in between
                     os.ftruncate(self._said.fileno(), 0)
-                    os.write(self._said.fileno(), end)
 
     def _end(self) -> bytes:
         size = os.fstat(self._said.fileno()).st_size
@@ -112,6 +112,6 @@ class WandbRun:
 
     def _last_words(self) -> str:
         with self._cutting:
-            text = self._end().decode(errors="replace")
+            text = (self._kept + self._end()).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return f"wandb ended: {lines[-1]}" if lines else "wandb ended"

@@ -138,7 +138,7 @@ def test_whatever_stands_in_the_place_of_a_directory_is_told(directory: Path, wh
         report = audit(directory)
         assert not report.all_holds, kind
         assert any(str(path) in line and "not a directory" in line for line in report.lines()), (kind, report.lines())
-        assert name in "".join(report.lines()) or "no checkpoint" in "".join(report.lines())
+        assert name in "".join(report.lines()) or "not a checkpoint" in "".join(report.lines())
         path.unlink()
         aside.rename(path)
     assert audit(directory).all_holds

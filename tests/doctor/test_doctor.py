@@ -391,7 +391,7 @@ def test_what_is_not_installed_is_named(missing: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert missing in done.stderr
-    assert "Install p2ptrain" in done.stderr
+    assert "Reinstall p2ptrain" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -152,7 +152,7 @@ def test_a_node_that_cannot_answer_for_a_mistake_of_its_own_is_said_to_fail(brow
         until_text(page, "shown", "7 rounds")
         node.told.now["of no model"] = 1
         node.hang_up()
-        until_text(page, "banner", "The node could not answer: its log says why.")
+        until_text(page, "banner", "The node could not answer; its log says why.")
         assert page.inner_text("#state-text") == "Failing"
         assert page.locator("body.old").count() == 1
         del node.told.now["of no model"]

@@ -230,7 +230,7 @@ def test_a_directory_that_becomes_read_only_degrades_one_node_and_stops_no_other
 
     read_only.close(victim)
     victim.until(lambda: is_degraded(victim))
-    victim.until_says(f"({read_only.reason}). Let this user write there, or choose another place; nothing is said or")
+    victim.until_says(f"({read_only.reason}). Let this user write there, or choose another place; the node sends and")
     victim.until(is_silent(victim))  # what was saved before may be on its way
     before = victim.status()
     goes_on(first, second)
