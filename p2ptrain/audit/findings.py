@@ -1,10 +1,10 @@
 """An audit's findings, one for each thing that it looked at, and their summary.
 
-"Wrong" and "not checkable" are not the same. What is wrong contradicts what was signed, or is not what its digest
-says; what cannot be checked may be right, but here is nothing to hold it against.
+"Wrong" and "not checkable" are not the same. Wrong data contradicts a signature or its own digest; data that cannot be
+checked may be right, but there is nothing to compare it with.
 
-Names and texts of a directory that somebody else has prepared go no further than `Report.note` as they are: there what
-a terminal would obey becomes visible, and a line stays one line.
+Somebody else may have chosen the names and texts in a directory, so `Report.note` escapes control characters and line
+breaks before they reach a terminal.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The doctor: whether a node can work on this machine, found out before or while it does."""
+"""The doctor: checks whether a node can work on this machine, before it starts or while it runs."""

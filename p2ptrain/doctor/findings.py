@@ -1,7 +1,7 @@
 """Checks and their diagnoses: the result, how bad it is and what to do; and a deadline for each check.
 
-A check that touches a driver, a disk or a mount may never return. So each runs in a thread of its own for which nobody
-waits longer than its deadline, not even the process at its end.
+A check that touches a driver, a disk or a mount may never return. So each check runs in a thread of its own, for which
+nobody waits longer than its deadline, not even the exiting process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.logs import plain
 
-# good; warning: it works, and could be better, or it is not known; failed: a node cannot work so
+# good; warning: works but could be better, or is unknown; failed: a node cannot work like this
 Level = Literal["good", "warning", "failed"]
 VERSION = 1  # of the answer as JSON
 WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns

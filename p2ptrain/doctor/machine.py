@@ -1,6 +1,6 @@
 """The machine: Python and torch, the device and its driver, memory, open files, and p2pd.
 
-What is looked at comes as arguments, so that each verdict can be tried on machines that are not here.
+The checks take the facts as arguments, so that tests can try them with other machines' hardware.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Hardware:
 
 
 def look_at_hardware() -> Hardware:
-    """Asks torch and the driver, which may take long."""
+    """Asks torch and the driver about the hardware, which may take long."""
     import torch  # noqa: PLC0415  # two seconds, within the deadline of the check
 
     driver = ""
@@ -115,7 +115,7 @@ def chosen_device(config: DeviceConfig, found: Hardware) -> str:
 
 
 def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Diagnosis:
-    """Checks the configured device; `try_it` computes something there and raises DeviceError if it is wrong."""
+    """Checks the configured device; `try_it` computes something there and raises DeviceError if the result is wrong."""
     name = chosen_device(config, found)
     if name != "cpu":
         return _check_cuda(name, config, found, try_it)
@@ -166,7 +166,7 @@ def try_device(name: str) -> None:
 
 
 def check_memory(rooms: Sequence[Room], limit: int) -> list[Diagnosis]:
-    """Compares needs and memory as a start does. `limit` is the config's for main memory; 0: no limit."""
+    """Compares needs and memory as a start does. `limit` is the config's limit on main memory; 0: none."""
     found = []
     for each in rooms:
         text = f"{each.takes} are needed; {mega(each.free)} of {mega(each.total)} are free"

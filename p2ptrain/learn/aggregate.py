@@ -149,7 +149,7 @@ def apply_votes(
 
 
 def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:
-    """The factor between the inverse transform's integers and the update; 0.0 where no vote is left."""
+    """Returns the factor between the inverse transform's integers and the update; 0.0 where no vote is left."""
     rate = exact_float(learning_rate)
     if recipe.outer == "sign":
         return rounded_fp32(learning_rate)
@@ -190,7 +190,7 @@ def _update(
     sums: Tensor,
     device: torch.device,
 ) -> Tensor:  # [rows, columns] fp32, or a view of as many
-    """Returns what a strip's votes subtract from its weights."""
+    """Returns the values that a strip's votes subtract from its weights."""
     whole = inverse(sums.to(device), layout.chunk, first_stage_dtype(votes_bound, device))
     update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
     update.add_(0.0)  # a product of matrices may leave 0.0 or -0.0; this makes both 0.0

@@ -1,4 +1,4 @@
-"""Who trains on what: (run seed, round, place in the roster) to sequence positions.
+"""Assigns data: maps (run seed, round, place in the roster) to positions of sequences.
 
 Nobody hands out work. Each pass over the data is a pseudo-random permutation of all sequences, rounds
 take consecutive slots of it, and within a round each place has slots of its own. So members never overlap
@@ -68,7 +68,7 @@ def _feistel(words: Words, bits: int, keys: Words) -> Words:
 
 
 def _scatter(words: Words, key: np.uint64) -> Words:
-    """splitmix64's finaliser; products of arrays wrap around at 2**64, as it wants."""
+    """Applies splitmix64's finaliser, which relies on array products wrapping around at 2**64."""
     words = words ^ key
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -76,7 +76,7 @@ def _scatter(words: Words, key: np.uint64) -> Words:
 
 
 def _round_keys(seed: int, pass_number: int) -> Words:  # [FEISTEL_ROUNDS]
-    """Keys of one pass, from BLAKE3: runs with neighbouring seeds and neighbouring passes have nothing in common."""
+    """Derives one pass's keys by BLAKE3, so that neighbouring seeds and passes have unrelated keys."""
     name = seed.to_bytes(8, "little") + pass_number.to_bytes(8, "little")
     halves = [digest("assignment keys", name, bytes([half])) for half in range(FEISTEL_ROUNDS // 4)]
     return np.frombuffer(b"".join(halves), dtype="<u8").astype(np.uint64)

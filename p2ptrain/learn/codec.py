@@ -47,7 +47,7 @@ Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """A node's offer to a round: integers at coefficients' places, and for scaled recipes an exponent a group."""
+    """A node's contribution to a round: integers at coefficients' places, and an exponent a group in scaled recipes."""
 
     indices: Indices
     values: Values
@@ -56,7 +56,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class PayloadFormat:
-    """The widths of all fields of a run's payloads, which follow from its config alone."""
+    """The widths of all fields in a run's payloads, which follow from the run's config alone."""
 
     chunks: int
     groups: int  # 0 where contributions carry no scale
@@ -85,7 +85,7 @@ class PayloadFormat:
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:
-        """Fields a chunk and their width in bits, for upper, low, signs and magnitudes."""
+        """The number of fields a chunk and their width in bits, for upper, low, signs and magnitudes."""
         upper = (1, self.upper_bits) if self.ranked else (self.upper_bits, 1)
         return upper, (self.k, self.low_bits), (self.k, 1), (self.k, self.value_bits - 1)
 
@@ -95,7 +95,7 @@ class PayloadFormat:
 
     @property
     def contribution_bytes(self) -> int:
-        """Memory of an unpacked contribution; unpacking peaks at twice that, or at twice WORK_BYTES if that is more."""
+        """Memory of an unpacked contribution; unpacking peaks at twice this size, or at twice WORK_BYTES if larger."""
         return self.chunks * self.k * 3 + self.groups
 
 
@@ -105,7 +105,7 @@ def packed_bytes(count: int, width: int) -> int:
 
 @cache
 def index_widths(area: int, k: int) -> tuple[int, bool, int]:
-    """(low_bits, ranked, upper_bits) with the fewest bits a chunk; of equals the one with the fewest low bits."""
+    """Returns (low_bits, ranked, upper_bits) with the fewest bits a chunk; in a tie, the fewest low bits."""
     best: tuple[int, int, bool, int] | None = None
     for low_bits in range(area.bit_length() - 1):
         positions = (area >> low_bits) + k - 1
@@ -121,7 +121,7 @@ def index_widths(area: int, k: int) -> tuple[int, bool, int]:
 
 @cache
 def _binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, positions + 1]
-    """comb(position, j) at [j, position]; every entry in use is below RANK_MAX."""
+    """Returns a table with comb(position, j) at [j, position]; every entry in use is below RANK_MAX."""
     table = np.empty((k + 1, positions + 1), np.int64)
     for j in range(k + 1):
         table[j] = [min(comb(position, j), RANK_MAX - 1) for position in range(positions + 1)]
@@ -155,7 +155,7 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
 
 
 def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
-    """Asserts that a recipe, ours or another's, made a valid contribution: others would be packed wrongly."""
+    """Asserts that a recipe made a valid contribution, because an invalid one would be packed wrongly."""
     indices, values, exponents = contribution.indices, contribution.values, contribution.exponents
     assert indices.shape == values.shape == (form.chunks, form.k), "a contribution has the run's shape"
     assert (indices[:, 1:] > indices[:, :-1]).all(), "indices of a chunk rise"
@@ -171,7 +171,7 @@ def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
 
 
 def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
-    """Decodes a payload strictly; RemoteProtocolError says why it encodes no contribution."""
+    """Decodes a payload strictly; raises RemoteProtocolError, with the reason, if it encodes no contribution."""
     if len(payload) != form.payload_bytes:
         raise RemoteProtocolError(f"payload of {len(payload)} bytes, this run's have {form.payload_bytes}")
     octets: Bytes = np.frombuffer(payload, np.uint8)

@@ -38,7 +38,7 @@ LINES_SUFFIXES = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A text to read documents from; error messages call it `name`."""
+    """A text to read documents from; `name` is for error messages."""
 
     name: str
     size: int  # bytes

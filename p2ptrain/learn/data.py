@@ -91,7 +91,7 @@ def piece_digest(piece: bytes | memoryview) -> str:
 
 
 def decode_manifest(encoded: bytes) -> DatasetIndex:
-    """Decodes a manifest whose digest is right and whose contents may still be wrong; `ValueError` says how."""
+    """Decodes a manifest whose digest is right; raises ValueError, with the reason, if its contents are wrong."""
     try:
         manifest = msgspec.json.decode(encoded, type=DatasetIndex)
     except RecursionError as error:
@@ -148,9 +148,9 @@ class TokenDataset:
     """A data set on disk, some pieces of which may still be missing.
 
     Each piece is checked against its digest when it is first used. A damaged one is removed, and an error
-    names it; from then on it is missing, until `add_piece` mends it. A batch that needs a missing piece is
-    an error too: who may lack some asks for what is `missing` first. Batches are for one thread, all else
-    for any.
+    names it; from then on it is missing, until `add_piece` restores it. A batch that needs a missing piece is
+    an error too, so callers that may lack pieces check `missing` first. Only one thread may make batches; all
+    other methods are thread-safe.
     """
 
     def __init__(self, directory: Path, manifest: DatasetIndex) -> None:
@@ -190,23 +190,23 @@ class TokenDataset:
         return self._gather(self.manifest.training, positions, length)
 
     def held_out_batch(self, positions: Positions, length: int) -> npt.NDArray[np.int64]:
-        """As `batch`, of the held-out slice."""
+        """Returns the held-out sequences at `positions`, in the form of `batch`."""
         return self._gather(self.manifest.held_out, positions, length)
 
     # -----------------------------------------------------------------------------------------------
     # Exchanged between nodes
 
     def missing(self, positions: Positions, length: int) -> list[bytes]:
-        """Digests of the pieces that `batch` would need and that are not here yet, in the data's order."""
+        """Digests of the pieces that `batch` would need but this node lacks, in the data's order."""
         return self._absent(self._pieces_of(self.manifest.training, positions, length))
 
     def missing_held_out(self, sequences: int, length: int) -> list[bytes]:
-        """As `missing`, for the first `sequences` held-out sequences, or as many as there are."""
+        """Digests of the missing pieces of the first `sequences` held-out sequences, or of as many as there are."""
         count = min(sequences, self.held_out_sequences(length))
         return self._absent(self._pieces_of(self.manifest.held_out, np.arange(count), length))
 
     def missing_anywhere(self) -> list[bytes]:
-        """As `missing`, for the whole data set."""
+        """Digests of all missing pieces of the data set."""
         return self._absent(self._sizes)
 
     def add_piece(self, name_digest: bytes, piece: bytes) -> None:
@@ -222,7 +222,7 @@ class TokenDataset:
         self._damaged.discard(name)
 
     def piece(self, name_digest: bytes) -> bytes | None:
-        """Returns a piece for a peer; None if it is not here or belongs to another data set."""
+        """Returns a piece for a peer; None if the piece is missing or belongs to another data set."""
         name = name_digest.hex()
         if name not in self._sizes:
             return None
@@ -240,7 +240,7 @@ class TokenDataset:
         return self.manifest.encode()
 
     def tokenizer_bytes(self) -> bytes | None:
-        """Returns the tokenizer's file for a peer; None if there is none, or if it is not here yet."""
+        """Returns the tokenizer's file for a peer; None if the data set has none, or the file is still missing."""
         try:
             file_bytes = _read_file(self.directory / TOKENIZER_NAME, TOKENIZER_BYTES_MAX)
         except OSError:
@@ -294,7 +294,7 @@ class TokenDataset:
             replace_file(path, content)
 
     def _remove(self, name: str) -> None:
-        """Removes a damaged piece, so that it is fetched again."""
+        """Removes a damaged piece, so that the node fetches it again."""
         self._damaged.add(name)
         self._checked.discard(name)
         with suppress(OSError):  # the disk cannot be written; the piece counts as missing all the same
@@ -317,7 +317,7 @@ class TokenDataset:
         return gathered.reshape(len(wanted), length + 1)[places]
 
     def _piece(self, name: str) -> Tokens:
-        """Maps a piece's tokens, checked the first time."""
+        """Maps a piece's tokens into memory, checking them on first use."""
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
@@ -388,7 +388,7 @@ def _piece_sizes(manifest: DatasetIndex) -> dict[str, int]:
 
 
 def _read_file(path: Path, size_max: int) -> bytes | None:
-    """Reads a file whole; None if it is larger than allowed."""
+    """Reads a whole file; None if it is larger than allowed."""
     with path.open("rb") as file:
         # Asked for the limit outright, read would allocate it whatever the file's size.
         content = file.read(min(os.fstat(file.fileno()).st_size, size_max) + 1)

@@ -65,11 +65,11 @@ class Need:
 
     @property
     def trainer(self) -> int:
-        """Memory of the device that trains."""
+        """Memory that the run needs on the training device."""
         return 2 * self.state + self.residual + self.optimizer + max(self.activations, self.codec)
 
     def main(self, device: str) -> int:
-        """Main memory of the node's process, when `device` trains."""
+        """Main memory that the node's process needs when `device` trains."""
         rest = self.program + self.payloads + self.checkpoint
         return rest if device.startswith("cuda") else rest + self.trainer
 
@@ -103,7 +103,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A run's demand on one memory, beside its size and what is free of it."""
+    """A run's demand on one memory, with that memory's total and free size."""
 
     what: str  # main memory, or a device
     needed: int
@@ -164,7 +164,7 @@ def _cpu_has_bf16(device: torch.device) -> bool:
 
 
 def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
-    """Works out a run's demand without allocating any of it."""
+    """Computes a run's demand for memory and disk without allocating anything."""
     with torch.device("meta"):
         shapes = [tuple(parameter.shape) for parameter in Transformer(run.model).parameters()]
     layout = Layout(shapes, run.recipe.chunk)

@@ -130,7 +130,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention mixes positions, the feed-forward layer works on each."""
+    """One layer: attention mixes positions, the feed-forward network treats each one separately."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Transformer(nn.Module):
         return output
 
     def compile_layers(self) -> None:
-        """Compiles layer by layer with torch.compile: they are alike, so one is compiled for all."""
+        """Compiles layer by layer with torch.compile: all layers are alike, so one compilation serves them all."""
         for block in self.layers:
             block.compile()
 
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """Appends `count` drawn tokens to `tokens` [batch, length]; at temperature 0 the likeliest ones."""
+        """Appends `count` sampled tokens to `tokens` [batch, length]; at temperature 0 the likeliest ones."""
         for _ in range(count):
             logits = self(tokens[:, -self.config.sequence_length :])[:, -1].float()  # [batch, vocab]
             if temperature > 0:

@@ -128,7 +128,7 @@ class _Reading:
     highest: int  # -1: there was no document
 
     def moved(self, border: int) -> int:
-        """Returns the nearest border that leaves neither side empty, as far as the documents allow."""
+        """Returns the nearest border that leaves neither split empty, as far as the documents allow."""
         if self.highest < border:
             return max(0, self.highest)  # also when all documents are one text: it is trained on
         if border <= self.lowest < self.highest:
@@ -181,7 +181,7 @@ def _batches(sources: Sequence[TextFile]) -> Iterator[list[Document]]:
 
 
 class _SplitWriter:
-    """Cuts a split's tokens into pieces, and stores each as soon as it is full."""
+    """Cuts a split's tokens into pieces, and stores each piece as soon as it is full."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -216,7 +216,7 @@ class _SplitWriter:
 
 @contextmanager
 def _claimed(out: Path, tokenizer: Tokenizer) -> Iterator[None]:
-    """Makes `out` and locks it for this process; refuses one in which something could be lost."""
+    """Creates `out` and locks it for this process; refuses a directory whose contents could be lost."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)

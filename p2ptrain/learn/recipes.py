@@ -53,7 +53,7 @@ class Withdrawal:
 
 
 class Residual:
-    """The part of this node's training that the swarm has not been told yet, as DCT coefficients."""
+    """The part of this node's training that it has not yet contributed, as DCT coefficients."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -66,7 +66,7 @@ class Residual:
         self.layout.project(self.coefficients, *self._padding)
 
     def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
-        """Makes the round's contribution and subtracts from the residual what it carries."""
+        """Makes the round's contribution and subtracts the values it carries from the residual."""
         assert round_number not in self.kept, "one contribution a round"
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         indices = largest(self.coefficients, recipe.k)
@@ -89,11 +89,11 @@ class Residual:
         return contribution
 
     def forget(self, round_number: int) -> bool:
-        """Notes that a manifest took the round's contribution. False: there is none."""
+        """Notes that a manifest took the round's contribution; False if the node has no such contribution."""
         return self.kept.pop(round_number, None) is not None
 
     def restore(self, round_number: int) -> bool:
-        """Puts back a contribution that no manifest can take any more. False: there is none."""
+        """Puts back a contribution that no manifest can take any more; False if the node has no such contribution."""
         kept = self.kept.pop(round_number, None)
         if kept is None:
             return False
@@ -213,7 +213,7 @@ class LocalRecipe:
         return result
 
     def _adamw(self) -> None:
-        """Loshchilov and Hutter 2017 (arXiv 1711.05101), in torch.optim's order."""
+        """Takes an AdamW step (Loshchilov and Hutter 2017, arXiv 1711.05101), in torch.optim's order."""
         config, gradient = self.config, self.live.gradient
         self.steps += 1
         beta1, beta2, rate = float(config.inner_beta1), float(config.inner_beta2), float(config.inner_learning_rate)

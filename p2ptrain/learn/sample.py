@@ -62,7 +62,7 @@ def sample(
 
 
 def read_wish(content: object) -> Wish:
-    """Reads a request; `ConfigError` says what is wrong with it."""
+    """Reads a request; raises ConfigError if it is malformed."""
     try:
         wish = msgspec.convert(content, Wish)
     except msgspec.ValidationError as error:
@@ -73,7 +73,7 @@ def read_wish(content: object) -> Wish:
 
 
 def check(wish: Wish) -> None:
-    """Raises `ConfigError` if it cannot be drawn."""
+    """Raises ConfigError if the requested sample cannot be drawn."""
     try:
         prompt = wish.prompt.encode()
     except UnicodeEncodeError as error:

@@ -37,7 +37,7 @@ def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
 
 
 def exact_float(fraction: Fraction) -> float:
-    """Returns the float64 nearest to a fraction, ties to even: the same one on every machine.
+    """Returns the float64 nearest to a fraction, ties to even: the same value on every machine.
 
     Python divides two ints of any size with a single, correct rounding. float(n) / float(d) rounds three
     times once n or d passes 2**53, which a schedule's products soon do, and is then off by an ulp at times.

@@ -35,7 +35,7 @@ def largest(coefficients: Tensor, k: int) -> Indices:
 
 
 def _largest_by_topk(coefficients: Tensor, k: int, at_a_time: int) -> Indices:
-    """Works in blocks, because the magnitudes of all would take as much memory as the model."""
+    """Selects in blocks, because all magnitudes together would take as much memory as the model."""
 
     def chosen(block: Tensor, device: torch.device) -> Tensor:
         return block.to(device).abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values.short()

@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
     """Runs `work` on `device`, or on the CPU if the device has no memory left.
 
-    So a game that takes a GPU's memory makes a round slower, and never costs a node its place in it. `work` must have
+    So if a game takes the GPU's memory, the round becomes slower, but the node keeps its place in it. `work` must have
     changed nothing when it fails. On the exact path both give the same bits.
     """
     try:
@@ -42,7 +42,7 @@ def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
 
 @contextmanager
 def told(what: str, device: torch.device) -> Iterator[None]:
-    """Raises MemoryShortError, with the device's usage, if memory runs out inside."""
+    """Raises MemoryShortError, with the device's usage, if memory runs out inside the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -52,7 +52,7 @@ def told(what: str, device: torch.device) -> Iterator[None]:
 
 
 def memory_taken(device: torch.device) -> str:
-    """Describes for a person how much memory there is and who has it."""
+    """Describes for a person how much memory there is and which processes use it."""
     if device.type != "cuda":
         return f"{mega(free_memory_bytes())} of main memory are free"
     free, there = torch.cuda.mem_get_info(device)

@@ -57,7 +57,7 @@ EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enoug
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
-    """As `find_device`; also sets how many threads torch uses."""
+    """Sets how many threads torch uses, and returns the result of `find_device`."""
     torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the person
     return find_device(config)
 
@@ -72,7 +72,7 @@ def _check_compiler() -> None:
 
 
 def check_data(run: RunConfig, dataset: TokenDataset) -> None:
-    """Refuses a data set made with another tokenizer: it would train on other words, and nothing else would notice."""
+    """Refuses a data set made with another tokenizer, because no other check would notice the wrong tokens."""
     made = dataset.tokenizer
     if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
         fix = "Prepare the data with the run's tokenizer, or name the data's in the run"
@@ -88,7 +88,7 @@ def check_data(run: RunConfig, dataset: TokenDataset) -> None:
 
 @dataclass(frozen=True)
 class Capture:
-    """A trainer's state at one moment, to be written while training goes on."""
+    """A trainer's state at one moment, to be written while training continues."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -96,7 +96,7 @@ class Capture:
 
     @property
     def state(self) -> memoryview:
-        """The agreed weights, as the state root is made of them."""
+        """The agreed weights, in the form from which the state root is computed."""
         return octets(self.agreed)
 
     def write(self, path: Path) -> None:
@@ -166,7 +166,7 @@ class Trainer:
         return results
 
     def contribute(self, round_number: int) -> bytes:
-        """Encodes the round that was just trained; what the payload carries leaves the residual."""
+        """Encodes the round that was just trained, and subtracts the payload's values from the residual."""
         assert self._trained == round_number, "a contribution follows its training"
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
@@ -229,7 +229,7 @@ class Trainer:
         return self.recipe.agreed.numel() * FLOAT_BYTES
 
     def state_bytes(self) -> bytes:
-        """A copy of the agreed weights, as the state root is made of them."""
+        """A copy of the agreed weights, in the form from which the state root is computed."""
         return bytes(octets(self.recipe.agreed))
 
     def leaves(self) -> list[bytes]:
@@ -240,9 +240,9 @@ class Trainer:
     def adopt(self, round_number: int, pieces: Iterable[bytes | memoryview], keep_residual: bool = True) -> None:
         """Goes on from the state that others have after `round_number` rounds; a training in progress is dropped.
 
-        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Pieces that
-        are no state change nothing: they are put together where the next step's gradient will be, so that a state
-        that comes from a disk is never in memory beside the weights.
+        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Invalid
+        pieces change nothing: they are assembled in the memory for the next step's gradient, so that a state read from
+        disk never needs memory of its own beside the weights.
         """
         assert round_number >= 0, f"the state of round {round_number}"
         received, size, is_aligned = self.live.gradient, 0, True
@@ -299,7 +299,7 @@ class Trainer:
     # Saved state
 
     def _run_digest(self) -> str:
-        """Digest of the run's settings, which names it even before it is sealed."""
+        """Digest of the run's settings, which identifies the run even before its config is sealed."""
         return digest("saved state's run", self.run.canonical()).hex()
 
     def _tensors(self, agreed: Tensor) -> dict[str, Tensor]:
@@ -385,10 +385,10 @@ class Trainer:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """In blocks: torch would make several copies of a tensor as large as the model."""
+    """Checks in blocks, because torch would make several copies of a tensor as large as the model."""
     return all(bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), FINITE_BLOCK))
 
 
 def _in_memory(tensor: Tensor, is_copied: bool) -> Tensor:
-    """The tensor in main memory and contiguous; nobody else's if it is copied."""
+    """Returns the tensor contiguous in main memory, as a copy of its own if `is_copied`."""
     return tensor.detach().to("cpu", copy=is_copied).contiguous()

@@ -53,7 +53,7 @@ assert max(COSINES) == BASIS_PEAK
 
 
 def basis_entry(chunk: int, u: int, i: int) -> int:
-    """2**13.5 * cos(pi * (2i + 1) * u / (2 * chunk)), and 2**13 in the constant row u = 0."""
+    """Returns 2**13.5 * cos(pi * (2i + 1) * u / (2 * chunk)), and 2**13 in the constant row u = 0."""
     if u == 0:
         return COSINES[32]
     n = (2 * i + 1) * u * (64 // chunk) % 256  # the angle in 256ths of a turn
@@ -146,9 +146,9 @@ class Layout:
             )
 
     def matrix(self, tensors: Sequence[Tensor], group: Group) -> Tensor:  # [rows, columns]
-        """The group's matrix: a view of its one tensor, or a copy of its vectors end to end.
+        """Returns the group's matrix: a view of its one tensor, or a copy of its vectors end to end.
 
-        The copy is in main memory, where it finds room: it is small, and between two groups nothing may fail.
+        The small copy is in main memory, which has room for it: between two groups nothing may fail.
         """
         if len(group.members) == 1 and group.columns * group.rows == tensors[group.members[0]].numel():
             return tensors[group.members[0]].reshape(group.rows, group.columns)
@@ -156,7 +156,7 @@ class Layout:
         return pad(flat, (0, group.rows * group.columns - flat.numel())).view(group.rows, group.columns)
 
     def store(self, matrix: Tensor, tensors: Sequence[Tensor], group: Group) -> None:
-        """Puts what `matrix` copied back into its tensors; what it only viewed is there already."""
+        """Writes a copy made by `matrix` back into the tensors; a view needs nothing."""
         if matrix.data_ptr() == tensors[group.members[0]].data_ptr():
             return
         flat, start = matrix.reshape(-1), 0
@@ -166,7 +166,7 @@ class Layout:
             start += size
 
     def padding_masks(self, device: torch.device) -> tuple[Tensor, Tensor]:  # [n] int64, [n, chunk, chunk] bool
-        """The chunks that are partly padding, and where their true elements are."""
+        """Returns the chunks that are partly padding, and masks of their true elements."""
         chunks: list[int] = []
         masks: list[Tensor] = []
         for group in self.groups:

@@ -79,7 +79,7 @@ class FalseHistories(Liar):
         return [SendHistory(effect.peer, rng.choice(ways)())]
 
     def _bent(self, step: Step) -> Step:
-        """The same step with its last signature replaced by random bytes."""
+        """Returns the step with its last signature replaced by random bytes."""
         if not isinstance(step, Entry):
             return step
         signatures = (*step.certificate.signatures[:-1], self.rng.randbytes(64))
@@ -111,7 +111,7 @@ class ClaimsToBeAhead(Unasked):
 
 
 class EndlessHistories(ClaimsToBeAhead):
-    """Gives another lineage in each answer, so that each answer leads to another question."""
+    """Gives a different lineage in each answer, so that each answer leads to another question."""
 
     def __init__(self, rng: Random, signer: FakeSigner) -> None:
         super().__init__(rng, signer)
@@ -125,7 +125,7 @@ class EndlessHistories(ClaimsToBeAhead):
 
 
 class FalseJumps(ClaimsToBeAhead):
-    """Answers with a jump to a branch of which it is the only member. The branch begins where the asker is, later, or
+    """Answers with a jump to a branch whose only member is the liar. The branch begins where the asker is, later, or
     where the asker's branch began, and every signature in it is genuine."""
 
     def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
@@ -150,7 +150,7 @@ class FalseJumps(ClaimsToBeAhead):
         return History(lineage, entry.manifest.round, (*changes, beginning), base, (entry,))
 
     def _start(self, core: Node, chain: Chain) -> tuple[AgreedState, tuple[Step, ...]]:
-        """The state that our branch begins from, and the steps to it from the state of the asker."""
+        """Returns the state that our branch begins from, and the steps from the asker's state to that one."""
         state = chain.state
         fork = chain.forks.get(state.branch)
         entry, later = core.chain.entry(state.round + 1), core.chain.state_at(state.branch, state.round + 1)
@@ -167,7 +167,7 @@ class FalseJumps(ClaimsToBeAhead):
         return Beginning(state.branch, state.round, state.head, 0, members, members, (signature,))
 
     def _alone(self, state: AgreedState, run: RunConfig) -> tuple[Entry, AgreedState]:
-        """A round that we certify alone, as the only member of the roster."""
+        """Makes a round that we certify alone, as the only member of the roster."""
         place = state.branch, state.round + 1
         manifest = Manifest(
             branch=state.branch,
@@ -192,5 +192,5 @@ class FalseJumps(ClaimsToBeAhead):
 
 
 def _hello(branch: bytes, number: int, author: bytes) -> Hello:
-    """The hello of a node that is in this round and has heard nothing yet."""
+    """Makes the hello of a node that is in this round and has heard nothing yet."""
     return Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", False, author)

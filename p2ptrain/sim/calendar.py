@@ -31,7 +31,7 @@ class Flight:
 
 
 class Timer:
-    """An action that one life of a node waits for."""
+    """An action scheduled by one life of a node."""
 
     __slots__ = ("action", "arguments", "life", "node")
 
@@ -60,11 +60,11 @@ class Calendar:
         self.at(self.now + self._rng.uniform(low, high), action, *arguments)
 
     def timer(self, node: SimNode, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Schedule an action of a node: dropped if its process ends before, put off while it sleeps."""
+        """Schedule a node's action, which is dropped if the process ends first and put off while it sleeps."""
         heappush(self._heap, (max(time, self.now), next(self._order), Timer(node, action, arguments)))
 
     def fly(self, arrivals: list[tuple[float, int]], event: Event, payload: bytes) -> None:
-        """Let an event arrive at several nodes; the last arrival comes first in the list."""
+        """Schedule an event's arrival at several nodes; `arrivals` has the last one first."""
         if arrivals:
             self.deliveries += len(arrivals)
             heappush(self._heap, (arrivals[-1][0], next(self._order), Flight(arrivals, event, payload)))
@@ -74,7 +74,7 @@ class Calendar:
         self.is_over = True
 
     def run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Event], None]) -> None:
-        """Run until it is stopped, or until this time.
+        """Run until stopped, or until this time.
 
         The garbage collector is off meanwhile: it would look through millions of messages again and again, and what
         a round leaves behind holds no cycles.

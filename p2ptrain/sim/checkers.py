@@ -50,7 +50,7 @@ VIEWS_MORE = 12  # than members, after the faults: to find together again, and a
 
 
 def safety() -> list[Checker]:
-    """The checkers of safety: these hold whatever the faults."""
+    """Return the safety checkers, which hold under any faults."""
     ledger = Ledger()
     return [
         ledger,
@@ -284,7 +284,7 @@ class NothingCensored(Checker):
                 del self.offers[old]
 
     def _attested(self, index: int, message: Availability) -> None:
-        """Keep what all availabilities of this member for this round name: after a restart it may send another."""
+        """Collect the names in all of this member's availabilities for the round: a restarted one may send another."""
         place = message.branch, message.round
         if place in self.ledger.decided:
             return  # too late for the manifest
@@ -328,7 +328,7 @@ class OneVoice(Checker):
 
 
 def _place(message: Message) -> tuple[object, ...] | None:
-    """The place that a message takes, for which there may be one only; its author comes last."""
+    """Return the place that a message takes, with its author last; an honest node sends one message a place."""
     match message:
         case Announcement(branch=branch, round=number, author=author):
             return "announcement", branch, number, author
@@ -365,7 +365,7 @@ class Recovered(Checker):
                 self._compare(step, self.view_then)
 
     def _compare(self, entry: Entry, view_then: int) -> None:
-        """Check the views of a round decided since. A round that had begun before has used some already."""
+        """Check how many views a round took that was decided since. One begun earlier has used some already."""
         members = self.ledger.rosters.get(entry.manifest.parent, ())
         is_promised = self.ledger.promises(entry.manifest.parent) is Guarantee.EVERYTHING
         views = entry.certificate.view - view_then
@@ -390,7 +390,7 @@ class Recovered(Checker):
         return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(cluster).values())
 
     def _heads(self, cluster: Cluster) -> dict[int, AgreedState]:
-        """The states of honest nodes, except those that currently believe in a branch of liars alone."""
+        """Return the states of honest nodes, except those that currently believe in a branch of liars alone."""
         heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
         return {index: head for index, head in heads.items() if not are_liars(cluster, head.members)}
 
@@ -408,7 +408,7 @@ class Recovered(Checker):
 
 
 def standard() -> list[Checker]:
-    """All checkers: safety, and that the swarm goes on after the faults."""
+    """Return all checkers: safety, and that the swarm goes on after the faults."""
     checkers = safety()
     ledger = checkers[0]
     assert isinstance(ledger, Ledger), "the ledger comes first, since the others ask it"

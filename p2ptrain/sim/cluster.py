@@ -67,7 +67,7 @@ class Cluster:
         self.executor = Executor(self)
 
     def run(self) -> None:
-        """Run until everyone has reached the goal, or the time is over."""
+        """Run until everyone has reached the goal, or the time is up."""
         self.calendar.run(self.setup.scenario.seconds, self.nodes, self.give)
         self.watch.at_end(self)
 
@@ -111,7 +111,7 @@ class Cluster:
         self.topology.refresh(node)
 
     def kill(self, node: SimNode) -> None:
-        """SIGKILL: unwritten records are lost, and of those being written as many survive as fate has it."""
+        """SIGKILL: unwritten records are lost, and of those being written a random number survives."""
         if node.core is None:
             return
         writing, kept = node.process.queue.writing, 0
@@ -186,7 +186,7 @@ class Cluster:
             raise Violation(f"node {node.index} wanted to be called at once {TICKS_MAX} times in a row: a busy loop")
 
     def set_clock(self, node: SimNode, jump: float, rate: float) -> None:
-        """Let the node's clock jump, and run at this rate from now on."""
+        """Make the node's clock jump, and run at this rate from now on."""
         node.clock.set(self.calendar.now, jump, rate)
         node.process.tick_at = NEVER
         if node.core is not None and node.core.deadline is not None:

@@ -55,7 +55,7 @@ class Forks(Proposer):
         self.fellows: set[bytes] = set()
 
     def _join(self, cluster: Cluster) -> None:
-        """Take over the plan of the first colluder."""
+        """Adopt the plan of the first colluder."""
         ours = [node for node in cluster.nodes if isinstance(fork_of(node.liar), Forks)]
         first = fork_of(ours[0].liar) if ours else self
         assert isinstance(first, Forks)
@@ -78,7 +78,7 @@ class Forks(Proposer):
                 return [Publish(received.envelope)]
 
     def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
-        """Leave out our own messages: the core inside does not know what we sent instead."""
+        """Leave out our own messages, because the wrapped core does not know what we sent instead."""
         others = tuple(each for each in effect.envelopes if not self._is_mine(cluster, each))
         return [Send(effect.peer, others)] if others else []
 
@@ -108,7 +108,7 @@ class Forks(Proposer):
         return [*self._secrets(message), *self.two_faced(cluster, message.round, first, second)]
 
     def _secrets(self, message: Proposal) -> list[Said]:
-        """The availabilities that our proposals may name."""
+        """Return the availabilities that our proposals may name."""
         return [Publish(each.envelope) for each in self.plan.secrets.get((message.branch, message.round), {}).values()]
 
     def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
@@ -118,7 +118,7 @@ class Forks(Proposer):
         return self.two_faced(cluster, message.round, first, second)
 
     def _proposed(self, core: Node, vote: Vote) -> bytes:
-        """The manifest proposed in this view; else the one that we would have voted for."""
+        """Return the manifest proposed in this view; else the one that we would have voted for."""
         view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
         proposal = view.proposal.message if view and view.proposal else None
         return proposal.manifest if isinstance(proposal, Proposal) else vote.manifest
@@ -140,7 +140,7 @@ class ProposesAnew(Forks):
         return super().say(cluster, core, received)
 
     def _few(self, cluster: Cluster, core: Node, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """The members that the fewest others hear, and the rest of them without us."""
+        """Return the members that the fewest others hear, and the remaining ones except us."""
         others = [node for node in cluster.nodes if node.key not in self.fellows]
 
         def heard_by(node: SimNode) -> int:
@@ -189,5 +189,5 @@ class Schedule(Liar):
 
 
 def fork_of(liar: Liar | None) -> Liar | None:
-    """The forking part of a liar."""
+    """Return the forking part of a liar."""
     return liar.moods["fork"] if isinstance(liar, Schedule) else liar

@@ -34,7 +34,7 @@ class Disk(Journal):
         del self.checkpoints[:-CHECKPOINTS_KEPT]
 
     def saved(self) -> Saved:
-        """The saved state that a process starts from."""
+        """Return the saved state that a process starts from."""
         checkpoint = self._newest_checkpoint()
         return self.saved_at(checkpoint.round, checkpoint.root)
 

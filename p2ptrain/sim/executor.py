@@ -108,7 +108,7 @@ class Executor:
                 node.shelf.turn(record.state.round)
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
-        """Whether it ever did: then others may have had good reason to follow whoever was left."""
+        """Whether the node ever lost the quorum: then others may have had reason to follow the remaining members."""
         counters = node.core.view().counters if node.core else {}
         return bool(self.cluster.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
 

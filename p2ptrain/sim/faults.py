@@ -38,7 +38,7 @@ def begin(cluster: Cluster) -> None:
 
 
 def _picked(cluster: Cluster, nodes: sc.Nodes) -> list[SimNode]:
-    """The named nodes that exist by now."""
+    """Return those of the named nodes that exist by now."""
     return [cluster.nodes[index] for index in cluster.setup.scenario.pick(nodes) if index < len(cluster.nodes)]
 
 
@@ -211,7 +211,7 @@ def _join(cluster: Cluster, number: int, fault: sc.Newcomers) -> None:
 
 
 def _ticket(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
-    """The invitation that a newcomer shows."""
+    """Return the invitation that a newcomer shows."""
     if kind == "none":
         return b""
     if kind == "spent":

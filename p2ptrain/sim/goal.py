@@ -10,7 +10,7 @@ from p2ptrain.sim.scenario import Scenario
 
 
 class Goal:
-    """The round that every honest node that will run has to apply."""
+    """The round that every honest node has to apply, unless it is gone for good."""
 
     def __init__(self, scenario: Scenario, calendar: Calendar, nodes: Sequence[SimNode]) -> None:
         self.round = scenario.rounds
@@ -19,7 +19,7 @@ class Goal:
         self._next_look = 0.0
 
     def look(self) -> None:
-        """Check whether the goal is reached; called when a round was applied or a state was loaded."""
+        """End the simulation if the goal is reached; called when a round was applied or a state was loaded."""
         calendar = self._calendar
         if calendar.is_over or calendar.now < self._next_look:
             return
@@ -34,12 +34,12 @@ class Goal:
             calendar.stop()
 
     def faults_ended(self) -> None:
-        """From here on the swarm has to recover."""
+        """Note that all faults are over, so that the swarm has to recover from here on."""
         self._next_look = 0.0
         self.look()
 
     def _has_resumed(self, waiting: Sequence[SimNode]) -> bool:
-        """Whether everyone's state has moved on since the faults ended, on one branch."""
+        """Whether everyone's state has advanced since the faults ended, on one branch."""
         since = self._scenario.end_of_faults
         branches = {node.disk.state.branch for node in waiting}
         if len(branches) > 1 or not all(node.alive and node.state.moved_at > since for node in waiting):

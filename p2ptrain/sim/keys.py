@@ -18,7 +18,7 @@ KEYS_MAX = 8_192  # signing keys that are remembered: those of the largest simul
 
 
 def node_key(seed: int, index: int) -> bytes:
-    """The public key of a node; its rank among the others is random."""
+    """Return a node's public key, whose rank among all keys is random."""
     return digest("simulated key", seed.to_bytes(16, "little", signed=True), index.to_bytes(8, "little"))
 
 

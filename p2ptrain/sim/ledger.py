@@ -41,13 +41,13 @@ class Checker:
     holds_beyond = False  # also once a roster has more than f faulty members
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        """An honest node has handled an event."""
+        """Called after an honest node has handled an event."""
 
     def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
-        """An honest node has sent a message in its own name."""
+        """Called after an honest node has sent a message in its own name."""
 
     def at_end(self, cluster: Cluster) -> None:
-        """The simulation is over."""
+        """Called when the simulation is over."""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def may_lie(size: int) -> int:
 
 
 def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
-    """The signature of this key under a message; `body` is the message's kind and fields."""
+    """Return this key's signature under a message; `body` is the message's kind and fields."""
     kind = body[0]
     name = blake3(msgspec.msgpack.encode(body), derive_key_context=f"p2ptrain 1 message {kind}").digest()
     return sign_as(run_id, key, f"p2ptrain 1 {kind}".encode() + b"\0" + run_id + name)
@@ -74,7 +74,7 @@ def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
 
 
 class Guarantee(IntEnum):
-    """The guarantees of a roster, given how many of its members, and of the rosters before it, lie."""
+    """The guarantees that a roster gives, given how many liars it and the rosters before it contain."""
 
     NOTHING = 0
     ONE_HISTORY = 1  # two quorums share an honest member
@@ -138,7 +138,7 @@ class Ledger(Checker):
         self.guarantees[head] = min(self._by_members[members], self.guarantees.get(parent, Guarantee.EVERYTHING))
 
     def promises(self, head: bytes) -> Guarantee:
-        """The guarantee for the round or branch after this manifest."""
+        """Return the guarantee for the round or branch after this manifest."""
         return self.guarantees.get(head, Guarantee.NOTHING)
 
 
@@ -155,5 +155,5 @@ def _guarantee(cluster: Cluster, members: Members) -> Guarantee:
 
 
 def certified(effects: Sequence[Effect]) -> list[Certified]:
-    """The rounds and branches that a node has decided on or adopted."""
+    """Return the rounds and branches that a node has decided on or adopted."""
     return [effect.record for effect in effects if type(effect) is Persist and type(effect.record) is Certified]

@@ -59,7 +59,7 @@ class ModelState:
     moved_at: float = 0.0  # when it last changed
 
     def become(self, number: int, root: bytes, head: bytes, kept: int, now: float | None = None) -> None:
-        """Go to another state; `now` is left out at a start, which is no progress."""
+        """Switch to another state; `now` is left out at a start, which does not count as progress."""
         self.round, self.root, self.head = number, root, head
         self.moved_at = self.moved_at if now is None else now
         self.kept.pop((number, root), None)
@@ -68,7 +68,7 @@ class ModelState:
             del self.kept[next(iter(self.kept))]
 
     def mend(self) -> None:
-        """A state was fetched: no bit is wrong any more."""
+        """Clear the flipped bit, because a correct state was fetched."""
         self.is_wrong = False
 
     def flip_a_bit(self) -> None:
@@ -86,7 +86,7 @@ class Accelerator:
     busy_until: float = 0.0  # with applying and fetching, one after the other
 
     def book(self, now: float, seconds: float) -> float:
-        """Take so long for one more job, after those before it; returns when it is done."""
+        """Queue a job of this duration; returns the time at which it will be done."""
         self.busy_until = max(self.busy_until, now) + seconds
         return self.busy_until
 
@@ -99,7 +99,7 @@ class Accelerator:
 
 @dataclass(slots=True)
 class Lifetime:
-    """One life of a process: everything here is gone when it ends."""
+    """One life of a process; all of this is lost when the process ends."""
 
     core: Node | None = None  # None: the process is down
     queue: EffectQueue[Effect | ToSome] = field(default_factory=EffectQueue)
@@ -116,7 +116,7 @@ class Lifetime:
         self.asleep_until = until
 
     def light_fuse(self, effects: int) -> None:
-        """Have the process killed after so many effects more."""
+        """Have the process killed after this many more effects."""
         self.fuse = effects
 
     def burn(self) -> bool:
@@ -179,7 +179,7 @@ class SimNode:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it will not come back."""
+        """Whether the node will never come back."""
         return self.has_left or self.is_dead
 
     def begin(self, core: Node) -> None:
@@ -187,14 +187,14 @@ class SimNode:
         self.process = Lifetime(core)
 
     def end(self) -> None:
-        """End the process; events and timers that wait for it are void."""
+        """End the process and drop its pending events and timers."""
         self.process.queue.clear()  # it may be at it just now
         self.process = Lifetime()
         self.life += 1
         self.accelerator.reset()
 
     def forget(self, disk: Disk) -> None:
-        """Go on with an empty disk."""
+        """Replace the disk by an empty one."""
         self.disk, self.has_forgotten = disk, True
         self.shelf.keep(())
 

@@ -16,7 +16,7 @@ from p2ptrain.sim.machine import SimNode
 
 
 class Measurements:
-    """Counts what happens in one run."""
+    """Counters of one run."""
 
     def __init__(self) -> None:
         self.timeline: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)  # by node: when it applied what
@@ -52,7 +52,7 @@ class Measurements:
         self.heard_bytes += size
 
     def certified(self, node: SimNode, record: Certified) -> None:
-        """A node has adopted a decided round, or a branch."""
+        """Note that a node has adopted a decided round, or a branch."""
         if not node.honest:
             return
         step = record.step
@@ -73,7 +73,7 @@ class Measurements:
         self.timeline[node.index].append((now, manifest.round))
 
     def look_for_stall(self, node: SimNode) -> None:
-        """Count the times that a node came to think that the quorum is lost."""
+        """Count how often nodes concluded that the quorum is lost."""
         if node.core is None:
             return
         is_stalled = node.core.view().is_stalled

@@ -79,7 +79,7 @@ class LinkModel:
     # When things arrive
 
     def _leaves(self, source: int, now: float, size: int) -> float:
-        """When the last byte has left the source's uplink."""
+        """Return when the last byte has left the source's uplink."""
         rate = self.links.bytes_per_second
         if not rate:
             return now
@@ -88,7 +88,7 @@ class LinkModel:
         return leaves
 
     def spread(self, source: int, targets: Sequence[int], now: float, size: int) -> list[Arrival]:
-        """When a published message arrives where; the last arrival first."""
+        """Return when a published message reaches each target, the last arrival first."""
         links, draw = self.links, self.rng.random
         start = self._leaves(source, now, size * min(FANOUT, len(targets))) + links.latency_seconds
         jitter = links.jitter_seconds
@@ -105,7 +105,7 @@ class LinkModel:
         return found
 
     def _adverse(self, source: int, target: int, at: float) -> list[float]:
-        """When the copies of a message arrive: none, one or two."""
+        """Return the arrival times of a message's copies: none, one or two."""
         links, draw = self.links, self.rng.random
         if not self.is_open(source, target) or draw() < links.loss:
             return []
@@ -121,7 +121,7 @@ class LinkModel:
         return at
 
     def stream(self, source: int, target: int, now: float, size: int) -> float | None:
-        """When a message on a stream arrives; None: the link is cut."""
+        """Return when a message on a stream arrives; None if the link is cut."""
         if not self.is_open(source, target):
             return None
         links, draw = self.links, self.rng.random
@@ -134,7 +134,7 @@ class LinkModel:
 
 
 def bits(nodes: Sequence[int]) -> int:
-    """Nodes as a bit mask."""
+    """Return nodes as a bit mask."""
     found = 0
     for node in nodes:
         found |= 1 << node

@@ -60,7 +60,7 @@ class Replays(Liar):
 
 
 class Unasked(Liar):
-    """Sends what `thing` makes, without being asked, at most `a_second` a second."""
+    """Sends unsolicited messages made by `thing`, at most `a_second` a second."""
 
     a_second = FLOOD_A_SECOND
 
@@ -79,7 +79,7 @@ class Unasked(Liar):
 
 
 class KeepsTheDead(Unasked):
-    """Remembers what each member said last, and says it again and again once the member is gone."""
+    """Remembers each member's last message, and repeats it again and again once that member is gone."""
 
     a_second = 12
 
@@ -126,7 +126,7 @@ class Asks(Unasked):
 
 
 class Floods(Unasked):
-    """Floods the others with absurd messages; `quietly`: with none that would be evidence against it."""
+    """Floods the others with absurd messages; `quietly`: with none that would be evidence against the sender."""
 
     def __init__(self, rng: Random, signer: FakeSigner, quietly: bool = False) -> None:
         super().__init__(rng, signer)
@@ -183,6 +183,6 @@ class Forges(Unasked):
         return [Publish(rng.choice(makes)())]
 
     def _framed(self, vote: Vote) -> bytes:
-        """False evidence: two conflicting votes in the name of a member that sent neither."""
+        """Makes false evidence: two conflicting votes in the name of a member that sent neither."""
         first, second = sorted((self.signed(vote).envelope, self.signed(replace(vote, manifest=NOTHING)).envelope))
         return encode(Evidence(first, second))

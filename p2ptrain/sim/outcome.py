@@ -44,7 +44,7 @@ class Outcome(Struct):
 def simulate(
     scenario: Scenario, seed: int, checkers: Sequence[Checker] = (), prepare: Prepare | None = None
 ) -> Outcome:
-    """Run a scenario; its failures are sentences. `prepare` may look at the cluster before it starts."""
+    """Run a scenario; failures are reported as sentences. `prepare` is called with the cluster before the start."""
     cluster = Cluster(seed, scenario, checkers, is_sparing=scenario.nodes >= CHECK_ROUNDS_FROM)
     if prepare is not None:
         prepare(cluster)
@@ -66,14 +66,14 @@ def _where(error: Exception) -> str:
 
 
 def clean_twin(scenario: Scenario) -> Scenario:
-    """The same swarm with nothing slow, lost or broken."""
+    """Return the same scenario with nothing slow, lost or broken."""
     training = scenario.training
     even = Workload(training.seconds, training.spread, training.payload_bytes, training.state_bytes)
     return replace(scenario, training=even, links=Links(), fault=[], expect=Expect())
 
 
 def rate(cluster: Cluster) -> float:
-    """Rounds a virtual minute of the median honest node; branches that lost do not count."""
+    """Return the median honest node's rounds a virtual minute; branches that lost do not count."""
     rates = [
         60.0 * applied[-1][1] / applied[-1][0]
         for node in cluster.nodes
@@ -83,13 +83,13 @@ def rate(cluster: Cluster) -> float:
 
 
 def final_members(cluster: Cluster) -> list[int]:
-    """The final roster, as seen by the honest node that is furthest on."""
+    """Return the final roster, as seen by the most advanced honest node."""
     last = _furthest(cluster)
     return sorted(cluster.key_index[key] for key in last.disk.state.members) if last else []
 
 
 def history(cluster: Cluster) -> list[Manifest]:
-    """The decided manifests, as seen by the honest node that is furthest on: without branches that lost."""
+    """Return the decided manifests as seen by the most advanced honest node, without branches that lost."""
     last, metrics = _furthest(cluster), cluster.metrics
     if last is None:
         return []
@@ -176,7 +176,7 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
 
 
 def _counts(cluster: Cluster, expect: Expect) -> Iterator[tuple[str, float, float | None, float | None]]:
-    """Each count with its name, value and limits."""
+    """Yield each count's name, value and limits."""
     metrics, decided = cluster.metrics, history(cluster)
     rounds, taken = max(1, len(decided)), sum(len(manifest.taken) for manifest in decided)
     views = max(metrics.views.values(), default=0)

@@ -45,7 +45,7 @@ class PayloadExchange:
         return payload is not None and payload.good
 
     def make(self, node: SimNode, number: int, base_round: int, good: bool = True) -> tuple[bytes, Payload]:
-        """Make a payload; returns its name, too."""
+        """Make a payload and return it with its name."""
         size = self.cluster.setup.scenario.training.payload_bytes
         seed = b"".join(place.to_bytes(8, "little") for place in (number, base_round, next(self._made)))
         start = digest("simulated payload", node.key, seed)

@@ -32,5 +32,5 @@ def watch(cluster: Cluster, index: int, log: EventLog) -> None:
 
 
 def signer_of(header: Header) -> FakeSigner:
-    """The signer that the simulated node had."""
+    """Return the signer that the simulated node had."""
     return FakeSigner(header.run_id, header.me)

@@ -13,7 +13,7 @@ NAMED_MAX = 12  # nodes that a line names one by one
 
 
 def summary(outcome: Outcome, seed: int) -> str:
-    """The outcome, line by line."""
+    """Describe the outcome, line by line."""
     cluster, metrics, calendar = outcome.cluster, outcome.cluster.metrics, outcome.cluster.calendar
     swarm = f"{len(cluster.nodes)}, seed {seed}, {calendar.now:.1f} virtual seconds"
     scenario, decided = cluster.setup.scenario, history(cluster)
@@ -65,7 +65,7 @@ def _named(nodes: Iterable[int]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError unless a picture can be written there, before a simulation that may take minutes."""
+    """Raise ConfigError if no picture can be written to this path; called before a simulation of maybe minutes."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (an extra, and slow to import)
     except ImportError as error:
@@ -85,7 +85,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """Rounds over time, a line for each node, with the faults behind them."""
+    """Draw each node's rounds over time, with the faults in the background."""
     check_plot(path)
     from matplotlib import pyplot  # noqa: PLC0415
 

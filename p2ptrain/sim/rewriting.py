@@ -50,7 +50,7 @@ Said: TypeAlias = Effect | ToSome
 
 
 class Liar:
-    """Base of all liars: passes everything on as the honest core has it."""
+    """Base of all liars: passes the honest core's effects on unchanged."""
 
     is_two_faced = False  # whether its second versions are for one half of the swarm, or for everyone
 
@@ -82,7 +82,7 @@ class Liar:
         return [Publish(received.envelope)]
 
     def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
-        """Replace messages to one peer: of two versions, it gets the one that it may see."""
+        """Replace messages to one peer, who gets the version meant for its half of the swarm."""
         if not self.twins:
             return [effect]
         return [Send(effect.peer, tuple(self._version(cluster, effect.peer, each) for each in effect.envelopes))]
@@ -100,7 +100,7 @@ class Liar:
         return [effect]
 
     def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        """Effects to add on the liar's own account."""
+        """Return further effects that the honest core did not ask for."""
         return []
 
     def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
@@ -111,12 +111,12 @@ class Liar:
     # Tools
 
     def signed(self, message: Authored, attachment: bytes = b"") -> Received:
-        """Sign a message; in another's name, one that nobody takes."""
+        """Sign a message; in another's name the signature is invalid."""
         signature = self.signer.sign(signed_bytes(self.signer.run_id, message))
         return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
 
     def twin(self, received: Received, make: Callable[[], Received | None]) -> Received | None:
-        """The second version of a message, made once."""
+        """Return the second version of a message, made once."""
         known = self.twins.get(received.digest)
         if known is None and (known := make()) is not None:
             self.twins[received.digest] = known
@@ -125,7 +125,7 @@ class Liar:
         return known
 
     def sides(self, cluster: Cluster, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Two halves of the swarm, drawn anew for every round."""
+        """Return two halves of the swarm, drawn anew for every round."""
         keys = [node.key for node in cluster.nodes if node.key != self.me]
         prefix = self.salt + number.to_bytes(8, "little")
         left = {key for key in keys if blake3(prefix + key).digest()[0] & 1}
@@ -144,7 +144,7 @@ class Liar:
 
 
 def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], object]) -> tuple[Received, ...]:
-    """The first q availabilities by rank, one of each member; fewer if there are not so many."""
+    """Return the first q availabilities by rank, one of each member, or all if there are fewer."""
     ordered = sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest))
     one_each: dict[bytes, Received] = {}
     for received in ordered:
@@ -153,7 +153,7 @@ def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], 
 
 
 def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
-    """The manifest that these availabilities lead to; None if we lack something that they name."""
+    """Return the manifest that these availabilities lead to; None if we lack something that they name."""
     context = core.context
     availabilities = [availability_of(received) for received in named]
     if len(availabilities) != core.here.roster.quorum:
@@ -182,7 +182,7 @@ class Proposer(Liar):
     """Base of the liars that bend proposals: `rank` orders the availabilities to name."""
 
     def propose(self, core: Node, proposal: Proposal, pool: Iterable[Received]) -> Received | None:
-        """Our proposal with other availabilities; None if there is no such thing."""
+        """Return our proposal with other availabilities; None if there are none."""
         named = choose(core, pool, self.rank)
         manifest = manifest_from(core, named)
         if manifest is None:

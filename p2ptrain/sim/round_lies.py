@@ -200,7 +200,7 @@ class EquivocatesVotes(Liar):
 
 
 class VotesForAll(Liar):
-    """Votes for any proposal, whatever it is locked on."""
+    """Votes for any proposal, even when locked on another."""
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
         message = received.message

@@ -74,7 +74,7 @@ def swarm(
     seconds: float | None = None,
     progress: Callable[[SwarmSummary], None] | None = None,
 ) -> SwarmSummary:
-    """Simulate drawn scenarios until there were so many rounds, or for so long, or until one fails."""
+    """Simulate drawn scenarios until a round count or a time limit is reached, or one of them fails."""
     summary, began = SwarmSummary(), time.monotonic()
     while summary.rounds < rounds and (seconds is None or summary.seconds < seconds):
         at = seed + summary.seeds
@@ -108,7 +108,7 @@ def run(scenario: sc.Scenario, seed: int) -> Outcome:
 
 
 def draw(seed: int) -> sc.Scenario:
-    """The scenario of a seed."""
+    """Draw the scenario of a seed."""
     return _Draw(seed).scenario()
 
 
@@ -313,7 +313,7 @@ class _Draw:
 
 
 def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Scenario, list[str]]:
-    """Find a smaller scenario that fails with the same seed; returns its failures, too."""
+    """Find a smaller scenario that fails with the same seed; returns it with its failures."""
     until = time.monotonic() + SHRINK_SECONDS
     is_smaller = True
     while is_smaller and time.monotonic() < until:
@@ -329,7 +329,7 @@ def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Sc
 
 
 def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
-    """Ways to make it simpler by one step, the largest first."""
+    """Yield scenarios that are simpler by one step, the largest step first."""
     for place in range(len(scenario.fault)):
         yield replace(scenario, fault=scenario.fault[:place] + scenario.fault[place + 1 :])
     for name, plain in (("links", sc.Links()), ("training", sc.Workload()), ("disk", sc.Durability())):
@@ -346,7 +346,7 @@ def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
 
 
 def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
-    """The scenario without one node; those after it move up."""
+    """Return the scenario without one node; the nodes after it are renumbered."""
 
     def rest(nodes: sc.Nodes) -> list[int]:
         return [node - (node > gone) for node in scenario.pick(nodes) if node != gone]

@@ -48,7 +48,7 @@ class Topology:
             self.possible[other].add(node.index)
 
     def refresh(self, *nodes: SimNode) -> None:
-        """Let these nodes and their peers notice, after a while, what has changed for them."""
+        """Have these nodes and their peers notice, after a while, which of their connections have changed."""
         cluster = self.cluster
         for node in nodes:
             for other in sorted(self.possible[node.index]):
@@ -63,7 +63,7 @@ class Topology:
         return one.alive and other.alive and is_awake and is_open
 
     def reach(self, node: SimNode, peer: bytes, size: int) -> tuple[SimNode, float] | None:
-        """The peer, and when a message to it on a stream arrives; None if it cannot be reached."""
+        """Return the peer and the arrival time of a message on a stream; None if the peer cannot be reached."""
         cluster = self.cluster
         index = cluster.key_index.get(peer)
         if index is None or not cluster.nodes[index].alive:
@@ -72,7 +72,7 @@ class Topology:
         return None if at is None else (cluster.nodes[index], at)
 
     def tell(self, node: SimNode, peer: bytes, event: Event) -> bool:
-        """Let an event arrive at a peer, on a stream; False if it cannot be reached."""
+        """Schedule an event's arrival at a peer, on a stream; False if the peer cannot be reached."""
         reached = self.reach(node, peer, REQUEST_BYTES)
         if reached:
             self.cluster.calendar.timer(reached[0], reached[1], self.cluster.give, reached[0], event)
@@ -93,11 +93,11 @@ class Topology:
                 self.cluster.give(here, PeerLost(peer.key))
 
     def drop(self, node: SimNode) -> None:
-        """Close the connections of a killed process that nobody has noticed before it starts again."""
+        """Close connections of a killed process whose end nobody noticed before it started again."""
         for other in sorted(self.connected[node.index]):
             self._lose(node, self.cluster.nodes[other])
 
     def disconnect(self, one: SimNode, other: SimNode, seconds: float) -> None:
-        """Close a connection; it is there again after a while."""
+        """Close a connection, which is restored after a while."""
         self._lose(one, other)
         self.cluster.calendar.after(seconds, 2 * seconds, self._notice, one, other)

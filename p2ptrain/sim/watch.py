@@ -57,8 +57,10 @@ class Watch:
             checker.at_end(cluster)
 
     def roster_came_into_force(self, cluster: Cluster, state: AgreedState, was_lost: bool = True) -> None:
-        """With more than f faulty members in it, one history is all that is promised any more: the other checkers are
-        dismissed. Where two quorums need not share a member without fault, not even that is, and the run ends.
+        """Dismisses checkers whose promise a new roster no longer supports.
+
+        With more than f faulty members in it, only one history is still promised: the other checkers are dismissed.
+        Where two quorums need not share a member without fault, not even that is, and the run ends.
 
         Liars are faulty, and so is a node that has lost its memory: it is silent for as long as it may have spoken. A
         roster of liars alone does not come into force, and whoever believes in one is to be brought back; but where a
@@ -76,7 +78,7 @@ class Watch:
 
 
 def _is_progress(event: Event, effects: Sequence[Effect | ToSome]) -> bool:
-    """Whether a round was decided or applied, or the event stands for many that were only taken in."""
+    """Whether a round was decided or applied, or it is time to sample an event that was only taken in."""
     if type(event) is Applied or (type(event) is MessageReceived and not effects):
         return True
     return any(type(effect) is Persist and type(effect.record) is Certified for effect in effects)
