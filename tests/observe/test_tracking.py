@@ -182,8 +182,10 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert found == [(each.round, each.applied_at, each.loss) for each in rounds] + [(6_000, 1.8e9, 3.5)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="it is there")
-def test_without_its_package_a_directory_for_tensorboard_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_without_its_package_a_directory_for_tensorboard_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"tracking\.tensorboard.*needs tensorboard.*pip install 'p2ptrain\[tensorboard\]'"
     ):

@@ -41,7 +41,7 @@ from p2ptrain.observe.wandb_run import WandbRun
 made = Tracking(WandbRun(Path(sys.argv[1]), RUN))
 made.note(a_round(1))
 made._thread.submit(lambda: None).result()
-print(made._writer._child.pid, flush=True)
+print(made._tracker._child.pid, flush=True)
 sys.stdin.read()
 """
 
