@@ -1,4 +1,4 @@
-"""The house rules as tests: layers, bans, documentation, sizes.
+"""The house rules as tests: layers, bans, sizes.
 
 Each rule is a function from a source file to what it finds wrong, with its line. It is tried on snippets
 that break it and on harmless look-alikes, and then on the whole tree.
@@ -16,18 +16,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-import click
 import pytest
-import typer
-from pydantic import BaseModel, Field
-
-from p2ptrain.cli import app as cli_app
-from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.config.text import fields
 
 ROOT = Path(__file__).parents[2]
-HELP_CHARACTERS_MAX = 55  # so that a list of commands needs one line for each
-LINES_MAX = 600  # what one can keep in mind, where a subject needs it; beyond it a module does two things
+LINES_MAX = 500  # what one can keep in mind; beyond it a module does two things
 
 Finding = tuple[int, str]  # line, what is wrong
 Rule = Callable[[PurePosixPath, ast.Module], Iterator[Finding]]
@@ -211,10 +203,6 @@ def nothing_names_where_it_was_made(path: PurePosixPath, text: str) -> Iterator[
                 yield number, f"{what}: {found.group()}"
 
 
-def keys_are_documented(model: type[BaseModel]) -> list[str]:
-    return [f"{section}.{key}" for section, key, field in fields(model) if not (field.description or "").strip()]
-
-
 # ---------------------------------------------------------------------------------------------------
 # Helpers
 
@@ -303,18 +291,6 @@ def test_a_class_name_stands_once_in_the_package() -> None:
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
-def commands(group: click.Command, name: str = "p2ptrain") -> Iterator[tuple[str, click.Command]]:
-    yield name, group
-    for each, command in getattr(group, "commands", {}).items():
-        yield from commands(command, f"{name} {each}")
-
-
-def test_the_first_line_of_each_help_text_fits_a_list_of_commands() -> None:
-    heads = {name: (each.help or "").strip().split("\n")[0] for name, each in commands(typer.main.get_command(cli_app))}
-    assert len(heads) > 30
-    assert {name: head for name, head in heads.items() if not 0 < len(head) <= HELP_CHARACTERS_MAX} == {}
-
-
 def test_rules_name_modules_that_exist() -> None:
     names = {layer(path) for path in MODULES if path.parts[0] == "p2ptrain"}
     assert set(LAYERS) == names
@@ -330,11 +306,6 @@ def test_the_tree_is_all_there() -> None:
     } <= set(map(str, MODULES))
     assert {"pyproject.toml", "Makefile", ".ci/run", "README.md", "examples/tiny.toml"} <= set(map(str, FILES))
     assert not [path for path in FILES if ".venv" in path.parts]
-
-
-@pytest.mark.parametrize("model", [RunConfig, NodeConfig])
-def test_every_config_key_is_documented(model: type[BaseModel]) -> None:
-    assert keys_are_documented(model) == []
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -489,8 +460,8 @@ def test_a_finding_names_its_line() -> None:
 
 def test_a_long_module_is_reported_and_one_at_the_limit_is_not() -> None:
     path = PurePosixPath("p2ptrain/a.py")
-    assert list(modules_are_short(path, "\n" * 601)) == [(600, "601 lines, the limit is 600")]
-    assert list(modules_are_short(path, "\n" * 600)) == []
+    assert list(modules_are_short(path, "\n" * 501)) == [(500, "501 lines, the limit is 500")]
+    assert list(modules_are_short(path, "\n" * 500)) == []
     assert list(modules_are_short(PurePosixPath("LOG.md"), "\n" * 601)) == []
 
 
@@ -509,12 +480,3 @@ def test_a_text_that_names_where_it_was_made_is_reported(text: str) -> None:
 def test_a_text_about_the_work_itself_is_not_reported() -> None:
     text = "shared by all nodes; an issue of trust; homework/rooted; ~/.local/share; the style, its design and facts"
     assert list(nothing_names_where_it_was_made(PurePosixPath("README.md"), text)) == []
-
-
-def test_a_key_without_a_description_is_reported() -> None:
-    class Example(BaseModel):
-        documented: int = Field(0, description="what it is")
-        blank: int = Field(0, description=" ")
-        bare: int = 0
-
-    assert keys_are_documented(Example) == [".blank", ".bare"]

@@ -43,8 +43,8 @@ OPEN_SECONDS = 10.0
 PIECE_SECONDS = 20.0  # without an answer before a source is dropped: 52 KB/s
 SOURCES_AT_ONCE = 4
 NAMED_AT_ONCE = 3  # of these, sources named only by peers: so one slot is left for those that the core knows
-TURN_SECONDS = 5.0  # a source's first lease; doubles each time
-TURN_DOUBLINGS_MAX = 8
+LEASE_SECONDS = 5.0  # a source's first lease; doubles each time
+LEASE_DOUBLINGS_MAX = 8
 SOURCES_MAX = 64  # per fetch, including those named by peers
 PIPELINE = 4  # requests in flight per source: 4 MiB hide a round trip of 30 ms at 1 Gbit/s
 REFRESH_PIECES = 8  # between requests for a source's list of pieces; at first one
@@ -204,8 +204,8 @@ class Lease:
     is_over: bool = False  # the slot goes to another source, and this one queues again
 
     def speed(self, now: float) -> float:
-        """Pieces per second, counted over at least TURN_SECONDS so that a newcomer does not seem fast."""
-        return self.pieces / max(now - self.began, TURN_SECONDS)
+        """Pieces per second, counted over at least LEASE_SECONDS so that a newcomer does not seem fast."""
+        return self.pieces / max(now - self.began, LEASE_SECONDS)
 
 
 class SwarmFetch:
@@ -232,7 +232,7 @@ class SwarmFetch:
         self.known = set(first[:SOURCES_MAX]) | {sources.transport.me}
         self.waiting = deque(first[:SOURCES_MAX])
         self.working: dict[bytes, Lease] = {}
-        self.turns: Counter[bytes] = Counter()  # how many each source has had
+        self.leases_had: Counter[bytes] = Counter()  # how many each source has had
         self.failures: dict[bytes, str] = {}
         self.broken: DataError | None = None  # an error of the sink: our disk, not the sources' fault
         self.changed = asyncio.Event()
@@ -244,19 +244,19 @@ class SwarmFetch:
         async with asyncio.TaskGroup() as group:
             while not self._is_over():
                 while len(self.working) < SOURCES_AT_ONCE and (peer := self._next()) is not None:
-                    now, seconds = asyncio.get_running_loop().time(), TURN_SECONDS * 2 ** self.turns[peer]
-                    self.turns[peer] = min(self.turns[peer] + 1, TURN_DOUBLINGS_MAX)
-                    turn = self.working[peer] = Lease(now, now + seconds)
-                    turn.task = group.create_task(self._work(peer, turn))
+                    now, seconds = asyncio.get_running_loop().time(), LEASE_SECONDS * 2 ** self.leases_had[peer]
+                    self.leases_had[peer] = min(self.leases_had[peer] + 1, LEASE_DOUBLINGS_MAX)
+                    lease = self.working[peer] = Lease(now, now + seconds)
+                    lease.task = group.create_task(self._work(peer, lease))
                 self.changed.clear()
                 try:
-                    async with asyncio.timeout_at(self._end_turns()):
+                    async with asyncio.timeout_at(self._end_leases()):
                         await self.changed.wait()
                 except TimeoutError:
                     pass  # time to end one
-            for turn in self.working.values():
-                assert turn.task is not None
-                turn.task.cancel()
+            for lease in self.working.values():
+                assert lease.task is not None
+                lease.task.cancel()
         if self.broken is not None:
             raise self.broken
         if not self._is_complete():
@@ -288,31 +288,33 @@ class SwarmFetch:
         """Whether another source is waiting for this one's slot."""
         return any(self._may_work(each, peer) for each in self.waiting)
 
-    def _end_turns(self) -> float | None:
+    def _end_leases(self) -> float | None:
         """Ends expired leases if other sources wait, and returns when the next one expires."""
         now = asyncio.get_running_loop().time()
-        fastest = max(self.working.values(), key=lambda turn: turn.speed(now), default=None)
-        for peer, turn in self.working.items():
-            if turn.ends <= now and not turn.is_over and self._is_place_wanted(peer):
-                if turn is fastest and turn.pieces:
-                    turn.ends = now + TURN_SECONDS
+        fastest = max(self.working.values(), key=lambda lease: lease.speed(now), default=None)
+        for peer, lease in self.working.items():
+            if lease.ends <= now and not lease.is_over and self._is_place_wanted(peer):
+                if lease is fastest and lease.pieces:
+                    lease.ends = now + LEASE_SECONDS
                     continue
-                assert turn.task is not None
-                turn.is_over = True
-                turn.task.cancel()
-        to_come = [turn.ends for peer, turn in self.working.items() if not turn.is_over and self._is_place_wanted(peer)]
+                assert lease.task is not None
+                lease.is_over = True
+                lease.task.cancel()
+        to_come = [
+            lease.ends for peer, lease in self.working.items() if not lease.is_over and self._is_place_wanted(peer)
+        ]
         return min(to_come, default=None)
 
     # ---------------------------------------------------------------------------------------------------
     # One source
 
-    async def _work(self, peer: bytes, turn: Lease) -> None:
+    async def _work(self, peer: bytes, lease: Lease) -> None:
         why = ""
         try:
             async with self.sources.opened(peer, self.name) as source:
-                turn.source = source
+                lease.source = source
                 try:
-                    await self._pull(source, turn)
+                    await self._pull(source, lease)
                 finally:
                     self._land(source)
         except RemoteProtocolError as error:
@@ -324,7 +326,7 @@ class SwarmFetch:
             self.broken = error
         finally:
             del self.working[peer]
-            if turn.is_over and not why:
+            if lease.is_over and not why:
                 self.waiting.append(peer)
             self.changed.set()
         if why and not self._is_complete():
@@ -332,7 +334,7 @@ class SwarmFetch:
             if peer in self.first:
                 self.failed(peer, why)
 
-    async def _pull(self, source: Source, turn: Lease) -> None:
+    async def _pull(self, source: Source, lease: Lease) -> None:
         """Takes pieces from a source until none is missing, or until its slot is better given to another one."""
         await self._look(source, leaves=not self.leaves)
         since, refresh, polls = 0, 1, 0
@@ -352,7 +354,7 @@ class SwarmFetch:
                 raise SourceError("has none of the missing pieces")
             is_empty = not self.missing & source.held & ~source.put_off  # missing: also those in flight
             if is_empty and polls > POLLS_MAX and self._is_place_wanted(source.stream.peer):
-                turn.is_over = True
+                lease.is_over = True
                 return
             await asyncio.sleep(min(POLL_SECONDS * 2 ** (polls - 1), POLL_SECONDS_MAX))
             await self._look(source, leaves=False)
@@ -475,7 +477,7 @@ class SwarmFetch:
 
     def _may_insist(self, source: Source, now: float) -> bool:
         """Whether to insist: on a few pieces at first, and on more while nothing arrives by itself."""
-        others = [turn.source for turn in self.working.values() if turn.source not in (None, source)]
+        others = [lease.source for lease in self.working.values() if lease.source not in (None, source)]
         if any(each and each.size >= 0 and now - each.at < STALL_SECONDS for each in others):
             stall = STALL_SECONDS
         else:

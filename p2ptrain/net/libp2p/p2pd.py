@@ -129,18 +129,18 @@ class _Control:
         content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=data)
         await self._ask(pb.Request.PUBSUB, pubsub=content)
 
-    async def listen(self, mailbox: TopicQueue) -> None:
-        """Fills the mailbox of a topic until p2pd hangs up, and nothing else: p2pd drops what is not read in time."""
-        content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=mailbox.topic)
+    async def listen(self, queue: TopicQueue) -> None:
+        """Fills a topic's queue until p2pd hangs up, and nothing else: p2pd drops what is not read in time."""
+        content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=queue.topic)
         reader, writer = await self._open()
         try:
             await self._ask_on(reader, writer, pb.Request(type=pb.Request.PUBSUB, pubsub=content))
-            mailbox.is_subscribed.set()
+            queue.is_subscribed.set()
             while True:
                 message = pb.PSMessage.FromString(await read_message(reader, RESPONSE_BYTES_MAX))
-                mailbox.put(getattr(message, "from"), message.data)
+                queue.put(getattr(message, "from"), message.data)
         finally:
-            mailbox.is_subscribed.clear()
+            queue.is_subscribed.clear()
             writer.transport.abort()
 
     async def open_stream(self, peer: bytes, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

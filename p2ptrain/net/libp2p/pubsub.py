@@ -68,7 +68,7 @@ class Publisher(Protocol):
     """The requests to p2pd about topics."""
 
     async def publish(self, topic: str, data: bytes) -> None: ...
-    async def listen(self, mailbox: TopicQueue) -> None: ...
+    async def listen(self, queue: TopicQueue) -> None: ...
 
 
 class Gossip:
@@ -76,32 +76,32 @@ class Gossip:
 
     def __init__(self, me: bytes, control: Publisher, counters: Counter[str]) -> None:
         self._me, self._control, self._counters = me, control, counters
-        self._mailboxes: dict[str, TopicQueue] = {}
+        self._queues: dict[str, TopicQueue] = {}
         self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
 
     async def subscribe(self, topic: str, hear: Hear, tasks: Tasks, session: Tasks | None) -> None:
         """Subscribes. Without a session, when p2pd is down, the topic is subscribed to in the next session."""
-        assert topic not in self._mailboxes, f"{topic} already has a listener"
-        mailbox = self._mailboxes[topic] = TopicQueue(topic, self._me, hear, self._counters)
-        tasks.spawn(mailbox.deliver())
+        assert topic not in self._queues, f"{topic} already has a listener"
+        queue = self._queues[topic] = TopicQueue(topic, self._me, hear, self._counters)
+        tasks.spawn(queue.deliver())
         if session:
-            session.spawn(self._listen(mailbox))
+            session.spawn(self._listen(queue))
         try:
             async with asyncio.timeout(SUBSCRIBE_SECONDS):
-                await mailbox.is_subscribed.wait()
+                await queue.is_subscribed.wait()
         except TimeoutError:
             logger.warning("not subscribed to %s yet: p2pd is not running", topic)
 
     def listen(self, session: Tasks) -> None:
-        for mailbox in self._mailboxes.values():
-            session.spawn(self._listen(mailbox))
+        for queue in self._queues.values():
+            session.spawn(self._listen(queue))
 
-    async def _listen(self, mailbox: TopicQueue) -> None:
+    async def _listen(self, queue: TopicQueue) -> None:
         while True:
             try:
-                await self._control.listen(mailbox)
+                await self._control.listen(queue)
             except TransportError as error:
-                logger.debug("the subscription to %s broke: %s", mailbox.topic, error)
+                logger.debug("the subscription to %s broke: %s", queue.topic, error)
             await asyncio.sleep(BACKOFF_SECONDS)
 
     async def publish(self, topic: str, data: bytes) -> None:
