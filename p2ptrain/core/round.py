@@ -37,6 +37,7 @@ JUDGED_MAX = 128  # checked proposals kept per round: one per view
 MANIFESTS_MAX = 2 * JUDGED_MAX  # per round: those of proposals, and our drafts, which change with each availability
 OF_MEMBER_MAX = 16  # availabilities per member: two, one after each restart, and those that proposals name
 EARLY_SPREAD = 3.0  # a proposer waits this many times as long for the rest as the first q took; a guess
+WAIT_SHARE = 0.25  # of the first view, at most: the others' timers run, and messages may be a second on their way
 
 
 @dataclass(slots=True)
@@ -222,7 +223,8 @@ class Round:
             self.collect()
         if count == self.roster.quorum:
             spread = EARLY_SPREAD * (now - self.first_available_at) + 0.1
-            self.propose_at = now + min(spread, float(self.context.run.agreement.avail_seconds))
+            bound = min(self.context.run.agreement.avail_seconds, WAIT_SHARE * self.agreement.seconds(0))
+            self.propose_at = now + min(spread, bound)
             self.agreement.start(now)
         is_mine = self.agreement.proposer(self.agreement.view) == self.context.me
         if self.closed_at is not None and (count == self.roster.quorum or (count > self.roster.quorum and is_mine)):
@@ -263,11 +265,11 @@ class Round:
         return self._make_draft()
 
     def _everyone_is_here(self) -> bool:
-        """Whether we have the availability of every member that was heard lately."""
+        """Whether we have the availability of every member that was heard in this round."""
         if len(self.available) == self.roster.size:
             return True
-        has_heard = self.context.has_heard
-        return all(key in self.available or not has_heard(key, self.began) for key in self.roster.members)
+        heard_at = self.context.heard_at  # the vote that ended the last round was heard just when this one began
+        return all(key in self.available or heard_at.get(key, self.began) <= self.began for key in self.roster.members)
 
     def _make_draft(self) -> bool:
         """Chooses the q availabilities that attest most of what we hold; returns True if their manifest is complete."""
