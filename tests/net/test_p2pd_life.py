@@ -216,6 +216,20 @@ async def test_no_p2pd_outlives_a_node_that_is_killed(make: Make, tmp_path: Path
     await until(lambda: not orphan.is_running())
 
 
+async def test_a_node_that_is_killed_takes_its_p2pd_along_before_its_subscriptions_end(make: Make) -> None:
+    """p2pd says goodbye to the mesh of a topic whose subscription ends, and peers keep it out for a minute then."""
+    before = {each.fd for each in psutil.Process().net_connections("unix")}
+    node = await make()
+    await node.subscribe("a", Heard())
+    process = node._supervisor.process
+    lifeline = process._lifeline.fileno()
+    opened = {each.fd for each in psutil.Process().net_connections("unix")} - before
+    assert len(opened) > 3
+    assert lifeline == max(opened)  # the kernel closes the highest first
+    process._lifeline.close()
+    assert await asyncio.wait_for(process.wait(), SECONDS) == -signal.SIGKILL
+
+
 async def test_closing_ends_what_is_in_use_and_later_calls_fail(make: Make) -> None:
     nodes = await connected(make, 2)
     await nodes[0].serve("/echo/1", echo)

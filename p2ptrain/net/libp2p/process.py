@@ -1,9 +1,11 @@
 """Starts and stops the p2pd process and keeps its last output. p2pd never outlives us.
 
-p2pd ends with its last persistent control connection. Until there is one, two other things end it: it gives up when
-nobody opens one in time (-idleTimeout), and the kernel sends it SIGTERM when our thread ends. The child has to request
-that signal itself, and running Python in a fork of a process with threads may hang; so a small interpreter starts
-first, requests the signal, and then executes p2pd.
+p2pd ends with its last persistent control connection. If we die, however early, the kernel kills it: its standard input
+is a socket of ours, and it gets SIGKILL as soon as our end closes. The child has to request that signal itself, and
+running Python in a fork of a process with threads may hang; so a small interpreter starts first, requests the signal,
+and then executes p2pd. The kernel closes a dead process' files from the highest descriptor down, and p2pd says goodbye
+to the meshes of topics whose subscriptions end; peers would then keep us out of these for a minute. So our end has a
+higher descriptor than any subscription.
 
 Ports are tested before p2pd gets them. p2pd sets SO_REUSEPORT, so a second p2pd of the same user would bind a port that
 is taken, without an error, and each would receive half of the connections.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import importlib.util
 import logging
 import os
@@ -34,6 +37,7 @@ logger = logging.getLogger("p2ptrain.net")
 
 START_SECONDS = 15.0  # it takes 0.1 s, more on a busy machine
 IDLE_SECONDS = 20  # longer than START_SECONDS
+LIFELINE_DESCRIPTOR_MIN = 256  # subscriptions are opened at the start, when a node has a few dozen descriptors
 STOP_SECONDS = 3.0  # from SIGTERM to SIGKILL
 LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output are kept for error messages
 TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # worth showing; a stack or options follow
@@ -42,7 +46,8 @@ CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # above the high mark p2pd prunes 
 CONNECTIONS_GRACE_SECONDS = 20  # a new connection is not pruned this long
 LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 BECOME = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
+    "import fcntl, os, sys; fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid()); fcntl.fcntl(0, fcntl.F_SETSIG, 9);"
+    "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC);"
     "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent is gone already: the signal would never come
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
@@ -51,8 +56,8 @@ BECOME = (
 class Process:
     """A running p2pd."""
 
-    def __init__(self, child: asyncio.subprocess.Process) -> None:
-        self._child = child
+    def __init__(self, child: asyncio.subprocess.Process, lifeline: socket.socket) -> None:
+        self._child, self._lifeline = child, lifeline
         self._lines: deque[str] = deque(maxlen=LINES_MAX)
         self._telling: deque[str] = deque(maxlen=LINES_MAX)
         self._is_ready = asyncio.Event()
@@ -64,18 +69,24 @@ class Process:
         """Starts p2pd; returns when it accepts connections. If it fails, TransportError quotes its output."""
         binary = find_binary()
         command = (sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), str(binary), *arguments)
+        lifeline, its_end = _lifeline()
         try:
             child = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=its_end.fileno(),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,  # so that Ctrl-C in the terminal reaches only us
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
             )
-        except OSError as error:
-            raise TransportError(f"cannot start {binary}: {error.strerror}") from error
-        process, is_up = cls(child), False
+        except BaseException as error:
+            lifeline.close()
+            if isinstance(error, OSError):
+                raise TransportError(f"cannot start {binary}: {error.strerror}") from error
+            raise
+        finally:
+            its_end.close()
+        process, is_up = cls(child, lifeline), False
         try:
             async with asyncio.timeout(START_SECONDS):
                 await process._is_ready.wait()
@@ -100,6 +111,7 @@ class Process:
             if any(line.startswith("Peer ID:") for line in lines):
                 self._is_ready.set()
         self._keep([rest])
+        self._lifeline.close()  # p2pd has ended
         asyncio.get_running_loop().call_soon(self._is_ready.set)  # after this task is done, which `start` checks
 
     def _keep(self, lines: list[str]) -> None:
@@ -137,6 +149,13 @@ class Process:
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # it has just ended
             self._child.send_signal(number)
+
+
+def _lifeline() -> tuple[socket.socket, socket.socket]:
+    """Makes our end and p2pd's end of the socket that tells the kernel that we are alive."""
+    low, its = socket.socketpair()
+    with low:
+        return socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, LIFELINE_DESCRIPTOR_MIN)), its
 
 
 def find_binary() -> Path:
