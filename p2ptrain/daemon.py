@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import INTERRUPTED, ConfigError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.sample import Wish, read_wish
 from p2ptrain.net import questions
@@ -48,7 +48,6 @@ REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have ch
 ROUNDS_SECONDS = 5.0  # between saves of the rounds' records
 REACHED_SECONDS = 60.0  # between saves of when each address was last reached
 END_SECONDS = 3.0  # after a second signal, for everything to shut down, p2pd included
-INTERRUPTED = 130  # the exit status, as in a shell
 SAMPLE_SECONDS_MAX = 60.0  # during which this node does not train; a swarm waits about as long for it
 
 log = logging.getLogger("p2ptrain.daemon")

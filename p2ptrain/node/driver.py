@@ -101,7 +101,7 @@ class Driver:
             ]
             why = await self.stopped
             self.intake.end()
-            self.device.is_stopping = True
+            self.device.stop_training()
             await self._outbox.drain()
             for task in (*tasks, *self._tasks):
                 task.cancel()

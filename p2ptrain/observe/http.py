@@ -136,7 +136,7 @@ class HttpFace:
         """Publishes changes while anybody watches."""
         events = self._app.events
         await asyncio.sleep(after_seconds)
-        events.is_broken = False
+        events.go_on()
         while True:
             await events.is_watched.wait()
             self._lines.waiting.clear()

@@ -101,7 +101,7 @@ class PayloadExchange:
         cluster.calendar.timer(node, at, self._try_source, node, effect, sources)
 
     def _came(self, node: SimNode, payload: bytes) -> None:
-        self.cluster.metrics.payloads_fetched += 1
+        self.cluster.metrics.fetched_payload()
         node.shelf.add(payload)
         self._have(node, payload)
 
