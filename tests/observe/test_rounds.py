@@ -265,9 +265,9 @@ def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
     bench.do(ev.MalformedReceived(KEYS[9], "junk"))
     bench.hear_offer(announced(A, inline=True))  # so quickly that nobody else is waited for
     assert bench.node.view().standings() == [
-        PeerView(A, True, True, True, 0.0, False, 1, 0, 0, {}, {}),
-        PeerView(C, True, True, True, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
-        PeerView(KEYS[9], True, False, False, 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
+        PeerView(A, 0.0, False, 1, 0, 0, {}, {}),
+        PeerView(C, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
+        PeerView(KEYS[9], 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
     ]
 
 
