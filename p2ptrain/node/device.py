@@ -153,11 +153,11 @@ class Device:
             while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
                 self._repeat_one(self._to_repeat.popleft())
         finally:  # the current setting is for new trainings
-            self.trainer.live.sequences_per_pass = sequences
+            self.trainer.live.set_sequences_per_pass(sequences)
 
     def _repeat_one(self, each: Trained) -> None:
         _use_threads(each.threads)
-        self.trainer.live.sequences_per_pass = each.sequences_per_pass
+        self.trainer.live.set_sequences_per_pass(each.sequences_per_pass)
         try:
             payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
         except (DataError, MemoryShortError, TrainingError) as error:
