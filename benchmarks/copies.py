@@ -85,7 +85,7 @@ class Node:
         self.states = states
 
     async def serve(self) -> None:
-        self.server._turns._background.rate = 0  # a state's limit, which is not what is measured
+        self.server._turns._background.set_rate(0)  # a state's limit, which is not what is measured
         await self.server.__aenter__()
         await questions.serve(self.transport, lambda peer, question: questions.States(self.states.places()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130  # as in a shell
+from p2ptrain.errors import INTERRUPTED
 
 
 def main() -> int:

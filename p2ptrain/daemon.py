@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import INTERRUPTED, ConfigError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.sample import Wish, read_wish
 from p2ptrain.net import questions
@@ -31,6 +31,7 @@ from p2ptrain.node.assembly import Assembled, Launch, assemble
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.energy import Energy, meter_of
+from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.node.notify import Beat, notify
 from p2ptrain.node.orders import obey
@@ -40,43 +41,14 @@ from p2ptrain.observe.progress import ProgressLine, line_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import LogLine, RoundRecord, Rounds
 
-LAG_SECONDS = 0.25  # between measurements of the event loop's lag
-LAG_KEPT = 240  # measurements: the worst of the last minute is reported
-STOOD_STILL_SECONDS = 10.0  # a longer gap is not lag: the whole process was asleep or stopped
 TELL_SECONDS = 1.0
 REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: the node may be killed soon
 ROUNDS_SECONDS = 5.0  # between saves of the rounds' records
 REACHED_SECONDS = 60.0  # between saves of when each address was last reached
 END_SECONDS = 3.0  # after a second signal, for everything to shut down, p2pd included
-INTERRUPTED = 130  # the exit status, as in a shell
 SAMPLE_SECONDS_MAX = 60.0  # during which this node does not train; a swarm waits about as long for it
 
 log = logging.getLogger("p2ptrain.daemon")
-
-
-class Lag:
-    """Measures how late the event loop runs: work that blocks it belongs in a thread."""
-
-    def __init__(self) -> None:
-        self._looks: list[float] = [0.0]
-
-    @property
-    def worst(self) -> float:
-        return max(self._looks)
-
-    async def watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due, looked_at = loop.time() + LAG_SECONDS, _since_boot()
-            await asyncio.sleep(LAG_SECONDS)
-            self._looks = [*self._looks[-LAG_KEPT + 1 :], max(0.0, loop.time() - due)]
-            if (gap := _since_boot() - looked_at) > STOOD_STILL_SECONDS:
-                log.warning("nothing ran here for %.0f s: asleep or stopped; catching up", gap)
-
-
-def _since_boot() -> float:
-    """Returns seconds since boot, including sleep, during which the loop's clock stands still."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,10 @@ class DemoNode:
     def log(self) -> Path:
         return self.directory.with_suffix(".log")
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
+        """Starts the daemon, with these arguments in addition; the counters of an earlier life count on."""
+        self.arguments += more
+        self.note, self.sent_before, self.status = "", self.sent, {}
         own = {"OMP_NUM_THREADS": "1", "P2PTRAIN_DEVICE__NAME": "cpu", "P2PTRAIN_DEVICE__THREADS": "1"}
         own |= {"P2PTRAIN_NETWORK__NAT": "false"}  # loopback: nothing to ask a router for
         own |= {"P2PTRAIN_HTTP__HOST": "127.0.0.1", "P2PTRAIN_HTTP__PORT": "0"}
@@ -115,6 +118,12 @@ class DemoNode:
     def end(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.note = "killed"
+        self.end(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait()
 
 
 class Demo:
@@ -213,8 +222,7 @@ class Demo:
                 self._say(f"the first node in a browser: {first.status['http']}")
             address = first.status["addresses"][0]
             for node in others:
-                node.arguments = ["join", "--bootstrap", address]
-                node.start()
+                node.start("--bootstrap", address)
             self.until("all nodes have joined", self._is_whole, START_SECONDS)
             self._say(f"all {len(self.nodes)} are members, {monotonic() - self.began:.0f} s after the start")
             if others:
@@ -233,16 +241,12 @@ class Demo:
     def _kill_one(self, victim: DemoNode) -> None:
         at = max(self.newest + 5, self.rounds // 2)
         self.until(f"round {at}", lambda: self.newest >= at)
-        victim.note = "killed"
-        victim.end(signal.SIGKILL)
-        assert victim.process is not None
-        victim.process.wait()
+        victim.kill()
         was, fell = victim.applied, monotonic()
         self._say(f"{victim.name} killed (SIGKILL) in round {was}")
         self.until("the victim stays away", lambda: monotonic() - fell > DOWN_SECONDS)
         went = self.newest
         self._say(f"the others went on to round {went} without it")
-        victim.note, victim.sent_before, victim.status = "", victim.sent, {}
         victim.start()
         self.until(
             f"{victim.name} is back",

@@ -9,6 +9,8 @@ they say (exit status 5). Our own bug: `assert`, and the process ends.
 
 from __future__ import annotations
 
+INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as shells report it
+
 
 class P2ptrainError(Exception):
     """The base class of all errors that this package raises on purpose."""

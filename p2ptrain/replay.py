@@ -94,6 +94,11 @@ class NotingSigner:
         self.made.append(self.signer.sign(signed))
         return self.made[-1]
 
+    def take(self) -> list[bytes]:
+        """Returns the signatures made since the last call."""
+        made, self.made = self.made, []
+        return made
+
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
         return self.signer(key, signed, signature)
 
@@ -104,6 +109,9 @@ class LoggedSigner:
     def __init__(self, run_id: bytes) -> None:
         self.run_id = run_id
         self.waiting: list[bytes] = []
+
+    def expect(self, signatures: Sequence[bytes]) -> None:
+        self.waiting = list(signatures)
 
     def sign(self, signed: bytes) -> bytes:
         return self.waiting.pop(0) if self.waiting else bytes(64)
@@ -136,7 +144,7 @@ def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None 
                     raise DataError(f"{path}: line {number}: an event before any header")
                 now, event, expected, signatures = _parsed(_LINE, text, path, number)
                 if isinstance(signer, LoggedSigner):
-                    signer.waiting = list(signatures)
+                    signer.expect(signatures)
                 events += 1
                 where = f"line {number}, {type(event).__name__} at {now:.6f} s"
                 try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from p2ptrain.visible import visible
 
@@ -39,7 +39,16 @@ class Finding:
         return f"{line}. {self.fix}" if self.fix else line
 
 
-@dataclass(slots=True)
+class Replay(NamedTuple):
+    """How far the rounds were applied again."""
+
+    first: int  # the round of the state that it began with
+    last: int
+    final_root: str  # after the last
+    proved_round: int | None  # the newest round whose replayed root is the certified one
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The findings in one run's directory."""
 
@@ -50,9 +59,7 @@ class Report:
     counts: Counter[Grade] = field(default_factory=Counter)  # including findings beyond the limit
     signatures: int = 0  # that were verified
     certified: tuple[int, int] | None = None  # the first and the last round whose certificate holds
-    replayed: tuple[int, int] | None = None  # the state that the replay began with, and its last round
-    final_root: str = ""  # after it
-    proved_round: int | None = None  # the newest round whose replayed root is the certified one
+    replayed: Replay | None = None
 
     def note(self, verdict: Grade, subject: object, what: str, fix: str = "") -> None:
         self.counts[verdict] += 1
@@ -85,10 +92,10 @@ class Report:
             rounds = f"rounds {self.certified[0]} to {self.certified[1]} certified"
         replayed = "nothing replayed"
         if self.replayed is not None:
-            proved = "none" if self.proved_round is None else str(self.proved_round)
+            first, last, final_root, number = self.replayed
             replayed = (
-                f"replayed from the state of round {self.replayed[0]} to round {self.replayed[1]}, whose state root is "
-                f"{self.final_root}; the newest certified root that came out so is of round {proved}"
+                f"replayed from the state of round {first} to round {last}, whose state root is {final_root}; the "
+                f"newest certified root that came out so is of round {'none' if number is None else number}"
             )
         ends = f"{self.count(Grade.WRONG)} wrong, {self.count(Grade.OPEN)} not checkable"
         return [
@@ -107,10 +114,10 @@ class Report:
             "not_checkable": self.count(Grade.OPEN),
             "certified_from": self.certified[0] if self.certified else None,
             "certified_to": self.certified[1] if self.certified else None,
-            "replayed_from": self.replayed[0] if self.replayed else None,
-            "replayed_to": self.replayed[1] if self.replayed else None,
-            "final_root": self.final_root,
-            "proved_round": self.proved_round,
+            "replayed_from": self.replayed.first if self.replayed else None,
+            "replayed_to": self.replayed.last if self.replayed else None,
+            "final_root": self.replayed.final_root if self.replayed else "",
+            "proved_round": self.replayed.proved_round if self.replayed else None,
             "signatures": self.signatures,
             "left_out": self.counts.total() - len(self.findings),
             "findings": [

@@ -68,6 +68,11 @@ class Proved:
     kept_from: int = 0  # the round after which the node has to have the payloads
 
     @property
+    def certified(self) -> tuple[int, int] | None:
+        """The first and the last round whose certificate holds."""
+        return (self.entries[0].manifest.round, self.entries[-1].manifest.round) if self.entries else None
+
+    @property
     def roots(self) -> dict[int, bytes]:
         """The certified roots, by round."""
         return {state.root_round: state.root for state in self.states}
@@ -230,9 +235,8 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
         )
     if not is_led_to:
         proved.states, proved.entries = [], []  # by whose quorum, nobody knows
-    if proved.entries:
-        first, last = proved.entries[0].manifest.round, proved.entries[-1].manifest.round
-        report.certified = first, last
+    if proved.certified is not None:
+        first, last = proved.certified
         report.holds("certificates", f"rounds {first} to {last}, each by a quorum of the roster before it")
     elif is_led_to:
         report.note(Grade.NOTE, "certificates", "no round is certified yet")

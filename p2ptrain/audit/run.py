@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from p2ptrain.audit.findings import Grade, Report
@@ -73,11 +74,8 @@ def _is_run(directory: Path) -> bool:
 def audit(directory: Path) -> Report:
     """Audits a run's directory; looks again at what a running node has just replaced."""
     for _ in range(TRIES):
-        report, before = Report(str(directory)), _look(directory)
-        try:
-            _audit(directory, report)
-        except DataError as error:  # the disk
-            report.open(directory, str(error), "Let this user read it, and check the disk")
+        before = _look(directory)
+        report = _audit(directory, Report(str(directory)))
         if report.all_holds or _look(directory) == before:
             break
     return report
@@ -92,31 +90,34 @@ def _look(directory: Path) -> list[tuple[str, int]]:
     return found
 
 
-def _audit(directory: Path, report: Report) -> None:
+def _audit(directory: Path, report: Report) -> Report:
+    """Adds the findings to the report, and returns it with what they are about."""
     run = _read_run(directory / "run.json", directory.name, report)
     if run is None:
-        return
+        return report
     run_id = bytes.fromhex(run.run_id)
-    report.run_id, report.run_name = run.run_id, run.name
-    verifier = CountingVerifier(run_id)
-    me = _read_identity(directory / "identity", report)
-    found = found_checkpoints(directory, run, report)
-    kept = read_log(directory, run, verifier, report)
-    model = Model(run)
-    payloads = PayloadFiles(directory / "payloads", model)
-    proved = Proved()
-    if kept is not None:
-        check_said(kept, me, run_id, report)
-        proved = prove(kept, run, verifier, report)
-    payloads.check(proved, report)
-    if 2 * model.state_bytes > (free := free_memory_bytes()):  # the weights, and what an update works with
-        what = f"the run's state has {model.state_bytes:,} bytes, and {free:,} bytes of memory are free here"
-        report.open("checkpoints", f"{what}, so that nothing is replayed", LARGER_FIX)
-    else:
-        states = check_checkpoints(found, directory, model, proved, report)
-        replay(states, payloads, model, proved, report)
-    _check_hints(directory, report)
-    report.signatures = verifier.count
+    verifier, proved, replayed = CountingVerifier(run_id), Proved(), None
+    try:
+        me = _read_identity(directory / "identity", report)
+        found = found_checkpoints(directory, run, report)
+        kept = read_log(directory, run, verifier, report)
+        model = Model(run)
+        payloads = PayloadFiles(directory / "payloads", model)
+        if kept is not None:
+            check_said(kept, me, run_id, report)
+            proved = prove(kept, run, verifier, report)
+        payloads.check(proved, report)
+        if 2 * model.state_bytes > (free := free_memory_bytes()):  # the weights, and what an update works with
+            what = f"the run's state has {model.state_bytes:,} bytes, and {free:,} bytes of memory are free here"
+            report.open("checkpoints", f"{what}, so that nothing is replayed", LARGER_FIX)
+        else:
+            states = check_checkpoints(found, directory, model, proved, report)
+            replayed = replay(states, payloads, model, proved, report)
+        _check_hints(directory, report)
+    except DataError as error:  # the disk
+        report.open(directory, str(error), "Let this user read it, and check the disk")
+    named = replace(report, run_id=run.run_id, run_name=run.name)
+    return replace(named, signatures=verifier.count, certified=proved.certified, replayed=replayed)
 
 
 def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from p2ptrain.audit.findings import Grade, Report
+from p2ptrain.audit.findings import Grade, Replay, Report
 from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, Proved
 from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.capacity import free_memory_bytes
@@ -276,18 +276,18 @@ def _head_of(proved: Proved, number: int) -> bytes:
 # The rounds again
 
 
-def replay(states: list[State], payloads: PayloadFiles, model: Model, proved: Proved, report: Report) -> None:
-    """Applies the certified rounds again and compares the roots."""
+def replay(states: list[State], payloads: PayloadFiles, model: Model, proved: Proved, report: Report) -> Replay | None:
+    """Applies the certified rounds again and compares the roots; None if there is no state to begin with."""
     last = proved.entries[-1].manifest.round if proved.entries else 0
     if not states:
         if proved.states:
             report.open("replay", "no checkpoint to begin with", "Let the node save one, and try again")
-        return
+        return None
     try:
         check_exactness(model.run.recipe.chunk, torch.device("cpu"))
     except DeviceError as error:
         report.open("replay", str(error))
-        return
+        return None
     _tell_missing(states, payloads, proved, report)
     lacking = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
     behind = max((number for number in lacking if number <= proved.newest_root), default=-1)
@@ -296,10 +296,8 @@ def replay(states: list[State], payloads: PayloadFiles, model: Model, proved: Pr
     if model.root(weights, start.round, start.checkpoint.head) != start.checkpoint.root:
         what = f"{start.checkpoint.path} has changed since it was checked"
         report.open("replay", what, "Stop what writes there first")
-        return
-    report.replayed = start.round, start.round
-    report.final_root = start.checkpoint.root.hex()
-    report.proved_round = start.round if start.is_proved else None
+        return None
+    done = Replay(start.round, start.round, start.checkpoint.root.hex(), start.round if start.is_proved else None)
     saved = {state.round: state for state in states if state.round > start.round}
     for entry in proved.entries:
         number = entry.manifest.round
@@ -307,19 +305,22 @@ def replay(states: list[State], payloads: PayloadFiles, model: Model, proved: Pr
             continue
         content = _content(entry, f"ends after round {number - 1} of {last}", payloads, proved, report)
         if content is None:
-            return
+            return done
         model.apply(weights, number, content)
         root = model.root(weights, number, entry.manifest.digest)
+        if proved.roots.get(number) == root:
+            done = done._replace(proved_round=number)
         if not _compare(number, root, start, saved.get(number), proved, report):
-            return
-        report.replayed, report.final_root = (start.round, number), root.hex()
-    if report.proved_round is None:
+            return done
+        done = done._replace(last=number, final_root=root.hex())
+    if done.proved_round is None:
         what = f"no root of round {start.round} or later is certified yet, so that nothing is proved by it"
         report.open("replay", what, "Let the node get a few rounds further")
     elif not last > start.round:
         report.holds("replay", f"the state of round {start.round} is the certified one, and no round follows it")
     else:
         report.holds("replay", f"rounds {start.round + 1} to {last} give the certified roots, and the saved states")
+    return done
 
 
 def _content(entry: Entry, so_far: str, payloads: PayloadFiles, proved: Proved, report: Report) -> list[bytes] | None:
@@ -346,8 +347,6 @@ def _compare(number: int, root: bytes, start: State, saved: State | None, proved
         from_where = "a certified" if start.is_proved else "an uncertified"
         report.wrong(f"round {number}", f"{what}; begun with {from_where} state of round {start.round}", SIGNED_FIX)
         return False
-    if certified is not None:
-        report.proved_round = number
     if saved is not None and saved.checkpoint.root != root:
         what = f"of another history: round {number} gives the state root {root.hex()[:16]}"
         report.wrong(saved.checkpoint.path, f"{what}, and its is {saved.checkpoint.root.hex()[:16]}", CHECKPOINT_FIX)

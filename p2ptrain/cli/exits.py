@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from p2ptrain import errors
+
 
 class ExitStatus(IntEnum):
     """The exit status of a command."""
@@ -14,7 +16,7 @@ class ExitStatus(IntEnum):
     NO_DAEMON = 3
     HARDWARE = 4
     OWNER_NEEDED = 5
-    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+    INTERRUPTED = errors.INTERRUPTED
 
 
 # The cause of each status, and the remedy.

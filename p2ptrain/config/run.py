@@ -287,6 +287,10 @@ class AgreementConfig(Section):
         256, ge=1, le=65_536, description="rounds whose manifests and payloads are kept for others"
     )
 
+    def is_inline(self, payload_bytes: int) -> bool:
+        """Whether a payload of this size rides along with its announcement."""
+        return payload_bytes <= self.inline_bytes_max
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.view_seconds > self.view_seconds_max:

@@ -78,7 +78,12 @@ class CatchingUp:
     """Tracks which peers are ahead, requests their history and checks it."""
 
     def __init__(
-        self, context: Context, chain: Chain, may_follow: Callable[[Beginning], bool], has_waited: Callable[[], bool]
+        self,
+        context: Context,
+        chain: Chain,
+        may_follow: Callable[[Beginning], bool],
+        has_waited: Callable[[], bool],
+        proof_of_lies: tuple[Entry, Entry] | None = None,
     ) -> None:
         self.context, self.chain = context, chain
         self.may_follow = may_follow  # whether to follow a branch that begins at our head
@@ -91,7 +96,7 @@ class CatchingUp:
         self.lost: dict[bytes, float] = {}  # branches that lost to ours, and when we checked
         self.cut_short: bytes | None = None  # the peer whose request was dropped; its next one is not
         self.splits: dict[bytes, tuple[bytes, float]] = {}  # by common branch: our branch after it, and when we noticed
-        self.proof_of_lies: tuple[Entry, Entry] | None = None  # two certificates for one round
+        self.proof_of_lies = proof_of_lies  # two certificates for one round
 
     @property
     def is_behind(self) -> bool:

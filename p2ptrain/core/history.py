@@ -102,6 +102,12 @@ def encode_history(history: History) -> bytes:
     return wire.encode(history)
 
 
+def encode_answer(history: History) -> bytes | None:
+    """Encodes a history for a peer; None if it is too long, as thousands of changes to a roster of hundreds are."""
+    encoded = encode_history(history)
+    return encoded if len(encoded) <= HISTORY_BYTES_MAX else None
+
+
 def decode_history(data: bytes) -> History:
     """Decodes a history; only `follow` verifies it."""
     if len(data) > HISTORY_BYTES_MAX:

@@ -12,7 +12,7 @@ which this happens repeatedly is broken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context
@@ -32,7 +32,7 @@ SOURCES_MAX = 8  # peers that a state is fetched from at once
 PASSED_TIMES = 2.0  # times a round's usual length without any contribution: then there may be nobody else
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Training:
     """A training in progress."""
 
@@ -72,6 +72,10 @@ class LocalWork:
     def is_current(self) -> bool:
         """Whether our state is the newest agreed one."""
         return not (self.is_astray or self.is_quarantined) and self.applied_round == self.chain.state.round
+
+    def stop(self) -> None:
+        """Begins no more trainings."""
+        self.is_stopping = True
 
     def _carry_root(self) -> None:
         state = self.chain.state
@@ -118,7 +122,7 @@ class LocalWork:
         self.catching = None
         self.roots = {at: root for at, root in self.roots.items() if at <= number}
         if self.training is not None and self.training.base_round > number:
-            self.training.is_useful = False
+            self.training = replace(self.training, is_useful=False)
 
     # -----------------------------------------------------------------------------------------------
     # Applying

@@ -192,9 +192,9 @@ class Node:
             self.recalled, context.silent_everywhere = {}, NUMBER_MAX
         self.work = LocalWork(context, self.chain, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
-        self.catching_up = CatchingUp(context, self.chain, self._may_follow, lambda: self.regrouping.has_waited)
-        if saved.halted is not None:
-            context.is_halted, self.catching_up.proof_of_lies = True, (saved.halted.first, saved.halted.second)
+        lies = (saved.halted.first, saved.halted.second) if saved.halted is not None else None
+        self.catching_up = CatchingUp(context, self.chain, self._may_follow, lambda: self.regrouping.has_waited, lies)
+        context.is_halted = lies is not None
         self.membership = Membership(context, context.requests, event.ticket)
         self.inbox = Inbox(self)
         if event.trust:
@@ -304,7 +304,7 @@ class Node:
         self.catching_up.failed(event.peer)
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
-        self.work.is_stopping = True
+        self.work.stop()
         if event.keeps_place:
             self.membership.go_away()
         else:

@@ -20,9 +20,6 @@ class PeerView(Struct, frozen=True):
     """Statistics on one peer, or on this node itself, as observed by this node since its start."""
 
     peer: bytes
-    is_connected: bool
-    is_member: bool
-    is_admitted: bool
     points: float  # against it, at present
     is_greylisted: bool
     offered: int  # contributions (tally.py)
@@ -160,7 +157,7 @@ class NodeView:
 
     def standings(self) -> list[PeerView]:
         """Returns the statistics of all peers that are connected, or are or recently were admitted."""
-        context, state = self._node.context, self.state
+        context = self._node.context
         reputation, tallies = context.reputation, context.tallies.by_author
         found = []
         for peer in sorted({**context.peers, **tallies}):
@@ -168,9 +165,6 @@ class NodeView:
             found.append(
                 PeerView(
                     peer=peer,
-                    is_connected=peer in context.peers,
-                    is_member=peer in state.roster.seat,
-                    is_admitted=peer in state.place,
                     points=reputation.score(peer, context.now),
                     is_greylisted=reputation.is_greylisted(peer, context.now),
                     offered=tally.offered,

@@ -8,7 +8,7 @@ import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.doctor import disk, machine, network
-from p2ptrain.doctor.findings import Check, Diagnosis, Level, within
+from p2ptrain.doctor.findings import Check, Diagnosis, Level, in_time, within
 from p2ptrain.errors import (
     ConfigError,
     DeviceError,
@@ -43,24 +43,47 @@ NETWORK_SECONDS = 90.0  # for p2pd to start, peers to be asked at once, and 4 s 
 CONTRIBUTORS_USUAL = 8  # where nobody tells how many there are; a guess
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class DaemonHere:
+    """The daemon that runs here, if there is one."""
+
+    found: list[Diagnosis]
+    status: dict[str, Any] | None = None
+    is_answering: bool = False  # it may have just started, and have no status yet
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the peers say."""
+
+    found: list[Diagnosis]
+    run: RunConfig | None = None  # of a named peer
+    members: int = 0  # of that run
+
+
+@dataclass(frozen=True, slots=True)
+class RunHere:
+    """The run, as far as this machine is concerned."""
+
+    found: list[Diagnosis]
+    need: Need | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Patient:
-    """Facts about the node under examination, as they become known."""
+    """The node under examination."""
 
     config: NodeConfig
-    config_file: Path | None
     is_asked_outside: bool  # a bootstrap was named on the command line: it may cost others some megabytes
-    run: RunConfig | None = None
-    members: int = 0
-    status: dict[str, Any] | None = None  # of the daemon that runs here
-    is_answering: bool = False  # it may have just started, and have no status yet
-    sights: list[network.Sight] = field(default_factory=list)
-    need: Need | None = None
-    hardware: machine.Hardware = field(default_factory=lambda: machine.Hardware("", ""))
+    daemon: DaemonHere
 
     @property
     def directory(self) -> Path:
         return data_directory(self.config)
+
+    @property
+    def status(self) -> dict[str, Any] | None:
+        return self.daemon.status
 
 
 def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> Iterator[Diagnosis]:
@@ -68,37 +91,42 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
 
     Raises ConfigError before the first one if an address is invalid.
     """
-    patient = Patient(config, config_file, is_asked_outside)
     check_addresses(config.network)
     yield Diagnosis("config", "good", f"{config_file}: right" if config_file else "no file: the defaults apply")
-    yield from within(Check("daemon", lambda: look_for_daemon(patient), 2 * DAEMON_SECONDS, "warning"))
+    daemon_check = Check("daemon", lambda: look_for_daemon(data_directory(config)), 2 * DAEMON_SECONDS, "warning")
+    daemon = in_time(daemon_check) or DaemonHere(daemon_check.too_late)
+    yield from daemon.found
+    patient = Patient(config, is_asked_outside, daemon)
     yield from within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
     yield from within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
     yield from within(Check("data directory", lambda: look_at_directory(patient), QUICK_SECONDS))
     yield from within(Check("ports", lambda: look_at_ports(patient), QUICK_SECONDS))
-    yield from look_outside(patient)
-    yield from within(Check("run", lambda: look_at_run(patient), TORCH_SECONDS))
-    yield from within(Check("disk speed", lambda: look_at_speed(patient), DISK_SECONDS))
+    outside = look_outside(patient)
+    yield from outside.found
+    run_check = Check("run", lambda: look_at_run(patient, outside), TORCH_SECONDS)
+    here = in_time(run_check) or RunHere(run_check.too_late)
+    yield from here.found
+    yield from within(Check("disk speed", lambda: look_at_speed(patient, here.need), DISK_SECONDS))
 
 
-def look_for_daemon(patient: Patient) -> list[Diagnosis]:
+def look_for_daemon(directory: Path) -> DaemonHere:
     """Looks for a running daemon, as `p2ptrain status` does."""
     try:
-        patient.status = control.ask(patient.directory, {"do": "status"}, seconds=DAEMON_SECONDS)
+        status = control.ask(directory, {"do": "status"}, seconds=DAEMON_SECONDS)
     except NoDaemonError as error:
         is_hung = isinstance(error, SilentDaemonError)
         level: Level = "warning" if is_hung else "good"
-        return [Diagnosis("daemon", level, str(error), "See its log, or end it and start it again" if is_hung else "")]
+        fix = "See its log, or end it and start it again" if is_hung else ""
+        return DaemonHere([Diagnosis("daemon", level, str(error), fix)])
     except P2ptrainError as error:
-        patient.is_answering = True
-        return [Diagnosis("daemon", "good", f"it runs: {error}")]
-    patient.is_answering = True
-    status = patient.status
-    patient.members = len(status["roster"])
+        return DaemonHere([Diagnosis("daemon", "good", f"it runs: {error}")], is_answering=True)
     text = f"round {status['round']} of {status['run_name']}, {len(status['peers'])} peers"
-    if found := troubles(status):
-        return [Diagnosis("daemon", "warning", f"{text}: {'; '.join(each['text'] for each in found)}", "See its log")]
-    return [Diagnosis("daemon", "good", text)]
+    found = Diagnosis("daemon", "good", text)
+    if complaints := troubles(status):
+        found = Diagnosis(
+            "daemon", "warning", f"{text}: {'; '.join(each['text'] for each in complaints)}", "See its log"
+        )
+    return DaemonHere([found], status, is_answering=True)
 
 
 def look_at_programs(patient: Patient) -> list[Diagnosis]:
@@ -113,8 +141,7 @@ def look_at_programs(patient: Patient) -> list[Diagnosis]:
 
 
 def look_at_device(patient: Patient) -> list[Diagnosis]:
-    patient.hardware = machine.look_at_hardware()
-    return [machine.check_device(patient.config.device, patient.hardware, machine.try_device)]
+    return [machine.check_device(patient.config.device, machine.look_at_hardware(), machine.try_device)]
 
 
 def look_at_directory(patient: Patient) -> list[Diagnosis]:
@@ -122,17 +149,17 @@ def look_at_directory(patient: Patient) -> list[Diagnosis]:
     return [
         disk.check_writable(patient.directory),
         disk.check_key(identity_file(patient.config)),
-        disk.check_locks(patient.directory, identity_file(patient.config), note, patient.is_answering),
+        disk.check_locks(patient.directory, identity_file(patient.config), note, patient.daemon.is_answering),
     ]
 
 
 def look_at_ports(patient: Patient) -> list[Diagnosis]:
     url = patient.status["http"] if patient.status else None
-    if patient.is_answering and patient.status is None:
+    if patient.daemon.is_answering and patient.status is None:
         return [Diagnosis("ports", "good", "not tried: the node is about to start")]
     named = patient.config.network
     return [
-        *network.check_listen(named.listen, patient.is_answering, gives_way=not named.has_chosen_port),
+        *network.check_listen(named.listen, patient.daemon.is_answering, gives_way=not named.has_chosen_port),
         network.check_http(patient.config.http, url),
     ]
 
@@ -141,32 +168,34 @@ def look_at_ports(patient: Patient) -> list[Diagnosis]:
 # The run
 
 
-def look_at_run(patient: Patient) -> list[Diagnosis]:
+def look_at_run(patient: Patient, outside: Outside) -> RunHere:
     """Compares the run's needs with this machine: the run of the daemon here, of a named peer, or the largest of
     those on the disk."""
-    if patient.run is None:
-        stored = stored_runs(patient.config)
+    config, run = patient.config, outside.run
+    if run is None:
+        stored = stored_runs(config)
         if patient.status is not None:
-            stored = [run for run in stored if run.run_id == patient.status["run_id"]]
-        needs = [(need_of(run), run) for run in stored]
+            stored = [each for each in stored if each.run_id == patient.status["run_id"]]
+        needs = [(need_of(each), each) for each in stored]
         if not needs:
             fix = "Name a node of the run with --bootstrap, to learn what it takes"
-            return [Diagnosis("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
-        patient.need, patient.run = max(needs, key=lambda each: each[0].parameters)
+            what = "none is known yet: memory and disk space are not compared"
+            return RunHere([Diagnosis("run", "warning", what, fix)])
+        need, run = max(needs, key=lambda each: each[0].parameters)
     else:
-        patient.need = need_of(patient.run)
-    need, run, config = patient.need, patient.run, patient.config
+        need = need_of(run)
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
-        taken = _taken_by(patient.directory) if patient.is_answering else None  # what it has taken is its own
+        taken = _taken_by(patient.directory) if patient.daemon.is_answering else None  # what it has taken is its own
         found += machine.check_memory(rooms_of(run, config.device, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
     directory = run_directory(config, bytes.fromhex(run.run_id))
-    contributors = max(patient.members, CONTRIBUTORS_USUAL)
+    members = len(patient.status["roster"]) if patient.status else 0
+    contributors = max(members, outside.members, CONTRIBUTORS_USUAL)
     free, used = psutil.disk_usage(str(disk.standing(directory))).free, _size_of(directory)
     found.append(disk.check_space(need, run, config.storage.checkpoints_kept, contributors, free, used))
-    return found
+    return RunHere(found, need)
 
 
 def _taken_by(directory: Path) -> int:
@@ -188,49 +217,47 @@ def _size_of(directory: Path) -> int:
     return total
 
 
-def look_at_speed(patient: Patient) -> list[Diagnosis]:
+def look_at_speed(patient: Patient, need: Need | None) -> list[Diagnosis]:
     free = psutil.disk_usage(str(disk.standing(patient.directory))).free
-    return [disk.check_speed(patient.directory, patient.need, free)]
+    return [disk.check_speed(patient.directory, need, free)]
 
 
 # ---------------------------------------------------------------------------------------------------
 # Outside
 
 
-def look_outside(patient: Patient) -> list[Diagnosis]:
+def look_outside(patient: Patient) -> Outside:
     """Asks peers about time and addresses; remembered ones only for the time, unless others are named."""
     addresses = list(patient.config.network.bootstrap) or _remembered(patient)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
     told = patient.status["addresses"] if patient.status else None
     if not addresses:
-        fix = "Name a node with --bootstrap"
-        return [
-            Diagnosis("peers", "warning", "none is known: clock, NAT and bandwidth are not checked", fix),
-            network.judge_reach(told, [], own),
-        ]
+        what = "none is known: clock, NAT and bandwidth are not checked"
+        unknown = Diagnosis("peers", "warning", what, "Name a node with --bootstrap")
+        return Outside([unknown, network.judge_reach(told, [], own)])
 
-    async def look() -> list[Diagnosis]:
+    async def look() -> Outside:
         async with asyncio.timeout(NETWORK_SECONDS), AsyncExitStack() as stack:
             transport = await _open(stack, patient.config)
             sights, trouble, reached = await network.ask_peers(transport, addresses)
             ports = [int(port) for each in transport.addresses() for port in re.findall(r"/(?:tcp|udp)/([0-9]+)", each)]
             is_named = bool(patient.config.network.bootstrap)
             found = network.judge_peers(len(addresses[: network.PEERS_ASKED]), len(reached), trouble, is_named)
-            patient.sights = sights
             if reached:
                 found += [network.judge_clock(sights), network.judge_nat(sights, own, ports)]
             found.append(network.judge_reach(told, sights, own))
-            if reached and patient.is_asked_outside:
-                found += await _look_at_offers(patient, transport, addresses)
-            return found
+            if not reached or not patient.is_asked_outside:
+                return Outside(found)
+            offered = await _look_at_offers(patient, transport, addresses)
+            return replace(offered, found=found + offered.found)
 
     try:
         return asyncio.run(look())
     except TimeoutError:
         fix = "Look at this machine's connection, and try again"
-        return [Diagnosis("peers", "warning", f"not done within {NETWORK_SECONDS:.0f} s", fix)]
+        return Outside([Diagnosis("peers", "warning", f"not done within {NETWORK_SECONDS:.0f} s", fix)])
     except (TransportError, ConfigError) as error:
-        return [Diagnosis("peers", "failed", f"p2pd cannot be used: {error}")]
+        return Outside([Diagnosis("peers", "failed", f"p2pd cannot be used: {error}")])
 
 
 def _remembered(patient: Patient) -> list[str]:
@@ -251,24 +278,22 @@ async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
     return transport
 
 
-async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> list[Diagnosis]:
+async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> Outside:
     """Finds the named nodes' run and measures how fast they send."""
     found, _ = await ask_around(transport, addresses)
     if not found:
-        return [Diagnosis("bandwidth", "warning", "not measured: the named nodes take part in no run")]
+        return Outside([Diagnosis("bandwidth", "warning", "not measured: the named nodes take part in no run")])
     ours = bytes.fromhex(patient.status["run_id"]) if patient.status else b""
     run_id = ours if ours in found else max(found, key=lambda each: found[each][0].members)
     info, peers = found[run_id]
-    patient.members = max(patient.members, info.members)
+    limit = patient.config.limits.download_bytes_per_second
     for peer in peers:
         try:
             run = RunConfig.from_canonical(await questions.ask_config(transport, peer, run_id))
         except (TransportError, RemoteProtocolError):
             continue
         if run.is_sealed and run.run_id == run_id.hex():
-            patient.run = run
             size = (await asyncio.to_thread(need_of, run)).state
-            return [
-                await network.measure(transport, peer, run_id, size, patient.config.limits.download_bytes_per_second)
-            ]
-    return [Diagnosis("bandwidth", "warning", "not measured: no peer sent the run's config", "Name another node")]
+            return Outside([await network.measure(transport, peer, run_id, size, limit)], run, info.members)
+    what = "not measured: no peer sent the run's config"
+    return Outside([Diagnosis("bandwidth", "warning", what, "Name another node")], members=info.members)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.logs import plain
 
 # good; warning: works but could be better, or is unknown; failed: a node cannot work like this
 Level = Literal["good", "warning", "failed"]
+T = TypeVar("T")
 VERSION = 1  # of the answer as JSON
 WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns
 
@@ -37,30 +38,40 @@ def refused(what: str, error: ConfigError) -> Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(Generic[T]):
     """A check, with its deadline."""
 
     what: str
-    look: Callable[[], Sequence[Diagnosis]]
+    look: Callable[[], T]
     seconds: float
     late: Level = "failed"  # the level if it takes longer
     fix: str = "Find out what it waits for: a node would wait for it as well"
 
+    @property
+    def too_late(self) -> list[Diagnosis]:
+        return [Diagnosis(self.what, self.late, f"no answer within {self.seconds:.0f} s", self.fix)]
 
-def within(check: Check) -> list[Diagnosis]:
+
+def within(check: Check[list[Diagnosis]]) -> list[Diagnosis]:
     """Runs a check; past its deadline the diagnosis says that it took too long."""
-    found: list[Diagnosis] = []
+    found = in_time(check)
+    return check.too_late if found is None else found
+
+
+def in_time(check: Check[T]) -> T | None:
+    """Runs a check and returns what it found; None if it took too long."""
+    found: list[T] = []
 
     def look() -> None:
-        found.extend(check.look())
+        found.append(check.look())
 
     thread = threading.Thread(target=look, name=f"checking {check.what}", daemon=True)
     thread.start()
     thread.join(check.seconds)
     if thread.is_alive():
-        return [Diagnosis(check.what, check.late, f"no answer within {check.seconds:.0f} s", check.fix)]
+        return None
     assert found, f"the check of {check.what} ended without a finding; its traceback says why"
-    return found
+    return found[0]
 
 
 def can_work(findings: Sequence[Diagnosis]) -> bool:

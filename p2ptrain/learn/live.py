@@ -55,6 +55,9 @@ class LiveModel:
         pieces = torch.split(flat, [math.prod(shape) for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
+    def set_sequences_per_pass(self, count: int) -> None:
+        self.sequences_per_pass = count
+
     def sequences_at_a_time(self, recipe: RecipeConfig) -> int:
         return min(recipe.sequences_per_pass, self.sequences_per_pass or recipe.sequences_per_pass)
 

@@ -100,6 +100,10 @@ class Residual:
         self._put(kept.indices, self._at(kept.indices) + kept.removed)
         return True
 
+    def keep(self, kept: dict[int, Withdrawal]) -> None:
+        """Takes up contributions whose fate is open, from a saved state."""
+        self.kept = kept
+
     def clear(self) -> None:
         """Drops the residual and all contributions whose fate is open."""
         self.coefficients.zero_()

@@ -356,7 +356,7 @@ class Trainer:
                 raise DataError(f"{path}: {name} is not finite")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-        self.recipe.residual.kept = kept
+        self.recipe.residual.keep(kept)
         self.round, self._trained = int(metadata["round"]), None
 
     def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Withdrawal]:

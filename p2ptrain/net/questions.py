@@ -116,7 +116,7 @@ async def serve(
         while len(budgets) > ASKERS_MAX:
             budgets.popitem(last=False)
         if upload is not None and of_all.rate != (share := upload.rate // ANSWERS_SHARE):
-            of_all.rate = share
+            of_all.set_rate(share)
         return budget.take_now(size) and of_all.take_now(size)
 
     async def handle(stream: Stream) -> None:

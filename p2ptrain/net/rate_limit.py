@@ -30,8 +30,7 @@ class TokenBucket:
         """Bytes per second; 0 means no limit."""
         return self._rate
 
-    @rate.setter
-    def rate(self, bytes_per_second: int) -> None:
+    def set_rate(self, bytes_per_second: int) -> None:
         """Changes the rate, also for tasks that are already waiting."""
         assert bytes_per_second >= 0, "0 means no limit"
         self._fill()

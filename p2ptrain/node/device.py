@@ -52,7 +52,8 @@ class StoppedError(P2ptrainError):
 class Device:
     """The trainer of a daemon, with the threads that its jobs run in."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, thread: ThreadPoolExecutor | None = None, threads: int = 0) -> None:
+        """`thread` is the one in which the trainer was made: torch counts its threads for each calling thread."""
         self.trainer = trainer
         self.loss: float | None = None  # mean of the last round trained here
         self.step = 0  # within the current training
@@ -66,28 +67,33 @@ class Device:
         self._repeated: dict[int, tuple[Trained, bytes, bytes]] = {}
         self._wrong: tuple[int, list[bytes]] | None = None  # the round of a wrong state, and its leaves
         self.is_stopping = False  # training ends after the current step
-        self.threads = 0  # of torch, for the next training; 0: unchanged
+        self.threads = threads  # of torch, for the next training; 0: unchanged
         self.percent = 100  # share of the training time in which the device works; it rests between steps
         self._stepped_at = 0.0  # when the last step ended
         self._owed = self._rested = 0.0  # seconds of rest still due, and taken in this training
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
-        self._trainer_thread = ThreadPoolExecutor(1, "trainer")
+        self._trainer_thread = thread or ThreadPoolExecutor(1, "trainer")
         self._check_thread = ThreadPoolExecutor(1, "check")
 
     @classmethod
     async def open(cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset) -> Device:
         loop = asyncio.get_running_loop()
-        first = ThreadPoolExecutor(1, "trainer")
-        trainer = await loop.run_in_executor(first, lambda: Trainer(run, config, dataset, initial=False))
-        device = cls(trainer)
-        device._trainer_thread.shutdown()
-        device._trainer_thread = first  # torch's thread count is per calling thread
-        device.threads = await device.run(torch.get_num_threads)
-        return device
+        thread = ThreadPoolExecutor(1, "trainer")
+        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, dataset, initial=False))
+        return cls(trainer, thread, await loop.run_in_executor(thread, torch.get_num_threads))
+
+    def set_threads(self, count: int) -> None:
+        self.threads = count
+
+    def set_percent(self, percent: int) -> None:
+        self.percent = percent
+
+    def stop_training(self) -> None:
+        self.is_stopping = True
 
     def close(self) -> None:
         """Cancels the waiting jobs. A running job ends by itself, a training after its current step."""
-        self.is_stopping = True
+        self.stop_training()
         self._trainer_thread.shutdown(wait=False, cancel_futures=True)
         self._check_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -147,11 +153,11 @@ class Device:
             while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
                 self._repeat_one(self._to_repeat.popleft())
         finally:  # the current setting is for new trainings
-            self.trainer.live.sequences_per_pass = sequences
+            self.trainer.live.set_sequences_per_pass(sequences)
 
     def _repeat_one(self, each: Trained) -> None:
         _use_threads(each.threads)
-        self.trainer.live.sequences_per_pass = each.sequences_per_pass
+        self.trainer.live.set_sequences_per_pass(each.sequences_per_pass)
         try:
             payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
         except (DataError, MemoryShortError, TrainingError) as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.effect_queue import EffectQueue
-from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_history
+from p2ptrain.core.history import encode_answer
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
 from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
@@ -101,7 +101,7 @@ class Driver:
             ]
             why = await self.stopped
             self.intake.end()
-            self.device.is_stopping = True
+            self.device.stop_training()
             await self._outbox.drain()
             for task in (*tasks, *self._tasks):
                 task.cancel()
@@ -169,10 +169,10 @@ class Driver:
         self.disk_trouble = ""
 
     def _send_history(self, effect: ev.SendHistory) -> None:
-        encoded = encode_history(effect.history)
-        if len(encoded) > HISTORY_BYTES_MAX:  # thousands of changes to a roster of hundreds
+        encoded = encode_answer(effect.history)
+        if encoded is None:
             self.counters["histories too long to send"] += 1
-            log.warning("a history of %d bytes is too long to send; the peer has to ask another node", len(encoded))
+            log.warning("a history is too long to send; the peer has to ask another node")
             return
         self.edges.mailboxes.post(effect.peer, TellHistory(encoded))
 
@@ -237,7 +237,7 @@ class Driver:
             self.give(ev.TrainingFailed(effect.round, why))
             return
         self.edges.persistence.put(name, payload)
-        is_inline = len(payload) <= self.node.view().run.agreement.inline_bytes_max
+        is_inline = self.node.view().run.agreement.is_inline(len(payload))
         self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:

@@ -40,7 +40,7 @@ class EventFile:
 
     def note(self, now: float, event: Event, effects: Sequence[Effect] | None) -> None:
         """Records an event after the core has handled it; `effects` is None if the core crashed on it."""
-        made, self._signer.made = self._signer.made, []
+        made = self._signer.take()
         if self._file is None:
             return
         try:

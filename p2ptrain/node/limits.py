@@ -195,7 +195,7 @@ class MachineLimits:
 
     def _set(self, limits: LimitsConfig) -> None:
         self.limits = limits
-        self._device.percent = limits.device_percent
+        self._device.set_percent(limits.device_percent)
 
     def change(self, order: dict[str, Any]) -> None:
         """Applies an order of `p2ptrain limit`. Raises ConfigError for an invalid value, and then changes nothing."""

@@ -60,11 +60,11 @@ def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any])
         raise ConfigError(f"{threads!r} is not valid", key="--threads", fix="Give a number from 1 to 1,024")
     machine_limits.change(order)
     if threads is not None:
-        driver.device.threads = threads
+        driver.device.set_threads(threads)
         log.info("threads of the next training: %d", threads)
     for name, rate in rates.items():
         bucket = driver.edges.upload if name == "upload" else driver.edges.download
-        bucket.rate = rate
+        bucket.set_rate(rate)
         log.info("%s limit: %s", name, f"{rate:,} bytes/s" if rate else "none")
 
 

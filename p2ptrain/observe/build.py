@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from p2ptrain import __version__
+from p2ptrain.config import RunConfig
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.connections import Connections
+from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
+from p2ptrain.node.lag import Lag
+from p2ptrain.node.limits import MachineLimits
+from p2ptrain.observe.rounds import Recorder
 from p2ptrain.observe.schema import (
     FaultTolerance,
     Limits,
@@ -26,9 +31,6 @@ from p2ptrain.observe.schema import (
     Traffic,
 )
 
-if TYPE_CHECKING:
-    from p2ptrain.daemon import Daemon
-
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than these take
 CONTRIBUTORS_TOLD = 20_000  # over all rounds of one answer: 1.2 MB
 # Kinds of blobs (net/blobs/blob.py) by purpose.
@@ -40,7 +42,25 @@ BULK_PURPOSES: dict[Purpose, tuple[str, ...]] = {
 WAYS = ("sent", "received")
 
 
-def status_of(daemon: Daemon) -> Status:
+class Running(Protocol):
+    """A running node, as far as its interfaces read it (the daemon is one)."""
+
+    run: RunConfig
+    driver: Driver
+    edges: Edges
+    records: Recorder
+    machine_limits: MachineLimits
+    http: str | None
+    lag: Lag
+
+    @property
+    def uptime(self) -> float: ...
+
+    @property
+    def since_applied(self) -> float | None: ...
+
+
+def status_of(daemon: Running) -> Status:
     """Builds the node's status."""
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, device = driver.node.view(), driver.device
@@ -106,7 +126,7 @@ def status_of(daemon: Daemon) -> Status:
     )
 
 
-def complaints_of(daemon: Daemon) -> list[Complaint]:
+def complaints_of(daemon: Running) -> list[Complaint]:
     """Returns the complaints of the core and the daemon, the worst first."""
     driver, persistence, machine_limits = daemon.driver, daemon.edges.persistence, daemon.machine_limits
     disk = {
@@ -119,7 +139,7 @@ def complaints_of(daemon: Daemon) -> list[Complaint]:
     return by_gravity([*found, *driver.node.view().complaints, *driver.pauses])
 
 
-def unreadiness_of(daemon: Daemon) -> list[str]:
+def unreadiness_of(daemon: Running) -> list[str]:
     """Returns why the node does not take part fully; empty if it does."""
     return [each.text for each in complaints_of(daemon) if each.hinders]
 
@@ -128,7 +148,7 @@ def unreadiness_of(daemon: Daemon) -> list[str]:
 # Traffic
 
 
-def limits_of(daemon: Daemon) -> Limits:
+def limits_of(daemon: Running) -> Limits:
     limits = daemon.machine_limits.limits
     return Limits(
         upload_bytes_per_second=daemon.edges.upload.rate,
@@ -172,16 +192,16 @@ def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
 # Peers and rounds
 
 
-def peers_of(daemon: Daemon) -> PeerList:
+def peers_of(daemon: Running) -> PeerList:
     """Describes the connected and the admitted peers, with their standing."""
     view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
     known = {each.peer: each for each in view.standings()}
-    everyone = sorted({*linked, *(peer for peer, each in known.items() if each.is_connected or each.is_admitted)})
+    everyone = sorted({*linked, *(peer for peer in known if peer in view.state.place)})
     peers = [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != view.me]
     return PeerList(peers=peers, me=_peer(daemon, view.me, known.get(view.me)))
 
 
-def _peer(daemon: Daemon, peer: bytes, seen: PeerView | None) -> Peer:
+def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
     view, connections = daemon.driver.node.view(), daemon.edges.connections
     is_me = peer == view.me
     if is_me:
@@ -211,7 +231,7 @@ def latency_of(connections: Connections, peer: bytes) -> float | None:
     return round(median(known.answered_in), 4)
 
 
-def rounds_of(daemon: Daemon, last: int) -> list[RoundRecord]:
+def rounds_of(daemon: Running, last: int) -> list[RoundRecord]:
     """Returns the last rounds applied here, the newest last; fewer if they have very many contributors."""
     found: deque[RoundRecord] = deque()
     room = CONTRIBUTORS_TOLD

@@ -117,6 +117,10 @@ class Events:
         self.is_broken = True
         self.close()
 
+    def go_on(self) -> None:
+        """Lets watchers in again."""
+        self.is_broken = False
+
     def close(self) -> None:
         for each in self.watchers:
             each.end()

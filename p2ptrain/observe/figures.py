@@ -96,6 +96,11 @@ def figures_of(model: type[BaseModel]) -> tuple[Shown, ...]:
     return tuple(_walk(model, (), ()))
 
 
+def others_of(model: type[BaseModel], placed: set[str]) -> tuple[Shown, ...]:
+    """Returns the figures without a fixed place; `placed` are names, or their parts before the first dot."""
+    return tuple(each for each in figures_of(model) if not {each.name, each.path[0]} & placed)
+
+
 def _walk(model: type[BaseModel], path: tuple[str, ...], labels: tuple[tuple[str, str], ...]) -> Iterator[Shown]:
     for name, field in model.model_fields.items():
         found = [each for each in field.metadata if isinstance(each, Figure)]

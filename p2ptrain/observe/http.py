@@ -15,20 +15,17 @@ from asyncio import Future, Task
 from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from p2ptrain import __version__
 from p2ptrain.config.node import HttpConfig, is_loopback
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.app import App
-from p2ptrain.observe.build import peers_of, rounds_of, status_of, unreadiness_of
+from p2ptrain.observe.build import Running, peers_of, rounds_of, status_of, unreadiness_of
 from p2ptrain.observe.guard import Guard, bracketed, read_token
 from p2ptrain.observe.logs import LINE_MAX, plain
 from p2ptrain.observe.schema import Level, LogLine, PeerList, RoundRecord, Status
 from p2ptrain.observe.sockets import HttpListener
-
-if TYPE_CHECKING:
-    from p2ptrain.daemon import Daemon
 
 LOOK_SECONDS = 1.0  # between events of the same kind
 LOOK_AGAIN_SECONDS = 60.0  # after a bug, which may repeat: the log gets one line a minute
@@ -68,9 +65,9 @@ class LogTail(logging.Handler):
 
 
 class HttpFace:
-    """Serves a daemon's status over HTTP, from before the daemon exists."""
+    """Serves the status of a node (Running) over HTTP, from before the node exists."""
 
-    def __init__(self, config: HttpConfig, listener: socket.socket, token: bytes, daemon: Future[Daemon]) -> None:
+    def __init__(self, config: HttpConfig, listener: socket.socket, token: bytes, daemon: Future[Any]) -> None:
         host, port = listener.getsockname()[:2]
         self._daemon, self._lines = daemon, LogTail()
         self._app = App(self, Guard(config.host, port, config.allowed_hosts, token), __version__)
@@ -80,7 +77,7 @@ class HttpFace:
         self.url = f"http://{bracketed(shown)}:{port}/"
 
     @classmethod
-    async def open(cls, config: HttpConfig, daemon: Future[Daemon]) -> Self:
+    async def open(cls, config: HttpConfig, daemon: Future[Any]) -> Self:
         """Starts the server. ConfigError if it cannot listen where the config says."""
         listener, token = await listen(config)
         http = cls(config, listener, token, daemon)
@@ -100,9 +97,9 @@ class HttpFace:
     # Facts
 
     @property
-    def _running(self) -> Daemon | None:
+    def _running(self) -> Running | None:
         """The daemon, once its core has started."""
-        daemon = self._daemon.result() if self._daemon.done() else None
+        daemon: Running | None = self._daemon.result() if self._daemon.done() else None
         return daemon if daemon is not None and daemon.driver.has_begun.is_set() else None
 
     def status(self) -> Status | None:
@@ -136,7 +133,7 @@ class HttpFace:
         """Publishes changes while anybody watches."""
         events = self._app.events
         await asyncio.sleep(after_seconds)
-        events.is_broken = False
+        events.go_on()
         while True:
             await events.is_watched.wait()
             self._lines.waiting.clear()

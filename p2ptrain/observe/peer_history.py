@@ -101,7 +101,7 @@ class PeerHistory:
 
 def _nobody(peer: bytes) -> PeerView:
     """The view of a peer that has done nothing yet."""
-    return PeerView(peer, False, False, False, 0.0, False, 0, 0, 0, {}, {})
+    return PeerView(peer, 0.0, False, 0, 0, 0, {}, {})
 
 
 def _is_forgotten(now: PeerView, was: PeerView) -> bool:

@@ -16,10 +16,16 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
 
-from p2ptrain.core.complaints import Code
+from p2ptrain.observe.figures import others_of
 from p2ptrain.observe.logs import PlainText, QueuedLines, Unbuffered, plain
 from p2ptrain.observe.schema import Status
 from p2ptrain.visible import count_of, few
+
+# Figures with a fixed place in `p2ptrain status`.
+PLACED = {
+    "round", "phase", "view", "applied_round", "loss", "tokens_per_second", "peers", "roster", "quorum",
+    "fault_tolerance",
+}  # fmt: skip
 
 log = logging.getLogger("p2ptrain.progress")
 
@@ -27,8 +33,7 @@ log = logging.getLogger("p2ptrain.progress")
 def line_of(status: Status) -> str:
     """Describes a node in one line. That a run is small does not count as a complaint."""
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
-    found = [each.text for each in status.complaints if each.code != Code.CRASH_ONLY]
-    health = f" · {found[0]}" if found else ""
+    health = f" · {status.troubles[0].text}" if status.troubles else ""
     sent, received = (count_of(status.bytes.get(f"bytes {way}", 0)) for way in ("sent", "received"))
     return plain(
         f"round {status.round} {status.phase} · loss {loss} · {len(status.peers)} peers · "
@@ -95,14 +100,16 @@ class ProgressLine:
 
 
 def lines_of(status: dict[str, Any]) -> str:
-    """Describes a node in some lines, for `p2ptrain status`."""
+    """Describes a node in some lines, for `p2ptrain status`. Other figures are listed unless they are 0."""
     tolerance = status["fault_tolerance"]
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f} nats a token"
+    attempt = f", try {status['view'] + 1}" if status.get("view") else ""
+    figures = [each for each in others_of(Status, PLACED) if each.number(status) or each.figure.unit == "is"]
     rows = {
         "run": f"{status['run_name']}  {status['run_id']}",
         "peer id": status["peer_id"],
         "addresses": "\n".join(status["addresses"]) or "none yet",
-        "round": f"{status['round']}, {status['phase']}; {status['applied_round']} applied",
+        "round": f"{status['round']}, {status['phase']}{attempt}; {status['applied_round']} applied",
         "state root": status["state_root"] or "none yet",
         "loss": loss,
         "speed": f"{status['tokens_per_second']:,.0f} tokens/s",
@@ -110,8 +117,10 @@ def lines_of(status: dict[str, Any]) -> str:
         "roster": f"{few(len(status['roster']), 'member', 'members')}, "
         f"of which {few(status['quorum'], 'decides', 'decide')}; "
         f"{tolerance['crashes']} may crash, {tolerance['liars']} may lie",
+        "figures": "\n".join(f"{each.figure.title} {words}" for each in figures if (words := each.words(status))),
         "health": "\n".join(status["health"]) or "good",
         "http": status["http"] or "off",
     }
-    lines = [(name if not n else "", part) for name, text in rows.items() for n, part in enumerate(text.split("\n"))]
+    shown = [(name, text) for name, text in rows.items() if text]
+    lines = [(name if not n else "", part) for name, text in shown for n, part in enumerate(text.split("\n"))]
     return plain("\n".join(f"{name:<11} {part}" for name, part in lines))

@@ -22,10 +22,11 @@ from pydantic import (
     computed_field,
 )
 
-from p2ptrain.core.complaints import Complaint
+from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.reputation import Reason
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
+from p2ptrain.visible import few
 
 log = logging.getLogger("p2ptrain.observe")
 
@@ -153,6 +154,13 @@ class Mine(Stored):
     @property
     def share(self) -> Annotated[float, Figure("my share", "share")]:
         return round(self.applied / self.applied_of_all, 6) if self.applied_of_all else 0.0
+
+
+class SameModel(Part):
+    """Whether all nodes have the same model, as far as this node knows."""
+
+    verdict: Literal["same", "unknown", "other"] = Field(description="other: this node's model is not the agreed one")
+    text: str = Field(description="what was signed, for people")
 
 
 class Status(Answer):
@@ -297,6 +305,32 @@ class Status(Answer):
             values=tuple(each.value for each in Reason),
         ),
     ] = Field(description="faults observed in peers, by reason, since this start")
+
+    @computed_field(description="the complaints without that the run is small, which is no trouble")  # type: ignore[prop-decorator]  # as its own documentation does it
+    @property
+    def troubles(self) -> list[Complaint]:
+        return [each for each in self.complaints if each.code != Code.CRASH_ONLY]
+
+    @computed_field(description="whether all nodes have the same model")  # type: ignore[prop-decorator]  # as its own documentation does it
+    @property
+    def same_model(self) -> SameModel:
+        """A certificate proves a quorum minus its possible liars (core/roster.py)."""
+        if any(each.code == Code.QUARANTINED for each in self.complaints):
+            text = "No: this node's model differs from the certified one. It is fetching the right one."
+            return SameModel(verdict="other", text=text)
+        number, liars = self.certified_round, self.fault_tolerance.liars
+        if number == 0:
+            return SameModel(verdict="unknown", text="Not known yet: the roster has not certified any round.")
+        if str(number) not in self.roots:
+            why = f"The roster has certified round {number:,}, which this node did not apply, so it cannot compare."
+            return SameModel(verdict="unknown", text=why)
+        if self.roster == [self.peer_id]:
+            text = f"Yes: this node is the only member, and signed its own model after round {number:,}."
+            return SameModel(verdict="same", text=text)
+        members = few(self.quorum - liars, "member", "members")
+        but = f", and at most {liars:,} of them may lie" if liars > 0 else ""
+        signed = f"signed that their model after round {number:,} was bit for bit this node's"
+        return SameModel(verdict="same", text=f"Yes: at least {members} {signed}{but}.")
 
 
 class PeerRecord(Stored):

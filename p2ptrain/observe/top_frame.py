@@ -2,7 +2,7 @@
 
 On a low screen, the least important parts are left out until the rest fits with a few peers below; the log gets the
 remaining rows. Text from peers is stripped of control characters. An older daemon may lack some of the answers. Figures
-without a fixed place are listed below the others. The wording is the dashboard's (assets/words.js).
+without a fixed place are listed below the others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from p2ptrain.core.complaints import Code
-from p2ptrain.observe.figures import Shown, figures_of, reasons
+from p2ptrain.observe.figures import Shown, others_of, reasons
 from p2ptrain.observe.logs import plain
 from p2ptrain.observe.schema import PHASES, RoundRecord, Status
 from p2ptrain.visible import count_of, duration, few
@@ -32,7 +31,7 @@ VERDICTS = {"same": "green", "unknown": "", "other": "red"}
 BREVITIES = range(4)  # how much to leave out on a low screen; each part goes at a certain level
 STAYS = len(BREVITIES)
 LEVELS = " ▁▂▃▄▅▆▇█"
-# Figures with a fixed place in the frame, by name or by the part before the first dot.
+# Figures with a fixed place in the frame.
 OF_STATUS = {
     "round", "phase", "view", "loss", "tokens_per_second", "swarm_tokens_per_second", "traffic", "limits", "peers",
     "roster", "quorum", "fault_tolerance", "admitted", "is_member", "is_admitted", "mine", "applied_round",
@@ -42,10 +41,7 @@ OF_ROUND = {
     "loss", "contributors", "late", "refused", "seconds",
     *(f"{phase}_seconds" for phase in PHASES),
 }  # fmt: skip
-REST_OF_STATUS, REST_OF_ROUND = (
-    tuple(each for each in figures_of(model) if not {each.name, each.path[0]} & placed)
-    for model, placed in ((Status, OF_STATUS), (RoundRecord, OF_ROUND))
-)
+REST_OF_STATUS, REST_OF_ROUND = others_of(Status, OF_STATUS), others_of(RoundRecord, OF_ROUND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +205,8 @@ def _root(status: dict[str, Any]) -> str:
 
 def _agreement(now: Look) -> list[Table]:
     """Shows in full whether all nodes have the same model."""
-    verdict, text = agreement(now.status)
+    told = now.status.get("same_model", {"verdict": "unknown", "text": ""})  # an older daemon does not say
+    verdict, text = told["verdict"], told["text"]
     if wrong := now.status.get("counters", {}).get("root mismatches", 0):
         text += f"{' ' if text else ''}Wrong results of this node: {wrong:,}."
     if not text:
@@ -358,32 +355,9 @@ def hours(seconds: float) -> str:
 
 
 def troubles(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the complaints, the worst first, except that a run is small. An older daemon has only their texts."""
+    """Returns the complaints that are trouble, the worst first. An older daemon has only their texts."""
     texts = [{"code": "", "severity": "error", "text": each} for each in status["health"]]
-    return [each for each in status.get("complaints", texts) if each["code"] != Code.CRASH_ONLY]
-
-
-def agreement(status: dict[str, Any]) -> tuple[str, str]:
-    """Says whether all nodes have the same model, as far as this node knows, in the dashboard's words.
-
-    A certificate proves a quorum minus its possible liars (core/roster.py). The text is empty for an older daemon.
-    """
-    if any(each["code"] == Code.QUARANTINED for each in troubles(status)):
-        return "other", "No: this node's model differs from the certified one. It is fetching the right one."
-    if not {"certified_round", "roots", "quorum"} <= status.keys():
-        return "unknown", ""
-    number, liars = status["certified_round"], status["fault_tolerance"]["liars"]
-    if number == 0:
-        return "unknown", "Not known yet: the roster has not certified any round."
-    if str(number) not in status["roots"]:
-        why = f"The roster has certified round {number:,}, which this node did not apply, so it cannot compare."
-        return "unknown", why
-    if status["roster"] == [status["peer_id"]]:
-        return "same", f"Yes: this node is the only member, and signed its own model after round {number:,}."
-    members = few(status["quorum"] - liars, "member", "members")
-    but = f", and at most {liars:,} of them may lie" if liars > 0 else ""
-    signed = f"signed that their model after round {number:,} was bit for bit this node's"
-    return "same", f"Yes: at least {members} {signed}{but}."
+    return list(status.get("troubles", status.get("complaints", texts)))
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -101,11 +101,10 @@ class Cluster:
                 self.watch.roster_came_into_force(self, other.disk.state)
         self.topology.drop(node)
         saved = node.disk.saved()
-        node.life += 1
         node.state.kept.clear()
         head = next((each.head for each in node.disk.checkpoints if each.root == saved.applied_root), b"")
         node.state.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
-        rng = setup.stream("node", node.index, node.life)
+        rng = setup.stream("node", node.index, node.life + 1)
         node.begin(Node(setup.run_config, setup.run_id, node.key, node.signer, rng))
         self.give(node, Started(saved, forgetful, node.ticket))
         self.topology.refresh(node)
@@ -161,7 +160,7 @@ class Cluster:
         self.watch.after(self, node, event, effects)
 
     def _schedule_tick(self, node: SimNode, deadline: float) -> None:
-        node.process.tick_at = deadline
+        node.process.expect_tick(deadline)
         time = node.clock.virtual(deadline) + 1e-6  # rounding must not bring it too early
         self.calendar.timer(node, time, self._tick, node, deadline)
 
@@ -170,7 +169,7 @@ class Cluster:
         core = process.core
         if core is None or process.tick_at != due:
             return  # another one was scheduled meanwhile
-        process.tick_at = NEVER
+        process.expect_tick(NEVER)
         deadline = core.deadline
         if deadline is None:
             return
@@ -181,23 +180,20 @@ class Cluster:
         self.give(node, Tick())
         self.metrics.look_for_stall(node)
         is_busy = core.deadline is not None and core.deadline <= node.clock.local(self.calendar.now)
-        process.busy = process.busy + 1 if is_busy else 0
-        if process.busy > TICKS_MAX:
+        if process.ticks_in_a_row(is_busy) > TICKS_MAX:
             raise Violation(f"node {node.index} wanted to be called at once {TICKS_MAX} times in a row: a busy loop")
 
     def set_clock(self, node: SimNode, jump: float, rate: float) -> None:
         """Make the node's clock jump, and run at this rate from now on."""
         node.clock.set(self.calendar.now, jump, rate)
-        node.process.tick_at = NEVER
+        node.process.expect_tick(NEVER)
         if node.core is not None and node.core.deadline is not None:
             self._schedule_tick(node, node.core.deadline)
 
     def wake(self, node: SimNode) -> None:
         """Wake a machine that sleeps, and hand it the events that waited."""
-        node.process.asleep_until = 0.0
-        events, life = list(node.process.held_up), node.life
-        node.process.held_up.clear()
-        for event in events:
+        life = node.life
+        for event in node.process.wake():
             if node.life == life:
                 self.give(node, event)
         if node.core is not None and node.core.deadline is not None:

@@ -32,7 +32,7 @@ class Devices:
             raise Violation(f"node {node.index} began to train for round {effect.round} while it was training")
         if effect.base_round > node.state.round:
             raise Violation(f"node {node.index} trains from round {effect.base_round} and has {node.state.round}")
-        accelerator.training = effect
+        accelerator.begin_training(effect)
         seconds = training.seconds * accelerator.pace * (1.0 + training.spread * self.rng.uniform(-0.5, 0.5))
         self.cluster.calendar.timer(node, self.cluster.calendar.now + seconds, self._trained, node, effect)
 
@@ -41,7 +41,7 @@ class Devices:
         if accelerator.stalled_until > cluster.calendar.now:
             cluster.calendar.timer(node, accelerator.stalled_until, self._trained, node, effect)
             return
-        accelerator.training = None
+        accelerator.end_training()
         name, payload = self.payloads.make(node, effect.round, effect.base_round)
         node.shelf.add(name)
         cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment))
@@ -79,7 +79,7 @@ class Devices:
     def catch_up(self, node: SimNode, effect: ev.CatchUp) -> None:
         """Load the newest state that anyone serves. Pieces are checked on arrival, so no wrong state gets in."""
         cluster, seconds = self.cluster, 0.0
-        node.accelerator.catching = effect
+        node.accelerator.begin_catching_up(effect)
         saved = {checkpoint.root for checkpoint in node.disk.checkpoints}
         found = next((place for place in effect.roots if place[1] in saved), None)
         is_mine = found is not None

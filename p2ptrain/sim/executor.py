@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.history import History, decode_history, encode_history
+from p2ptrain.core.history import History, decode_history, encode_answer
 from p2ptrain.core.messages import Message
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.sim.checkers import Violation
@@ -188,7 +188,9 @@ class Executor:
             self.cluster.give(node, ev.HistoryFailed(peer, "no answer"))
 
     def _send_history(self, node: SimNode, effect: ev.SendHistory) -> None:
-        encoded = encode_history(effect.history)
+        encoded = encode_answer(effect.history)
+        if encoded is None:
+            return
         self.cluster.metrics.sent(node, "history", len(encoded))
         reached = self.cluster.topology.reach(node, effect.peer, len(encoded))
         if reached:

@@ -85,6 +85,15 @@ class Accelerator:
     stalled_until: float = 0.0
     busy_until: float = 0.0  # with applying and fetching, one after the other
 
+    def begin_training(self, effect: Train) -> None:
+        self.training = effect
+
+    def end_training(self) -> None:
+        self.training = None
+
+    def begin_catching_up(self, effect: CatchUp) -> None:
+        self.catching = effect
+
     def book(self, now: float, seconds: float) -> float:
         """Queue a job of this duration; returns the time at which it will be done."""
         self.busy_until = max(self.busy_until, now) + seconds
@@ -114,6 +123,28 @@ class Lifetime:
 
     def sleep(self, until: float) -> None:
         self.asleep_until = until
+
+    def wake(self) -> list[Event]:
+        """Returns the events that waited."""
+        self.asleep_until = 0.0
+        events = list(self.held_up)
+        self.held_up.clear()
+        return events
+
+    def expect_tick(self, at: float) -> None:
+        self.tick_at = at
+
+    def ticks_in_a_row(self, is_busy: bool) -> int:
+        self.busy = self.busy + 1 if is_busy else 0
+        return self.busy
+
+    def swallow(self) -> int:
+        self.swallowed += 1
+        return self.swallowed
+
+    def begins_to_stall(self, is_stalled: bool) -> bool:
+        began, self.was_stalled = is_stalled and not self.was_stalled, is_stalled
+        return began
 
     def light_fuse(self, effects: int) -> None:
         """Have the process killed after this many more effects."""
@@ -185,6 +216,7 @@ class SimNode:
     def begin(self, core: Node) -> None:
         """Start a process."""
         self.process = Lifetime(core)
+        self.life += 1
 
     def end(self) -> None:
         """End the process and drop its pending events and timers."""

@@ -69,6 +69,9 @@ class Measurements:
             for key in manifest.banned:
                 self.banned.setdefault(key, manifest.round)
 
+    def fetched_payload(self) -> None:
+        self.payloads_fetched += 1
+
     def applied(self, node: SimNode, manifest: Manifest, now: float) -> None:
         self.timeline[node.index].append((now, manifest.round))
 
@@ -76,10 +79,7 @@ class Measurements:
         """Count how often nodes concluded that the quorum is lost."""
         if node.core is None:
             return
-        is_stalled = node.core.view().is_stalled
-        if is_stalled and not node.process.was_stalled:
-            self.stalls[node.index] += 1
-        node.process.was_stalled = is_stalled
+        self.stalls[node.index] += node.process.begins_to_stall(node.core.view().is_stalled)
 
     # -----------------------------------------------------------------------------------------------
     # Evaluated afterwards

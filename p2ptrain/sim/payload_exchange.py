@@ -49,7 +49,7 @@ class PayloadExchange:
         size = self.cluster.setup.scenario.training.payload_bytes
         seed = b"".join(place.to_bytes(8, "little") for place in (number, base_round, next(self._made)))
         start = digest("simulated payload", node.key, seed)
-        is_inline = size <= self.cluster.setup.run_config.agreement.inline_bytes_max
+        is_inline = self.cluster.setup.run_config.agreement.is_inline(size)
         content = (start * (size // len(start) + 1))[:size] if is_inline else start
         name, payload = payload_digest(content), Payload(size, good, content if is_inline else b"")
         self.payloads[name] = payload
@@ -101,7 +101,7 @@ class PayloadExchange:
         cluster.calendar.timer(node, at, self._try_source, node, effect, sources)
 
     def _came(self, node: SimNode, payload: bytes) -> None:
-        self.cluster.metrics.payloads_fetched += 1
+        self.cluster.metrics.fetched_payload()
         node.shelf.add(payload)
         self._have(node, payload)
 

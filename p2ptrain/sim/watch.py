@@ -38,11 +38,9 @@ class Watch:
 
     def after(self, cluster: Cluster, node: SimNode, event: Event, effects: Sequence[Effect | ToSome]) -> None:
         """Show the checkers what a node has done about an event."""
-        if not effects and type(event) is MessageReceived:  # nothing was said, decided or applied
-            process = node.process
-            process.swallowed += 1
-            if process.swallowed % SWALLOWED_BETWEEN:
-                return
+        is_swallowed = not effects and type(event) is MessageReceived  # nothing was said, decided or applied
+        if is_swallowed and node.process.swallow() % SWALLOWED_BETWEEN:
+            return
         if self.checkers and node.honest and not (self.is_sparing and not _is_progress(event, effects)):
             for checker in self.checkers:
                 checker.after(cluster, node.index, event, effects)  # type: ignore[arg-type]

@@ -147,11 +147,6 @@ class Records:
 
         return self._read(work, Past())
 
-    def points_of(self, peer: bytes) -> list[Row]:
-        """Returns the rows of a peer's penalty points, oldest first."""
-        query = "SELECT record, digest FROM points WHERE peer = ? ORDER BY id"
-        return self._read(lambda each: [*_unpacked(each.execute(query, (peer,)), POINTS, self.path)], [])
-
     # -----------------------------------------------------------------------------------------------
     # Addresses
 

@@ -333,8 +333,7 @@ def test_a_state_that_changes_after_it_was_checked_is_not_replayed_from(
         return states
 
     monkeypatch.setattr(audited, "check_checkpoints", changing)
-    report = Report(str(directory))
-    audited._audit(directory, report)
+    report = audited._audit(directory, Report(str(directory)))
     assert [finding.subject for finding in found(report, Grade.OPEN)] == ["replay"]
     assert "has changed since it was checked" in found(report, Grade.OPEN)[0].what
     assert report.replayed is None

@@ -275,7 +275,7 @@ async def test_what_would_hold_up_training_for_too_long_is_broken_off(
         assert err.startswith("tokens: this many take more than ")
         assert err.endswith("Ask for fewer, or sample from a checkpoint with --round\n")
         monkeypatch.setattr(life, "SAMPLE_SECONDS_MAX", 60.0)
-        lived.device.is_stopping = True
+        lived.device.stop_training()
         with pytest.raises(P2ptrainError, match="the daemon is stopping"):
             await lived.ask(prompt="a", tokens=2, seed=1)
     assert drawn == []

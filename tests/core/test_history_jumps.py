@@ -21,6 +21,7 @@ from p2ptrain.core.history import (
     Step,
     check_regroup,
     decode_history,
+    encode_answer,
     encode_history,
     follow,
     jump,
@@ -241,8 +242,10 @@ def test_a_history_that_is_too_long_is_not_even_looked_at(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "HISTORY_BYTES_MAX", len(ENCODED) - 1)
     limit = len(ENCODED) - 1
     assert not_a_history(ENCODED) == f"a history of {len(ENCODED)} bytes, the limit is {limit}"
+    assert encode_answer(WHOLE) is None  # nor sent
     monkeypatch.setattr(module, "HISTORY_BYTES_MAX", len(ENCODED))
     assert decode_history(ENCODED) == WHOLE
+    assert encode_answer(WHOLE) == ENCODED
 
 
 @given(st.binary(max_size=300))

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -355,11 +356,13 @@ def test_it_fails_where_a_node_cannot_work(
 
 def test_each_thing_is_looked_at_when_what_was_found_before_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
+    facts: dict[str, Any] = {"for_daemon": examine.DaemonHere, "outside": examine.Outside, "at_run": examine.RunHere}
     for name in ("for_daemon", "at_programs", "at_device", "at_directory", "at_ports", "outside", "at_run", "at_speed"):
 
-        def look(_: object, name: str = name) -> list[Diagnosis]:
+        def look(*_: object, name: str = name) -> Any:
             looked.append(name)
-            return [Diagnosis(name, "good", "")]
+            found = [Diagnosis(name, "good", "")]
+            return facts[name](found) if name in facts else found
 
         monkeypatch.setattr(examine, f"look_{name}", look)
     for number, found in enumerate(examine.examine(NodeConfig(), None, is_asked_outside=False)):
@@ -409,19 +412,15 @@ def test_a_config_or_an_address_that_is_none_is_the_users_error(
 
 
 def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from p2ptrain.config import StorageConfig
     from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
-
-    config = NodeConfig(storage=StorageConfig(directory=str(tmp_path)))
 
     def asked(error: P2ptrainError) -> tuple[Diagnosis, bool]:
         def ask(*arguments: object, **more: object) -> None:
             raise error
 
         monkeypatch.setattr(examine.control, "ask", ask)
-        patient = examine.Patient(config, None, False)
-        (found,) = examine.look_for_daemon(patient)
-        return found, patient.is_answering
+        here = examine.look_for_daemon(tmp_path)
+        return here.found[0], here.is_answering
 
     found, answers = asked(SilentDaemonError("the daemon does not answer; it may be suspended"))
     assert (level_of(found), answers) == (WARNING, False)

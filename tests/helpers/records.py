@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from p2ptrain.observe.schema import RoundRecord
+from p2ptrain.store.records import POINTS, _unpacked
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 
@@ -24,3 +28,10 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
 
 def lived(number: int, **changes: Any) -> RoundRecord:
     return RoundRecord.of(row(number, **changes))
+
+
+def points_of(path: Path, peer: bytes) -> list[dict[str, Any]]:
+    """Reads the rows of a peer's penalty points, oldest first."""
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute("SELECT record, digest FROM points WHERE peer = ? ORDER BY id", (peer,)).fetchall()
+    return [*_unpacked(rows, POINTS, path)]

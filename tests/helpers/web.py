@@ -37,7 +37,12 @@ SECONDS = 30.0  # within which everything answers, also on a busy machine
 
 def told_of(*found: Complaint) -> dict[str, Any]:
     """Returns the fields of a status with these complaints."""
-    return {"health": [each.text for each in found], "complaints": [asdict(each) for each in found]}
+    troubles = [asdict(each) for each in found if each.code != Code.CRASH_ONLY]
+    return {
+        "health": [each.text for each in found],
+        "complaints": [asdict(each) for each in found],
+        "troubles": troubles,
+    }
 
 
 def every_complaint() -> list[Complaint]:
@@ -119,6 +124,10 @@ STATUS: dict[str, Any] = {
         "damaged files": 3,
     },
     "observed": {"late": 3},
+    "same_model": {
+        "verdict": "same",
+        "text": "Yes: at least 2 members signed that their model after round 6 was bit for bit this node's.",
+    },
 }
 PEER: dict[str, Any] = {
     "peer_id": OTHER,
@@ -166,6 +175,7 @@ def a_round(number: int) -> dict[str, Any]:
 
 
 def a_status(told: dict[str, Any]) -> Status:
+    told = {name: value for name, value in told.items() if name not in Status.model_computed_fields}
     return Status(**told | {"mine": {name: value for name, value in told["mine"].items() if name != "share"}})
 
 

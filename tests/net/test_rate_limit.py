@@ -70,13 +70,13 @@ async def test_a_change_of_the_rate_is_felt_by_who_waits() -> None:
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(bucket.take(PIECE_BYTES))
         await until(lambda: now() > 1)
-        bucket.rate = PIECE_BYTES
+        bucket.set_rate(PIECE_BYTES)
     assert waiting.done()
     assert now() == pytest.approx(2, abs=0.05)
     async with asyncio.TaskGroup() as group:
         group.create_task(bucket.take(PIECE_BYTES))
         await asyncio.sleep(0)
-        bucket.rate = 0
+        bucket.set_rate(0)
     assert now() == pytest.approx(2, abs=0.05)
     assert bucket.rate == 0
 

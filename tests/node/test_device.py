@@ -105,7 +105,7 @@ def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, capl
 def test_trainings_take_as_many_threads_as_they_are_told_and_are_repeated_with_as_many(dataset: TokenDataset) -> None:
     life, before = Life(dataset, "distro"), torch.get_num_threads()
     try:
-        life.device.threads = before + 1  # as `p2ptrain limit --threads` has it
+        life.device.set_threads(before + 1)  # as `p2ptrain limit --threads` has it
         life.train(1)
         assert [each.threads for each in life.diary] == [before + 1]
         again = Life(dataset, "distro")

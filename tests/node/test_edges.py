@@ -195,7 +195,7 @@ async def test_a_newer_catching_up_replaces_the_one_before_it(tmp_path: Path) ->
         good.blobs |= state_blob(NEWER)
         await tells_states(good, (6, root_of(NEWER)))
         silent.blobs |= state_blob(STATE)
-        silent.upload.rate = 1  # a state a fortnight
+        silent.upload.set_rate(1)  # a state a fortnight
         doing(each, ev.CatchUp(((5, root_of(STATE)),), (PEER,), 1))
         await at(1.0)
         doing(each, ev.CatchUp(((6, root_of(NEWER)),), (OTHER,), 2))

@@ -323,7 +323,7 @@ def test_the_device_rests_between_steps_and_what_it_idled_between_rounds_counts(
     try:
         device._train_now(1, 0, 1, frozenset())
         assert (time.now, time.naps) == (2.0, [])
-        device.percent = 50
+        device.set_percent(50)
         device._train_now(2, 0, 1, frozenset({1}))
         assert time.now == pytest.approx(
             2 + 3
@@ -346,18 +346,19 @@ def test_the_device_rests_between_steps_and_what_it_idled_between_rounds_counts(
 def test_a_device_that_rests_ends_and_takes_a_new_limit_without_waiting(time: Any) -> None:
     device = Device(Steps(time))  # type: ignore[arg-type]
     try:
-        device.percent = 1
+        device.set_percent(1)
         device._owed, device._stepped_at = 99.0, 0.0
         naps = iter(range(3))
 
         def sleep(seconds: float) -> None:
             if next(naps, None) is None:
-                device.percent = 100
+                device.set_percent(100)
 
         device_module.sleep = sleep  # type: ignore[attr-defined]
         device._train_now(1, 0, 1, frozenset())
-        device.percent, device._owed = 1, 99.0
-        device_module.sleep = lambda seconds: setattr(device, "is_stopping", True)  # type: ignore[attr-defined]
+        device.set_percent(1)
+        device._owed = 99.0
+        device_module.sleep = lambda seconds: device.stop_training()  # type: ignore[attr-defined]
         with pytest.raises(StoppedError):
             device._train_now(2, 0, 1, frozenset({1}))
     finally:

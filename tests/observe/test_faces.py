@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from p2ptrain.observe.export import figures_section, history_of
 from p2ptrain.observe.figures import Shown, figures_of
 from p2ptrain.observe.metrics import OF_ROUND, of_figures
+from p2ptrain.observe.progress import lines_of
 from p2ptrain.observe.schema import RoundRecord, Status
 from p2ptrain.observe.top import look
 from p2ptrain.observe.tracking import tracked_of
@@ -80,6 +81,7 @@ def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure
         frames.append(shown(look(daemon, 1.0), width=200, height=1_000))
     assert frames[0] != frames[1]
     assert figures_section(told[0]) != figures_section(told[1])
+    assert lines_of(told[0]) != lines_of(told[1])
 
 
 @names(SET_ROUND)

@@ -29,7 +29,7 @@ from p2ptrain.store.records import (
     read_rounds,
     remembered_peers,
 )
-from tests.helpers.records import KEYS, row
+from tests.helpers.records import KEYS, points_of, row
 from tests.store.test_store import opened
 
 HEADER_BYTES = 100  # of every sqlite file
@@ -79,9 +79,8 @@ def test_what_is_written_is_there_at_the_next_start(path: Path, records: Records
     records.close()
     assert again(path) == Past([row(1), row(2)], peers, MINE)
     assert again(path, 1).rounds == [row(2)]
-    with closing(Records(path)) as made:
-        assert made.points_of(KEYS[0]) == points
-        assert made.points_of(KEYS[1]) == []
+    assert points_of(path, KEYS[0]) == points
+    assert points_of(path, KEYS[1]) == []
 
 
 def test_a_round_that_is_applied_again_keeps_its_record_and_other_branches_have_their_own(
@@ -197,7 +196,7 @@ def test_the_oldest_rows_go_when_there_are_too_many(path: Path, monkeypatch: pyt
         past = records.past(1_000)
         assert [each["round"] for each in past.rounds] == [*range(30, 40)]
         assert sorted(each["changed_at"] for each in past.peers) == [37.0, 38.0, 39.0]
-        assert [each["at"] for each in records.points_of(KEYS[0])] == [35, 36, 37, 38, 39]
+        assert [each["at"] for each in points_of(path, KEYS[0])] == [35, 36, 37, 38, 39]
 
 
 def test_rounds_of_many_contributors_do_not_let_the_file_grow_without_bound(

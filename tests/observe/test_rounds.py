@@ -33,7 +33,7 @@ from tests.helpers.driver import STATE, ChainTrainer, LoopDevice, a_dataset
 from tests.helpers.driver import root_of as root_of_state
 from tests.helpers.memory_network import Network
 from tests.helpers.net import skipping_time, until
-from tests.helpers.records import lived
+from tests.helpers.records import lived, points_of
 
 ME, A, B, C = KEYS[:4]
 NOW = 1_700_000_000.0
@@ -249,12 +249,13 @@ def test_points_get_a_row_when_they_have_grown_and_not_when_they_decay(tmp_path:
             watched.bench.do(ev.MalformedReceived(A, "junk"))
         watched.round()
     asyncio.run(watched.rounds.save())
-    rows = watched.persistence.store.records.points_of(A)
+    path = watched.persistence.store.records.path
+    rows = points_of(path, A)
     assert [(each["observed"], round(each["points"], 1)) for each in rows] == [
         ({"malformed": 1}, 1.0),
         ({"malformed": 3}, 3.0),
     ]
-    assert watched.persistence.store.records.points_of(B) == []
+    assert points_of(path, B) == []
 
 
 def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
@@ -264,9 +265,9 @@ def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
     bench.do(ev.MalformedReceived(KEYS[9], "junk"))
     bench.hear_offer(announced(A, inline=True))  # so quickly that nobody else is waited for
     assert bench.node.view().standings() == [
-        PeerView(A, True, True, True, 0.0, False, 1, 0, 0, {}, {}),
-        PeerView(C, True, True, True, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
-        PeerView(KEYS[9], True, False, False, 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
+        PeerView(A, 0.0, False, 1, 0, 0, {}, {}),
+        PeerView(C, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
+        PeerView(KEYS[9], 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
     ]
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.observe.app import ASSETS
+from p2ptrain.observe.schema import SameModel
 from p2ptrain.observe.top import look
-from p2ptrain.observe.top_frame import agreement, duration, hours, sparkline, spread
+from p2ptrain.observe.top_frame import duration, hours, sparkline, spread
 from tests.helpers.top import LINE, Answering, shown
-from tests.helpers.web import ME, OTHER, PEER, a_round, told_of
+from tests.helpers.web import ME, OTHER, PEER, STATUS, a_round, a_status, told_of
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,8 @@ def test_complaints_and_pauses_are_told_each_on_a_line() -> None:
 
 def test_an_older_daemon_tells_its_complaints_as_texts_alone() -> None:
     daemon = Answering()
-    del daemon.answers["status"]["complaints"]
+    for name in ("complaints", "troubles"):
+        del daemon.answers["status"][name]
     daemon.answers["status"]["health"] = ["degraded: the disk is full"]
     assert "degraded: the disk is full" in shown(look(daemon, 1.0))
 
@@ -221,7 +222,7 @@ def test_an_older_daemon_that_knows_its_status_alone_has_a_frame() -> None:
     assert "round 8" in shown(look(daemon, 1.0))
     for name in (
         "quorum", "certified_round", "roots", "traffic", "counters", "since_applied_seconds", "admitted", "step",
-        "waiting_for", "uptime_seconds", "release", "http",
+        "waiting_for", "uptime_seconds", "release", "http", "same_model",
     ):  # fmt: skip
         del daemon.answers["status"][name]
     for name in ("applied_of_all", "energy_joules"):
@@ -277,21 +278,11 @@ VERDICTS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("changes", "verdict", "text"), VERDICTS)
 def test_the_verdict_says_what_was_signed_and_no_more(changes: dict[str, Any], verdict: str, text: str) -> None:
     daemon = Answering()
-    daemon.answers["status"] |= deepcopy(changes) | {"counters": {}}
-    assert agreement(daemon.answers["status"]) == (verdict, text)
+    status = a_status(daemon.answers["status"] | deepcopy(changes) | {"counters": {}})
+    assert status.same_model == SameModel(verdict=verdict, text=text)  # type: ignore[arg-type]
+    daemon.answers["status"] = status.model_dump(mode="json")
     for width in (60, 80, 200):  # none of its words is cut off
         assert text.replace(" ", "") in re.sub(r"\s", "", shown(look(daemon, 1.0), width=width))
-
-
-def test_the_dashboard_has_the_same_words_for_it() -> None:
-    script = (ASSETS / "words.js").read_text()
-    body = script[script.index("export function agreement(") :].split("\n}\n")[0].replace("’", "'")
-    said = [text for pair in re.findall(r'return \["\w+", (?:"([^"]+)"|`([^`]+)`)\]', body) for text in pair if text]
-    assert len(said) == 5
-    patterns = [re.compile(re.sub(r"\\\$\\\{.*?\\\}", ".*", re.escape(each))) for each in said]
-    for _, _, text in VERDICTS:
-        assert sum(bool(pattern.fullmatch(text)) for pattern in patterns) == 1, text
-    assert ", and at most ${count(liars)} of them may lie" in body
 
 
 def test_own_results_that_were_wrong_are_told_where_there_are_any() -> None:
@@ -318,7 +309,7 @@ def test_a_low_screen_keeps_what_matters(width: int, height: int, missing: tuple
     daemon = Answering()
     daemon.answers["peers"]["peers"] = [PEER | {"peer_id": f"12D3KooW{number:044}"} for number in range(60)]
     daemon.answers["log"]["lines"] = [LINE] * 9
-    daemon.answers["status"] |= LIARS  # the longest verdict
+    daemon.answers["status"] = a_status(STATUS | LIARS).model_dump(mode="json")  # the longest verdict
     text = shown(look(daemon, 1.0), width=width, height=height)
     assert len(text.splitlines()) <= height
     for part in ALWAYS:

@@ -24,6 +24,7 @@ PATHS = (*JSON_PATHS, "/metrics", "/")
 # Every field of version 1, by its model.
 FIELDS = {
     "FaultTolerance": "liars crashes mode",
+    "SameModel": "verdict text",
     "Traffic": "sent received",
     "Limits": (
         "upload_bytes_per_second download_bytes_per_second memory_bytes hours device_percent threads on_battery"
@@ -34,7 +35,8 @@ FIELDS = {
         "since_applied_seconds state_root certified_round loss step tokens tokens_per_second training_seconds "
         "swarm_tokens_per_second contribution_tokens mine device is_paused peers roster quorum fault_tolerance "
         "admitted is_member is_admitted held waiting_for health http loop_lag_seconds uptime_seconds roots "
-        "payload_bytes state_bytes bytes traffic limits queued_frames disk_free_bytes counters observed"
+        "payload_bytes state_bytes bytes traffic limits queued_frames disk_free_bytes counters observed "
+        "troubles same_model"
     ),
     "Peer": (
         "peer_id addresses address_kind latency_seconds is_connected is_member is_admitted offered applied late "

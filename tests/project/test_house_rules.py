@@ -38,7 +38,7 @@ LAYERS = {
     "sim": {"sim", "core", "learn", "replay"},
     "audit": {"audit", "core", "learn", "store", "identity"},
     "node": {"node", "core", "learn", "net", "store", "identity", "replay"},  # a node at work has no face
-    "observe": {"observe", "daemon", "node", "core", "learn", "net", "store", "identity"},
+    "observe": {"observe", "node", "core", "learn", "net", "store", "identity"},
     "daemon": {"daemon", "observe", "node", "core", "learn", "net", "identity"},
     "launch": {"launch", "daemon", "observe", "node", "learn", "net", "store", "identity"},
     "doctor": {"doctor", "node", "observe", "core", "learn", "net", "store", "identity"},

@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.history import BranchStart, Entry, History
+from p2ptrain.core import history as history_module
+from p2ptrain.core.history import BranchStart, Entry, History, encode_history
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Certificate
 from p2ptrain.core.state import AgreedState, Taken
@@ -206,6 +207,17 @@ def test_a_history_arrives_as_it_was_sent_and_only_where_it_was_asked_for() -> N
     cluster.run()
     assert [event for _, event in scripts[0].heard] == [ev.HistoryArrived(keys[1], history)]
     assert scripts[2].heard == []
+
+
+def test_a_history_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, scripts = scripted()
+    keys = [node.key for node in cluster.nodes]
+    history = History((BranchStart(cluster.setup.run_id, 0),), 0, (), None, ())
+    monkeypatch.setattr(history_module, "HISTORY_BYTES_MAX", len(encode_history(history)) - 1)
+    scripts[1].replies[ev.HistoryAsked] = lambda asked: [ev.SendHistory(asked.peer, history)]
+    do(cluster, 0, ev.AskHistory(keys[1], cluster.setup.run_id, 0))
+    cluster.run()
+    assert [event for _, event in scripts[0].heard] == [ev.HistoryFailed(keys[1], "no answer")]
 
 
 def test_a_history_in_another_encoding_fails() -> None:

@@ -9,8 +9,8 @@ from itertools import count
 
 import pytest
 
-from p2ptrain import daemon
-from p2ptrain.daemon import LAG_SECONDS, STOOD_STILL_SECONDS, Lag
+from p2ptrain.node import lag as lag_module
+from p2ptrain.node.lag import LAG_SECONDS, STOOD_STILL_SECONDS, Lag
 from tests.helpers.net import skipping_time
 
 
@@ -34,7 +34,7 @@ async def test_a_sleep_is_told_also_if_the_clock_of_the_loop_has_slept_too(
     for seconds, told in ((STOOD_STILL_SECONDS, []), (600.0, ["nothing ran here for 600 s: asleep or stopped"])):
         caplog.clear()
         times = count(0.0, seconds)
-        monkeypatch.setattr(daemon, "_since_boot", lambda times=times: next(times))
+        monkeypatch.setattr(lag_module, "_since_boot", lambda times=times: next(times))
         with caplog.at_level(logging.WARNING):
             watching = asyncio.create_task(Lag().watch())
             await asyncio.wait([watching], timeout=1.5 * LAG_SECONDS)

@@ -297,7 +297,7 @@ class Server:
                 await self._send(stream, data)
             return
         if self._word_limit.rate != self._upload.rate // WORD_SHARE:  # the owner may have changed the limit
-            self._word_limit.rate = self._upload.rate // WORD_SHARE
+            self._word_limit.set_rate(self._upload.rate // WORD_SHARE)
         async with self._word_turns.turn(stream.peer, len(data)):
             await self._send(stream, data)
         await asyncio.sleep(WORD_SECONDS)

@@ -69,7 +69,7 @@ export function showMine({ mine }) {
 }
 
 export function showRoot(status) {
-  const [verdict, text] = words.agreement(status);
+  const { verdict, text } = status.same_model;
   at("agreement").dataset.verdict = verdict;
   say("agreement", text);
   say("state-root", status.state_root || "none yet");

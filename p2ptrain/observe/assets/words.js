@@ -102,25 +102,6 @@ export function rounds({ total, stride }, whether) {
   return `${few(total, "round", "rounds")} on this page${merged}${lacking}`;
 }
 
-/** Says whether all nodes have the same model, as far as this node knows. */
-export function agreement(status) {
-  const number = status.certified_round;
-  if (status.complaints.some(({ code }) => code === "quarantined")) {
-    return ["other", "No: this node’s model differs from the certified one. It is fetching the right one."];
-  }
-  if (number === 0) return ["unknown", "Not known yet: the roster has not certified any round."];
-  if (!(number in status.roots)) {
-    return ["unknown", `The roster has certified round ${count(number)}, which this node did not apply, so it cannot compare.`];
-  }
-  if (status.roster.length === 1 && status.roster[0] === status.peer_id) {
-    return ["same", `Yes: this node is the only member, and signed its own model after round ${count(number)}.`];
-  }
-  const { liars } = status.fault_tolerance; // a certificate proves a quorum minus its possible liars (core/roster.py)
-  const members = few(status.quorum - liars, "member", "members");
-  const but = liars > 0 ? `, and at most ${count(liars)} of them may lie` : "";
-  return ["same", `Yes: at least ${members} signed that their model after round ${count(number)} was bit for bit this node's${but}.`];
-}
-
 /** Describes what the node is doing now. */
 export function doing(status) {
   const what = {
