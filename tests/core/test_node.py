@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import (
     NOTHING,
-    Announcement,
     Availability,
     Ballot,
     Leave,
-    Proposal,
     Vote,
     message_digest,
 )
@@ -26,9 +22,12 @@ from tests.helpers.core import (
     Bench,
     announced,
     certified,
+    collecting,
     envelopes,
     name_of,
+    offers_of,
     payload,
+    proposed,
     published,
     root_of,
     sent,
@@ -38,34 +37,6 @@ from tests.helpers.core import (
 
 ME = KEYS[1]  # KEYS[0] proposes first in round 1
 PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
-
-
-def offers_of(bench: Bench, number: int = 1) -> tuple[Announcement, ...]:
-    """The announcements as in `Bench.collect`: the others' payloads are attached, the node's own is not."""
-    return tuple(announced(key, number, inline=key != bench.me, branch=bench.state.branch) for key in bench.founders)
-
-
-def collecting(
-    size: int = 4, me: int = 1, at: float = 10.0, **settings: object
-) -> tuple[Bench, tuple[Announcement, ...]]:
-    """A node that holds everyone else's contribution, and has yet to offer its own."""
-    bench = Bench(size, me=me, **settings)  # type: ignore[arg-type]
-    bench.now = at
-    offers = offers_of(bench)
-    for offer in offers:
-        if offer.author != bench.me:
-            bench.hear_offer(offer)
-    return bench, offers
-
-
-def proposed(me: int = 1) -> tuple[Bench, tuple[Announcement, ...], list[Availability], Proposal, Manifest]:
-    """A node that has closed its round and has all availabilities, with the current proposal."""
-    bench, offers = collecting(me=me)
-    bench.train()
-    named = [bench.available(key, offers) for key in bench.founders]
-    proposal, manifest = bench.proposed(named[:3], offers)
-    return bench, offers, named, proposal, manifest
-
 
 # ---------------------------------------------------------------------------------------------------
 # The beginning
@@ -267,67 +238,6 @@ def test_an_availability_says_whom_we_heard_in_this_round_and_the_last() -> None
         heard.append(mine.message.heard)
         bench.agree(offers)
     assert heard == [bitmap(range(7)), bitmap(range(7)), bitmap({*range(7)} - {silent})]
-
-
-# ---------------------------------------------------------------------------------------------------
-# Propose
-
-
-def test_the_proposer_proposes_at_once_when_all_are_here() -> None:
-    bench, offers, named, _, _ = proposed(me=0)
-    assert bench.hear_all(named[1], named[2]) == []
-    chosen = sorted(named, key=lambda each: each.author)[:3]
-    proposal, manifest = bench.proposed(chosen, offers)
-    assert proposal.author == bench.me
-    assert bench.hear(named[3]) == [
-        *bench.said(proposal),
-        *bench.said(voted(bench.me, PREVOTE, manifest.digest), manifest=manifest),
-    ]
-
-
-def test_the_proposer_waits_a_moment_for_the_rest_and_then_names_a_quorum() -> None:
-    bench, offers, named, _, _ = proposed(me=0)
-    bench.hear(named[1])
-    bench.now = 10.1
-    assert bench.hear(named[2]) == []
-    bench.now = 10.2
-    proposal, manifest = bench.proposed(named[:3], offers)
-    deadlines = []
-    while not (effects := bench.tick()) or not isinstance(effects[0], ev.Persist):
-        deadlines.append(bench.now)
-    assert effects == [*bench.said(proposal), *bench.said(voted(bench.me, PREVOTE, manifest.digest), manifest=manifest)]
-    assert bench.now == pytest.approx(10.1 + 3 * 0.1 + 0.1)
-
-
-def test_a_proposer_waits_no_longer_than_the_others_timers_allow() -> None:
-    bench, _, named, _, _ = proposed(me=0)
-    bench.hear(named[1])
-    bench.now = 10.9
-    assert bench.hear(named[2]) == []
-    while bench.node.here.agreement.views[0].proposal is None:
-        bench.tick()
-    assert bench.now == pytest.approx(10.9 + 2.0 / 4)  # `avail_seconds` and a view are 2 s
-
-
-def test_a_proposer_does_not_wait_for_a_member_whose_last_word_decided_the_round_before() -> None:
-    bench = Bench(4, me=KEYS.index(Bench(4).order(2)[0]))
-    bench.decide()  # with the precommit of the second of the others, which now dies
-    bench.others = (bench.others[0], bench.others[2])
-    offers = bench.collect()
-    while bench.node.here.mine is None:
-        bench.tick()
-    bench.hear_all(*(bench.available(key, offers) for key in bench.others))
-    assert bench.node.here.agreement.views[0].proposal is not None
-
-
-def test_a_proposer_names_only_what_it_can_work_out() -> None:
-    bench, offers = collecting(me=0)
-    bench.train()
-    unknown = announced(KEYS[2], which=b"unknown")
-    named = [bench.available(key, (*offers, unknown)) for key in bench.founders[1:]]
-    effects = bench.hear_all(*named)
-    assert effects == [ev.Ask(KEYS[1], (name_of(unknown),))]
-    assert bench.node.here.agreement.views[0].proposal is None
 
 
 # ---------------------------------------------------------------------------------------------------

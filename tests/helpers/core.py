@@ -344,6 +344,33 @@ class Bench:
         return effects + (self.do(ev.Applied(at.branch, number, root_of(number))) if apply else [])
 
 
+def offers_of(bench: Bench, number: int = 1) -> tuple[Announcement, ...]:
+    """The announcements as in `Bench.collect`: the others' payloads are attached, the node's own is not."""
+    return tuple(announced(key, number, inline=key != bench.me, branch=bench.state.branch) for key in bench.founders)
+
+
+def collecting(
+    size: int = 4, me: int = 1, at: float = 10.0, **settings: object
+) -> tuple[Bench, tuple[Announcement, ...]]:
+    """A node that holds everyone else's contribution, and has yet to offer its own."""
+    bench = Bench(size, me=me, **settings)  # type: ignore[arg-type]
+    bench.now = at
+    offers = offers_of(bench)
+    for offer in offers:
+        if offer.author != bench.me:
+            bench.hear_offer(offer)
+    return bench, offers
+
+
+def proposed(me: int = 1) -> tuple[Bench, tuple[Announcement, ...], list[Availability], Proposal, Manifest]:
+    """A node that has closed its round and has all availabilities, with the current proposal."""
+    bench, offers = collecting(me=me)
+    bench.train()
+    named = [bench.available(key, offers) for key in bench.founders]
+    proposal, manifest = bench.proposed(named[:3], offers)
+    return bench, offers, named, proposal, manifest
+
+
 class Store:
     """A driver's disk: keeps records, and returns them at startup."""
 

@@ -79,10 +79,11 @@ class Process:
                 start_new_session=True,  # so that Ctrl-C in the terminal reaches only us
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
             )
-        except BaseException as error:
+        except OSError as error:
             lifeline.close()
-            if isinstance(error, OSError):
-                raise TransportError(f"cannot start {binary}: {error.strerror}") from error
+            raise TransportError(f"cannot start {binary}: {error.strerror}") from error
+        except asyncio.CancelledError:
+            lifeline.close()
             raise
         finally:
             its_end.close()
