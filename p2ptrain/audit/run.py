@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from p2ptrain.audit.findings import Grade, Report
-from p2ptrain.audit.history import RESTORE_FIX, CountingVerifier, Proved, check_said, prove, read_log
+from p2ptrain.audit.history import RESTORE_FIX, CountingVerifier, ProvedLog, check_said, prove, read_log
 from p2ptrain.audit.weights import (
     LARGER_FIX,
     PAYLOADS_MAX,
@@ -104,7 +104,7 @@ def _audit(directory: Path, report: Report) -> None:
     kept = read_log(directory, run, verifier, report)
     model = Model(run)
     payloads = PayloadFiles(directory / "payloads", model)
-    proved = Proved()
+    proved = ProvedLog()
     if kept is not None:
         check_said(kept, me, run_id, report)
         proved = prove(kept, run, verifier, report)

@@ -26,7 +26,7 @@ from p2ptrain.errors import (
     SilentDaemonError,
 )
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Need, need_of, rooms_of
+from p2ptrain.learn.memory import Need, demands_of, need_of
 from p2ptrain.net import questions
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node import control
@@ -44,7 +44,7 @@ CONTRIBUTORS_USUAL = 8  # where nobody tells how many there are; a guess
 
 
 @dataclass(slots=True)
-class Patient:
+class NodeFacts:
     """Facts about the node under examination, as they become known."""
 
     config: NodeConfig
@@ -54,7 +54,7 @@ class Patient:
     members: int = 0
     status: dict[str, Any] | None = None  # of the daemon that runs here
     is_answering: bool = False  # it may have just started, and have no status yet
-    sights: list[network.Sight] = field(default_factory=list)
+    answers: list[network.PeerAnswer] = field(default_factory=list)
     need: Need | None = None
     hardware: machine.Hardware = field(default_factory=lambda: machine.Hardware("", ""))
 
@@ -68,72 +68,72 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
 
     Raises ConfigError before the first one if an address is invalid.
     """
-    patient = Patient(config, config_file, is_asked_outside)
+    facts = NodeFacts(config, config_file, is_asked_outside)
     check_addresses(config.network)
     yield Diagnosis("config", "good", f"{config_file}: right" if config_file else "no file: the defaults apply")
-    yield from within(Check("daemon", lambda: look_for_daemon(patient), 2 * DAEMON_SECONDS, "warning"))
-    yield from within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
-    yield from within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
-    yield from within(Check("data directory", lambda: look_at_directory(patient), QUICK_SECONDS))
-    yield from within(Check("ports", lambda: look_at_ports(patient), QUICK_SECONDS))
-    yield from look_outside(patient)
-    yield from within(Check("run", lambda: look_at_run(patient), TORCH_SECONDS))
-    yield from within(Check("disk speed", lambda: look_at_speed(patient), DISK_SECONDS))
+    yield from within(Check("daemon", lambda: look_for_daemon(facts), 2 * DAEMON_SECONDS, "warning"))
+    yield from within(Check("python", lambda: look_at_programs(facts), QUICK_SECONDS))
+    yield from within(Check("device", lambda: look_at_device(facts), TORCH_SECONDS))
+    yield from within(Check("data directory", lambda: look_at_directory(facts), QUICK_SECONDS))
+    yield from within(Check("ports", lambda: look_at_ports(facts), QUICK_SECONDS))
+    yield from look_outside(facts)
+    yield from within(Check("run", lambda: look_at_run(facts), TORCH_SECONDS))
+    yield from within(Check("disk speed", lambda: look_at_speed(facts), DISK_SECONDS))
 
 
-def look_for_daemon(patient: Patient) -> list[Diagnosis]:
+def look_for_daemon(facts: NodeFacts) -> list[Diagnosis]:
     """Looks for a running daemon, as `p2ptrain status` does."""
     try:
-        patient.status = control.ask(patient.directory, {"do": "status"}, seconds=DAEMON_SECONDS)
+        facts.status = control.ask(facts.directory, {"do": "status"}, seconds=DAEMON_SECONDS)
     except NoDaemonError as error:
         is_hung = isinstance(error, SilentDaemonError)
         level: Level = "warning" if is_hung else "good"
         return [Diagnosis("daemon", level, str(error), "See its log, or end it and start it again" if is_hung else "")]
     except P2ptrainError as error:
-        patient.is_answering = True
+        facts.is_answering = True
         return [Diagnosis("daemon", "good", f"it runs: {error}")]
-    patient.is_answering = True
-    status = patient.status
-    patient.members = len(status["roster"])
+    facts.is_answering = True
+    status = facts.status
+    facts.members = len(status["roster"])
     text = f"round {status['round']} of {status['run_name']}, {len(status['peers'])} peers"
     if found := troubles(status):
         return [Diagnosis("daemon", "warning", f"{text}: {'; '.join(each['text'] for each in found)}", "See its log")]
     return [Diagnosis("daemon", "good", text)]
 
 
-def look_at_programs(patient: Patient) -> list[Diagnosis]:
+def look_at_programs(facts: NodeFacts) -> list[Diagnosis]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         machine.check_python(),
         machine.check_torch(machine.installed("torch")),
-        *machine.check_p2pd(patient.config.network.listen, machine.installed("hivemind")),
-        *machine.check_tracking(patient.config.tracking),
+        *machine.check_p2pd(facts.config.network.listen, machine.installed("hivemind")),
+        *machine.check_tracking(facts.config.tracking),
         machine.check_files(soft, hard),
     ]
 
 
-def look_at_device(patient: Patient) -> list[Diagnosis]:
-    patient.hardware = machine.look_at_hardware()
-    return [machine.check_device(patient.config.device, patient.hardware, machine.try_device)]
+def look_at_device(facts: NodeFacts) -> list[Diagnosis]:
+    facts.hardware = machine.look_at_hardware()
+    return [machine.check_device(facts.config.device, facts.hardware, machine.try_device)]
 
 
-def look_at_directory(patient: Patient) -> list[Diagnosis]:
-    note = patient.directory / control.NAME
+def look_at_directory(facts: NodeFacts) -> list[Diagnosis]:
+    note = facts.directory / control.NAME
     return [
-        disk.check_writable(patient.directory),
-        disk.check_key(identity_file(patient.config)),
-        disk.check_locks(patient.directory, identity_file(patient.config), note, patient.is_answering),
+        disk.check_writable(facts.directory),
+        disk.check_key(identity_file(facts.config)),
+        disk.check_locks(facts.directory, identity_file(facts.config), note, facts.is_answering),
     ]
 
 
-def look_at_ports(patient: Patient) -> list[Diagnosis]:
-    url = patient.status["http"] if patient.status else None
-    if patient.is_answering and patient.status is None:
+def look_at_ports(facts: NodeFacts) -> list[Diagnosis]:
+    url = facts.status["http"] if facts.status else None
+    if facts.is_answering and facts.status is None:
         return [Diagnosis("ports", "good", "not tried: the node is about to start")]
-    named = patient.config.network
+    named = facts.config.network
     return [
-        *network.check_listen(named.listen, patient.is_answering, gives_way=not named.has_chosen_port),
-        network.check_http(patient.config.http, url),
+        *network.check_listen(named.listen, facts.is_answering, gives_way=not named.has_chosen_port),
+        network.check_http(facts.config.http, url),
     ]
 
 
@@ -141,29 +141,29 @@ def look_at_ports(patient: Patient) -> list[Diagnosis]:
 # The run
 
 
-def look_at_run(patient: Patient) -> list[Diagnosis]:
+def look_at_run(facts: NodeFacts) -> list[Diagnosis]:
     """Compares the run's needs with this machine: the run of the daemon here, of a named peer, or the largest of
     those on the disk."""
-    if patient.run is None:
-        stored = stored_runs(patient.config)
-        if patient.status is not None:
-            stored = [run for run in stored if run.run_id == patient.status["run_id"]]
+    if facts.run is None:
+        stored = stored_runs(facts.config)
+        if facts.status is not None:
+            stored = [run for run in stored if run.run_id == facts.status["run_id"]]
         needs = [(need_of(run), run) for run in stored]
         if not needs:
             fix = "Name a node of the run with --bootstrap, to learn what it takes"
             return [Diagnosis("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
-        patient.need, patient.run = max(needs, key=lambda each: each[0].parameters)
+        facts.need, facts.run = max(needs, key=lambda each: each[0].parameters)
     else:
-        patient.need = need_of(patient.run)
-    need, run, config = patient.need, patient.run, patient.config
+        facts.need = need_of(facts.run)
+    need, run, config = facts.need, facts.run, facts.config
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
-        taken = _taken_by(patient.directory) if patient.is_answering else None  # what it has taken is its own
-        found += machine.check_memory(rooms_of(run, config.device, taken), config.limits.memory_bytes)
+        taken = _taken_by(facts.directory) if facts.is_answering else None  # what it has taken is its own
+        found += machine.check_memory(demands_of(run, config.device, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
     directory = run_directory(config, bytes.fromhex(run.run_id))
-    contributors = max(patient.members, CONTRIBUTORS_USUAL)
+    contributors = max(facts.members, CONTRIBUTORS_USUAL)
     free, used = psutil.disk_usage(str(disk.standing(directory))).free, _size_of(directory)
     found.append(disk.check_space(need, run, config.storage.checkpoints_kept, contributors, free, used))
     return found
@@ -188,20 +188,20 @@ def _size_of(directory: Path) -> int:
     return total
 
 
-def look_at_speed(patient: Patient) -> list[Diagnosis]:
-    free = psutil.disk_usage(str(disk.standing(patient.directory))).free
-    return [disk.check_speed(patient.directory, patient.need, free)]
+def look_at_speed(facts: NodeFacts) -> list[Diagnosis]:
+    free = psutil.disk_usage(str(disk.standing(facts.directory))).free
+    return [disk.check_speed(facts.directory, facts.need, free)]
 
 
 # ---------------------------------------------------------------------------------------------------
 # Outside
 
 
-def look_outside(patient: Patient) -> list[Diagnosis]:
+def look_outside(facts: NodeFacts) -> list[Diagnosis]:
     """Asks peers about time and addresses; remembered ones only for the time, unless others are named."""
-    addresses = list(patient.config.network.bootstrap) or _remembered(patient)
+    addresses = list(facts.config.network.bootstrap) or _remembered(facts)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
-    told = patient.status["addresses"] if patient.status else None
+    told = facts.status["addresses"] if facts.status else None
     if not addresses:
         fix = "Name a node with --bootstrap"
         return [
@@ -211,17 +211,17 @@ def look_outside(patient: Patient) -> list[Diagnosis]:
 
     async def look() -> list[Diagnosis]:
         async with asyncio.timeout(NETWORK_SECONDS), AsyncExitStack() as stack:
-            transport = await _open(stack, patient.config)
-            sights, trouble, reached = await network.ask_peers(transport, addresses)
+            transport = await _open(stack, facts.config)
+            answers, trouble, reached = await network.ask_peers(transport, addresses)
             ports = [int(port) for each in transport.addresses() for port in re.findall(r"/(?:tcp|udp)/([0-9]+)", each)]
-            is_named = bool(patient.config.network.bootstrap)
+            is_named = bool(facts.config.network.bootstrap)
             found = network.judge_peers(len(addresses[: network.PEERS_ASKED]), len(reached), trouble, is_named)
-            patient.sights = sights
+            facts.answers = answers
             if reached:
-                found += [network.judge_clock(sights), network.judge_nat(sights, own, ports)]
-            found.append(network.judge_reach(told, sights, own))
-            if reached and patient.is_asked_outside:
-                found += await _look_at_offers(patient, transport, addresses)
+                found += [network.judge_clock(answers), network.judge_nat(answers, own, ports)]
+            found.append(network.judge_reach(told, answers, own))
+            if reached and facts.is_asked_outside:
+                found += await _look_at_offers(facts, transport, addresses)
             return found
 
     try:
@@ -233,10 +233,10 @@ def look_outside(patient: Patient) -> list[Diagnosis]:
         return [Diagnosis("peers", "failed", f"p2pd cannot be used: {error}")]
 
 
-def _remembered(patient: Patient) -> list[str]:
+def _remembered(facts: NodeFacts) -> list[str]:
     found: list[str] = []
-    for run in stored_runs(patient.config):
-        found += remembered_peers(run_directory(patient.config, bytes.fromhex(run.run_id)))
+    for run in stored_runs(facts.config):
+        found += remembered_peers(run_directory(facts.config, bytes.fromhex(run.run_id)))
     return list(dict.fromkeys(found))[: network.PEERS_ASKED]
 
 
@@ -251,24 +251,22 @@ async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
     return transport
 
 
-async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> list[Diagnosis]:
+async def _look_at_offers(facts: NodeFacts, transport: Transport, addresses: Sequence[str]) -> list[Diagnosis]:
     """Finds the named nodes' run and measures how fast they send."""
     found, _ = await ask_around(transport, addresses)
     if not found:
         return [Diagnosis("bandwidth", "warning", "not measured: the named nodes take part in no run")]
-    ours = bytes.fromhex(patient.status["run_id"]) if patient.status else b""
+    ours = bytes.fromhex(facts.status["run_id"]) if facts.status else b""
     run_id = ours if ours in found else max(found, key=lambda each: found[each][0].members)
     info, peers = found[run_id]
-    patient.members = max(patient.members, info.members)
+    facts.members = max(facts.members, info.members)
     for peer in peers:
         try:
             run = RunConfig.from_canonical(await questions.ask_config(transport, peer, run_id))
         except (TransportError, RemoteProtocolError):
             continue
         if run.is_sealed and run.run_id == run_id.hex():
-            patient.run = run
+            facts.run = run
             size = (await asyncio.to_thread(need_of, run)).state
-            return [
-                await network.measure(transport, peer, run_id, size, patient.config.limits.download_bytes_per_second)
-            ]
+            return [await network.measure(transport, peer, run_id, size, facts.config.limits.download_bytes_per_second)]
     return [Diagnosis("bandwidth", "warning", "not measured: no peer sent the run's config", "Name another node")]

@@ -40,7 +40,7 @@ def notify(**said: str) -> bool:
     return True
 
 
-class Beat:
+class SystemdNotifier:
     """Sends status and watchdog beats of a running node. `look` is called about once a second, in the event loop."""
 
     def __init__(self) -> None:

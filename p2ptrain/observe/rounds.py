@@ -28,7 +28,7 @@ from p2ptrain.node.device import Device
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.observe.peer_history import PeerHistory
 from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, Stored
-from p2ptrain.store.records import Batch, Past, Row, read_rounds
+from p2ptrain.store.records import Batch, Row, SavedRows, read_rounds
 
 ROUNDS_KEPT = 1_000  # in memory, as many as a page shows; with 1,024 contributors each they take 10 MB
 RATE_ROUNDS = 32  # over which the swarm's speed is estimated
@@ -48,7 +48,7 @@ class Recorder:
         persistence: Persistence,
         counters: Callable[[], dict[str, int]],
         bulk: str,
-        past: Past,
+        past: SavedRows,
         clock: Callable[[], float] = time.time,
         hears: Sequence[Callable[[RoundRecord], None]] = (),
     ) -> None:
@@ -99,13 +99,13 @@ class Recorder:
         since = {name: max(0, counts[name] - self._before[name]) for name in counts}
         self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)
         view, mine = self.node.view(), self.mine
-        deeds = self.peers.look(view.standings(), self.clock())
+        contributions = self.peers.look(view.standings(), self.clock())
         tokens, training = int(since["tokens"]), since["training seconds"]
         self.mine = Mine(
             tokens=mine.tokens + tokens,
             training_seconds=mine.training_seconds + training,
-            applied=mine.applied + deeds.applied[view.me],
-            applied_of_all=mine.applied_of_all + deeds.applied.total(),
+            applied=mine.applied + contributions.applied[view.me],
+            applied_of_all=mine.applied_of_all + contributions.applied.total(),
             energy_joules=mine.energy_joules,
         )
         if (event.branch, event.round) in self._applied:
@@ -130,8 +130,8 @@ class Recorder:
             loss=self.device.loss if tokens else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
-            late=deeds.late,
-            refused=dict(deeds.refused),
+            late=contributions.late,
+            refused=dict(contributions.refused),
         )
         self._keep(record)
 

@@ -25,7 +25,7 @@ from p2ptrain.daemon import Daemon
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish
+from p2ptrain.learn.sample import PROMPT_BYTES_MAX, SampleRequest
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node import control
 from p2ptrain.node.control import Control, ask
@@ -333,5 +333,5 @@ def test_drawing_stops_where_the_document_ends(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(Transformer, "generate", one)
     steps: list[int] = []
-    assert lived.trainer.sample(Wish("abc", 5, 1), on_token=lambda: steps.append(1)) == "abcde"
+    assert lived.trainer.sample(SampleRequest("abc", 5, 1), on_token=lambda: steps.append(1)) == "abcde"
     assert (len(steps), list(drawn)) == (3, [*b"fg"])

@@ -20,7 +20,7 @@ from p2ptrain.doctor.findings import Check, Diagnosis, can_work, json_of, text_o
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Room, need_of
+from p2ptrain.learn.memory import MemoryDemand, need_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.store.lock import LOCK_NAME, Lock
 from tests.cli.test_cli import p2ptrain
@@ -158,21 +158,21 @@ def test_this_machines_own_device_is_found_and_computes() -> None:
     assert (found.level, found.result) == ("good", "cpu")
 
 
-def room(needed: int, free: int, least: int = 100, total: int = 10_000) -> Room:
-    return Room("main memory", needed, least, free, total, NEED.formula("cpu"))
+def demand(needed: int, free: int, least: int = 100, total: int = 10_000) -> MemoryDemand:
+    return MemoryDemand("main memory", needed, least, free, total, NEED.formula("cpu"))
 
 
 def test_memory_is_judged_as_the_start_judges_it() -> None:
-    (found,) = machine.check_memory([room(1_000, 2_000)], 0)
+    (found,) = machine.check_memory([demand(1_000, 2_000)], 0)
     assert level_of(found) == GOOD
     for part in ("weights", "gradient", "residual", "inner state", "activations", "checkpoint"):
         assert part in found.result
-    close, taken, none = (room(1_000, 1_050), room(1_000, 900), room(99_000, 900, least=10_001))
+    close, taken, none = (demand(1_000, 1_050), demand(1_000, 900), demand(99_000, 900, least=10_001))
     assert [level_of(machine.check_memory([each], 0)[0]) for each in (close, taken, none)] == [WARNING, WARNING, FAILED]
-    limited = machine.check_memory([room(1_000, 2_000)], 999)
+    limited = machine.check_memory([demand(1_000, 2_000)], 999)
     assert [each.level for each in limited] == ["good", "failed"]
     assert "limits.memory_bytes" in limited[1].fix
-    both = machine.check_memory([room(1_000, 2_000), none], 0)
+    both = machine.check_memory([demand(1_000, 2_000), none], 0)
     assert [(each.what, each.level) for each in both] == [("memory", "good"), ("device memory", "failed")]
 
 
@@ -419,9 +419,9 @@ def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.Mo
             raise error
 
         monkeypatch.setattr(examine.control, "ask", ask)
-        patient = examine.Patient(config, None, False)
-        (found,) = examine.look_for_daemon(patient)
-        return found, patient.is_answering
+        facts = examine.NodeFacts(config, None, False)
+        (found,) = examine.look_for_daemon(facts)
+        return found, facts.is_answering
 
     found, answers = asked(SilentDaemonError("the daemon does not answer; it may be suspended"))
     assert (level_of(found), answers) == (WARNING, False)

@@ -17,7 +17,7 @@ from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.learn import memory as memory_module
-from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
+from p2ptrain.learn.memory import PassSettings, demands_of, need_of
 from p2ptrain.learn.shortage import mega
 from p2ptrain.node import device as device_module
 from p2ptrain.node import limits as limits_module
@@ -100,7 +100,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunConfig.model_validate({"name": "large"})
-    (main,) = rooms_of(run, config_of(0).device)
+    (main,) = demands_of(run, config_of(0).device)
     with caplog.at_level("INFO"):
         refuse_too_large(run, config_of(0))
     assert "run large needs about" in caplog.text, "what it takes is told before it is taken"

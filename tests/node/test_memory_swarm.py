@@ -16,7 +16,7 @@ import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import LimitsConfig, NetworkConfig, StorageConfig
-from p2ptrain.daemon import Daemon, Faces, save_last
+from p2ptrain.daemon import Daemon, Outputs, save_last
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import manifest_digest
@@ -44,7 +44,7 @@ class Member:
         self.roots: dict[int, bytes] = {}
         self.why = ""
         self.daemon: Daemon
-        self.faces: Faces | None = None
+        self.outputs: Outputs | None = None
         self.device: LoopDevice
         self.life: asyncio.Task[None]
 
@@ -85,7 +85,7 @@ class Member:
         async with AsyncExitStack() as stack:
             stack.callback(self.device.close)
             launch = Launch(swarm.run, config, self.identity, transport, dataset, state=state)
-            self.daemon = await Daemon.open(stack, launch, self.faces, self.device)
+            self.daemon = await Daemon.open(stack, launch, self.outputs, self.device)
             stack.callback(self.daemon.edges.persistence.close)
             driver = self.daemon.driver
             await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.intake.hear)
@@ -163,10 +163,10 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(tmp_path: Path, faces: Faces | None = None, **agreement: Any) -> AsyncIterator[Swarm]:
-    """Runs a swarm; `faces` are the first node's."""
+async def swarm(tmp_path: Path, outputs: Outputs | None = None, **agreement: Any) -> AsyncIterator[Swarm]:
+    """Runs a swarm; `outputs` are the first node's."""
     made = Swarm(tmp_path, **agreement)
-    made.nodes[0].faces = faces
+    made.nodes[0].outputs = outputs
     try:
         for node in made.nodes:
             await node.start()

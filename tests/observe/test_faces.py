@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page
 from prometheus_client.core import Metric
 
 from p2ptrain.observe.export import figures_section, history_of
-from p2ptrain.observe.figures import Shown, figures_of
+from p2ptrain.observe.figures import FigureField, figures_of
 from p2ptrain.observe.metrics import OF_ROUND, of_figures
 from p2ptrain.observe.schema import RoundRecord, Status
 from p2ptrain.observe.top import look
@@ -41,7 +41,7 @@ def another(value: Any) -> Any:
     return (value or 0.0) + 864_000.0  # whole, for those that have to be
 
 
-def changed(told: dict[str, Any], figure: Shown) -> dict[str, Any]:
+def changed(told: dict[str, Any], figure: FigureField) -> dict[str, Any]:
     """Returns the answer with another value of this figure."""
     told = deepcopy(told) | ({"is_member": False} if figure.name == "is_admitted" else {})
     *way, last = figure.path
@@ -65,7 +65,7 @@ def names(figures: Any) -> Any:
 
 
 @names(SET_STATUS)
-def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure: Shown) -> None:
+def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure: FigureField) -> None:
     before, after = (
         a_status(each) for each in (STATUS | {"is_member": figure.name == "is_member"}, changed(STATUS, figure))
     )
@@ -83,7 +83,7 @@ def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure
 
 
 @names(SET_ROUND)
-def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(figure: Shown) -> None:
+def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(figure: FigureField) -> None:
     before, after = (a_record(each) for each in (a_round(7), changed(a_round(7), figure)))
     told = [json.loads(each.model_dump_json()) for each in (before, after)]
     assert figure.found(told[0]) != figure.found(told[1])
@@ -99,7 +99,9 @@ def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(
 
 
 @pytest.mark.parametrize(("model", "figures"), [(Status, OF_STATUS), (RoundRecord, OF_A_ROUND)])
-def test_names_of_metrics_and_trackers_are_those_of_one_figure_each(model: Any, figures: tuple[Shown, ...]) -> None:
+def test_names_of_metrics_and_trackers_are_those_of_one_figure_each(
+    model: Any, figures: tuple[FigureField, ...]
+) -> None:
     found = [(each.figure.metric or each.name, each.figure.labels) for each in figures]
     assert len({*map(str, found)}) == len(found)
     tracked = [each.figure.tracked or each.name for each in figures if model is RoundRecord]

@@ -18,7 +18,7 @@ from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.config.text import to_toml
 from p2ptrain.identity import peer_id_of
 from p2ptrain.node.directories import run_directory
-from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, POINTS_MAX, Lived, exported, history_of, read_lived
+from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, POINTS_MAX, RecordedRun, exported, history_of, read_recorded_run
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
@@ -44,7 +44,7 @@ def a_round(number: int, **changes: object) -> RoundRecord:
 
 
 def page(*rounds: RoundRecord, me: bytes = KEYS[0], run: RunConfig = RUN) -> str:
-    return exported(Lived(run, me, rounds, [], 0), made_at=datetime(2026, 3, 29, tzinfo=UTC))
+    return exported(RecordedRun(run, me, rounds, [], 0), made_at=datetime(2026, 3, 29, tzinfo=UTC))
 
 
 class Outline(HTMLParser):
@@ -176,7 +176,7 @@ def test_the_page_draws_its_charts_from_a_file_and_asks_nobody(
     evil = "</script><script>window.hacked=1</script>"
     status = json.loads(a_status(STATUS).model_dump_json()) | {"device": evil} if kind else None
     path = tmp_path / "page.html"
-    path.write_text(exported(Lived(RUN, KEYS[0], rounds, [], 0), status))
+    path.write_text(exported(RecordedRun(RUN, KEYS[0], rounds, [], 0), status))
     with a_page(browser, path.as_uri(), draws=True) as page:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
@@ -255,6 +255,6 @@ def test_a_damaged_checkpoint_is_counted_and_a_damaged_owner_is_nobody(directory
     (place / "identity").write_text("nonsense")
     stamp = next((place / CHECKPOINTS_NAME).glob("*/*.json"))
     stamp.write_text("{}")
-    found = read_lived(RUN, place)
+    found = read_recorded_run(RUN, place)
     assert (found.me, len(found.checkpoints), found.damaged) == (b"", 2, 1)
     assert "1 more cannot be read" in exported(found)

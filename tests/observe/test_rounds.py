@@ -27,7 +27,7 @@ from p2ptrain.observe import rounds as module
 from p2ptrain.observe.build import complaints_of, peers_of, status_of, unreadiness_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import Mine, PeerRecord, RoundRecord
-from p2ptrain.store.records import Batch, Past, Records
+from p2ptrain.store.records import Batch, Records, SavedRows
 from tests.helpers.core import KEYS, RUN, Bench, announced, payload, root_of, signed
 from tests.helpers.driver import STATE, ChainTrainer, LoopDevice, a_dataset
 from tests.helpers.driver import root_of as root_of_state
@@ -56,7 +56,7 @@ class NotedKeeping:
 class Watched:
     """A core whose fellow members the test plays, with a recorder."""
 
-    def __init__(self, tmp_path: Path, past: Past | None = None, **changes: Any) -> None:
+    def __init__(self, tmp_path: Path, past: SavedRows | None = None, **changes: Any) -> None:
         self.bench = Bench(4, **changes)
         self.device: Any = SimpleNamespace(loss=None, tokens=0, training_seconds=0.0)
         self.traffic = {"bytes sent": 100, "bytes received": 200, "sent bulk": 50, "received bulk": 60}
@@ -69,7 +69,7 @@ class Watched:
             persistence,
             lambda: dict(self.traffic),
             "bulk",
-            past or Past(),
+            past or SavedRows(),
             lambda: NOW + self.bench.now,
         )
         handle = self.bench.node.handle
@@ -393,7 +393,7 @@ def test_peers_beyond_the_bound_are_forgotten_the_longest_unchanged_first(
 ) -> None:
     monkeypatch.setattr(peer_history, "PEERS_MAX", 6)
     before = [PeerRecord(peer=key, offered=1).row for key in (A, *KEYS[8:12])]
-    watched = Watched(tmp_path, Past(peers=before))
+    watched = Watched(tmp_path, SavedRows(peers=before))
     watched.round()
     assert [*watched.rounds.peers.by_key] == [KEYS[10], KEYS[11], *KEYS[:4]]
     assert watched.rounds.peers.by_key[A].offered == 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon import Faces
+from p2ptrain.daemon import Outputs
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.observe.tensorboard import TensorBoard
@@ -133,7 +133,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
 @skipping_time
 async def test_each_new_round_of_a_node_is_heard_of(tmp_path: Path) -> None:
     heard: list[int] = []
-    async with memory_swarm(tmp_path / "swarm", Faces(hears=(lambda record: heard.append(record.round),))) as made:
+    async with memory_swarm(tmp_path / "swarm", Outputs(hears=(lambda record: heard.append(record.round),))) as made:
         await made.reach(6)
         rounds = made.nodes[0].daemon.records
         assert heard == [*range(heard[0], heard[-1] + 1)]
