@@ -110,10 +110,11 @@ class Daemon:
         """Builds a daemon that is about to start; closing `stack` closes it. A `device` of the caller's stays open."""
         outputs = outputs or Outputs()
         assembled = await assemble(stack, launch, device)
-        persistence, transport, bulk = assembled.edges.persistence, launch.transport, assembled.edges.server.protocol
+        edges, transport = assembled.edges, launch.transport
+        persistence, protocol = edges.persistence, edges.server.protocol
         past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
         counters = transport.counters
-        records = Recorder(assembled.node, assembled.device, persistence, counters, bulk, past, hears=outputs.hears)
+        records = Recorder(assembled.node, assembled.device, persistence, counters, protocol, past, hears=outputs.hears)
         daemon = cls(assembled, records, outputs)
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
         await questions.serve(transport, daemon.ask_by_peer, daemon.edges.upload)

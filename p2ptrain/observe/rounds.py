@@ -47,19 +47,19 @@ class Recorder:
         device: Device,
         persistence: Persistence,
         counters: Callable[[], dict[str, int]],
-        bulk: str,
+        blob_protocol: str,
         past: SavedRows,
         clock: Callable[[], float] = time.time,
         hears: Sequence[Callable[[RoundRecord], None]] = (),
     ) -> None:
-        """`counters` returns the transport's counts, and `bulk` names its protocol for blobs; `hears` are called with
-        each new record.
+        """`counters` returns the transport's counts, where `blob_protocol` names the one for blobs; `hears` are called
+        with each new record.
         """
         self.node, self.device, self.clock = node, device, clock
         self.mine = next(Mine.of_rows([past.mine]), Mine())
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
-        self._persistence, self._counters, self._bulk = persistence, counters, bulk
+        self._persistence, self._counters, self._blob_protocol = persistence, counters, blob_protocol
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._slim, RoundRecord.of_rows(past.rounds)), ROUNDS_KEPT)
         self._applied = {each.key for each in self._kept}
@@ -125,8 +125,8 @@ class Recorder:
             apply_seconds=seconds["apply"],
             bytes_sent=int(since["sent"]),
             bytes_received=int(since["received"]),
-            bulk_bytes_sent=int(since["bulk sent"]),
-            bulk_bytes_received=int(since["bulk received"]),
+            bulk_bytes_sent=int(since["blobs sent"]),
+            bulk_bytes_received=int(since["blobs received"]),
             loss=self.device.loss if tokens else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
@@ -145,12 +145,12 @@ class Recorder:
             hears(record)
 
     def _counts(self) -> dict[str, float]:
-        traffic, bulk = self._counters(), self._bulk
+        traffic, blob_protocol = self._counters(), self._blob_protocol
         return {
             "sent": traffic.get("bytes sent", 0),
             "received": traffic.get("bytes received", 0),
-            "bulk sent": traffic.get(f"sent {bulk}", 0),
-            "bulk received": traffic.get(f"received {bulk}", 0),
+            "blobs sent": traffic.get(f"sent {blob_protocol}", 0),
+            "blobs received": traffic.get(f"received {blob_protocol}", 0),
             "tokens": self.device.tokens,
             "training seconds": self.device.training_seconds,
         }

@@ -18,7 +18,7 @@ from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
-from p2ptrain.net.blobs.server import Server, bulk_protocol
+from p2ptrain.net.blobs.server import Server, blob_protocol
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream
 from p2ptrain.node.directories import run_directory
@@ -89,7 +89,7 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
     me.connect = from_afar  # type: ignore[method-assign]
     for each in (liar, good):
         await questions.serve(each, answer)
-    await liar.serve(bulk_protocol(run_id), hang)
+    await liar.serve(blob_protocol(run_id), hang)
     async with Server(good, run_id, made, upload=TokenBucket(0), blame=lambda peer, why: None):
         yield made
     for node in list(network.nodes.values()):
@@ -103,7 +103,7 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
 ) -> None:
     async with swarm(tmp_path) as each:
         if not is_silent:  # but does not even speak of data
-            each.network.nodes[LIAR]._handlers.pop(bulk_protocol(bytes.fromhex(each.run.run_id)))
+            each.network.nodes[LIAR]._handlers.pop(blob_protocol(bytes.fromhex(each.run.run_id)))
         run, sources = await find_run(each.me, each.config, None)
         assert (run, sources.peers) == (each.run, [LIAR])
         got = await fetch_dataset(each.me, each.config, run, tmp_path / "got", sources)

@@ -165,5 +165,5 @@ async def test_every_byte_has_one_purpose(tmp_path: Path) -> None:
                 assert traffic["payloads"] > 0
             served = node.daemon.edges.server
             assert served is not None
-            bulk = sum(status["traffic"][purpose]["sent"] for purpose in ("payloads", "states", "data"))
-            assert bulk > served.counters()["bytes"] > 0, "what was served, and what was asked"
+            blobs = sum(status["traffic"][purpose]["sent"] for purpose in ("payloads", "states", "data"))
+            assert blobs > served.counters()["bytes"] > 0, "what was served, and what was asked"

@@ -59,7 +59,7 @@ class Watched:
     def __init__(self, tmp_path: Path, past: SavedRows | None = None, **changes: Any) -> None:
         self.bench = Bench(4, **changes)
         self.device: Any = SimpleNamespace(loss=None, tokens=0, training_seconds=0.0)
-        self.traffic = {"bytes sent": 100, "bytes received": 200, "sent bulk": 50, "received bulk": 60}
+        self.traffic = {"bytes sent": 100, "bytes received": 200, "sent blobs": 50, "received blobs": 60}
         self.persistence = NotedKeeping(tmp_path)
         persistence: Any = self.persistence
         device: Any = self.device
@@ -68,7 +68,7 @@ class Watched:
             device,
             persistence,
             lambda: dict(self.traffic),
-            "bulk",
+            "blobs",
             past or SavedRows(),
             lambda: NOW + self.bench.now,
         )
@@ -97,7 +97,7 @@ class Watched:
 
 def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent bulk": 350, "received bulk": 460}
+    watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent blobs": 350, "received blobs": 460}
     watched.device.loss, watched.device.tokens, watched.device.training_seconds = 2.5, 640, 8.0
     watched.round()
     entry = watched.bench.node.chain.entry(1)
