@@ -32,7 +32,7 @@ FIND_SECONDS_MAX = 15.0  # short enough for a person who waits for the node to c
 REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; longer if its answer was of no use
 ASK_SECONDS = 5.0  # for bootstraps to answer, if the run is known from an earlier start
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 Found = dict[bytes, tuple[questions.RunInfo, list[bytes]]]  # by run id: the run, and the peers that reported it
 

@@ -40,7 +40,7 @@ LESS_MEMORY = "Close other programs, set device.checkpointing = true, or join a 
 # The options of `p2ptrain limit` that this module handles, and the config keys that they change.
 KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ RETRY_SECONDS = 5.0  # between attempts to write it then
 NOT_OFFERED = "it is damaged, or its root covers only a part of it"
 PRUNE_ROUNDS = 8  # between prunings of the store
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 
 

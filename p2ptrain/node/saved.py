@@ -35,7 +35,7 @@ RUN_NAME = "run.json"
 LOG_NAME = "wal"
 OTHER_HISTORY = "not part of this node's history"
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 
 

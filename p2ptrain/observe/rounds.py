@@ -35,7 +35,7 @@ RATE_ROUNDS = 32  # over which the swarm's speed is estimated
 PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them change in every round
 KEYS_MAX = 4_096  # contributors' keys that rounds share in memory
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.observe")
 
 
 class Recorder:

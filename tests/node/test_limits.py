@@ -262,7 +262,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
         daemon.machine_limits = machine.machine_limits(LimitsConfig(), daemon)
-        with caplog.at_level(logging.INFO, "p2ptrain.daemon"):
+        with caplog.at_level(logging.INFO, "p2ptrain.node"):
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
         assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
         assert daemon.driver.device.percent == 25

@@ -102,7 +102,7 @@ def test_a_slow_disk_costs_figures_and_no_time(
     monkeypatch.setattr(Listing, "write", slow)
     made = Tracking(Listing(tmp_path))
     try:
-        with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+        with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
             for number in range(WAITING_MAX + 5):
                 made.note(a_round(number % 200 + 1))
         assert made.lost == 5
@@ -118,7 +118,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
 ) -> None:
     (tmp_path / "file").touch()
     made = Tracking(Listing(tmp_path / "file"))
-    with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+    with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
         made.note(a_round(2))
         made._thread.submit(lambda: None).result()
