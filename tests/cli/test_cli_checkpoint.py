@@ -9,19 +9,12 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cli import main
-from p2ptrain.config import RunConfig
 from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.node.directories import run_directory
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoints
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.store import CHECKPOINTS_NAME
-from tests.helpers.core import KEYS
-
-
-def run_of(name: str = "x") -> RunConfig:
-    return RunConfig.model_validate({"name": name}).sealed(
-        manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
-    )
+from tests.helpers.store import named_run, void
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def node(tmp_path: Path) -> NodeConfig:
 
 @pytest.fixture
 def checkpoints(node: NodeConfig) -> Checkpoints:
-    run = run_of()
+    run = named_run()
     run_id = bytes.fromhex(run.run_id)
     directory = run_directory(node, run_id)
     directory.mkdir(parents=True)
@@ -42,10 +35,6 @@ def checkpoints(node: NodeConfig) -> Checkpoints:
         root = bytes([number]) * 32
         made.write(number, run_id, root, root, number, lambda path: void(path.write_bytes(b"trainer")), b"weights")
     return made
-
-
-def void(_: object) -> None:
-    """Discards a lambda's result, for mypy."""
 
 
 def p2ptrain(
@@ -117,7 +106,7 @@ def test_which_run_is_meant_has_to_be_clear(
     node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = ("--data-dir", node.storage.directory)
-    other = run_of("y")
+    other = named_run("y")
     directory = run_directory(node, bytes.fromhex(other.run_id))
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(other.canonical())

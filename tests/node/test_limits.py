@@ -33,10 +33,10 @@ from p2ptrain.node.limits import (
     rest_seconds,
 )
 from p2ptrain.observe.build import unreadiness_of
-from tests.cli.test_cli import p2ptrain
+from tests.helpers.cli import p2ptrain
 from tests.helpers.driver import ChainTrainer
+from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import skipping_time, until
-from tests.node.test_memory_swarm import swarm
 
 RESTING = complaint(Code.OUTSIDE_HOURS, hours="22:00-07:00", until="22:00")
 UNPLUGGED = complaint(Code.ON_BATTERY)

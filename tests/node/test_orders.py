@@ -13,8 +13,8 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.node.orders import RATE_MAX
 from p2ptrain.observe.build import unreadiness_of
 from p2ptrain.observe.schema import PeerList, Status
+from tests.helpers.memory_swarm import Member, Swarm, swarm
 from tests.helpers.net import skipping_time, until
-from tests.node.test_memory_swarm import Member, Swarm, swarm
 
 ROUNDS = 6
 

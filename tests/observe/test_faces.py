@@ -15,7 +15,7 @@ from p2ptrain.observe.export import figures_section, history_of
 from p2ptrain.observe.figures import FigureField, figures_of
 from p2ptrain.observe.metrics import OF_ROUND, of_figures
 from p2ptrain.observe.schema import RoundRecord, Status
-from p2ptrain.observe.top import look
+from p2ptrain.observe.top import poll
 from p2ptrain.observe.tracking import tracked_of
 from tests.helpers.dashboard import Node, a_browser, a_node, a_page, in_a_browser, until_shown, until_text
 from tests.helpers.top import Answering, shown
@@ -77,7 +77,7 @@ def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure
     for each in told:
         daemon = Answering()
         daemon.answers["status"] = each
-        frames.append(shown(look(daemon, 1.0), width=200, height=1_000))
+        frames.append(shown(poll(daemon, 1.0), width=200, height=1_000))
     assert frames[0] != frames[1]
     assert figures_section(told[0]) != figures_section(told[1])
 
@@ -93,7 +93,7 @@ def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(
     for each in told:
         daemon = Answering()
         daemon.answers["rounds"] = {"rounds": [each]}
-        frames.append(shown(look(daemon, 1.0), width=200, height=1_000))
+        frames.append(shown(poll(daemon, 1.0), width=200, height=1_000))
     assert frames[0] != frames[1]
     assert history_of([before])["points"] != history_of([after])["points"]
 

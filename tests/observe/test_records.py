@@ -30,7 +30,7 @@ from p2ptrain.store.records import (
     remembered_peers,
 )
 from tests.helpers.records import KEYS, row
-from tests.store.test_store import opened
+from tests.helpers.store import opened
 
 HEADER_BYTES = 100  # of every sqlite file
 

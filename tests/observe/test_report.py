@@ -23,24 +23,11 @@ from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 from p2ptrain.store.store import CHECKPOINTS_NAME
-from tests.cli.test_cli import p2ptrain
-from tests.cli.test_cli_checkpoint import run_of, void
+from tests.helpers.cli import p2ptrain
 from tests.helpers.dashboard import a_browser, a_page, until_drawn, until_shown
-from tests.helpers.records import KEYS, lived
+from tests.helpers.records import KEYS, RUN, RUN_ID, a_round
+from tests.helpers.store import void
 from tests.helpers.web import STATUS, a_status
-
-RUN = run_of("my-run")
-RUN_ID = bytes.fromhex(RUN.run_id)
-
-
-def a_round(number: int, **changes: object) -> RoundRecord:
-    """Makes a record of one branch, with a falling loss and round numbers for bytes and times."""
-    usual: dict[str, object] = {
-        "branch": RUN_ID, "root": bytes([number]) * 32, "loss": 5.0 - number / 4, "applied_at": 1.7e9 + number,
-        "contributors": (KEYS[0], KEYS[1]), "bytes_sent": 1_000, "bytes_received": 2_000, "tokens": 512, "views": 1,
-        "train_seconds": 4.0, "collect_seconds": 2.0, "agree_seconds": 1.0, "apply_seconds": 1.0, "refused": {},
-    }  # fmt: skip
-    return lived(number, **(usual | changes))
 
 
 def page(*rounds: RoundRecord, me: bytes = KEYS[0], run: RunConfig = RUN) -> str:

@@ -27,10 +27,10 @@ from p2ptrain.node.control import Control
 from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import LogLine
 from p2ptrain.observe.top import KeyReader, Screen, poll
-from tests.cli.test_cli import p2ptrain
+from tests.helpers.cli import p2ptrain
+from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import skipping_time
 from tests.helpers.top import LINE, Answering, shown
-from tests.node.test_memory_swarm import swarm
 
 SECONDS = 60  # within which a process draws or ends, also on a busy machine
 

@@ -20,9 +20,9 @@ from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.observe.tensorboard import TensorBoard
 from p2ptrain.observe.tracking import WAITING_MAX, Tracking, line_of, tracked_of
 from tests.helpers.daemons import TEST_SECONDS, p2ptrain, swarm_in
+from tests.helpers.memory_swarm import swarm as memory_swarm
 from tests.helpers.net import skipping_time
-from tests.node.test_memory_swarm import swarm as memory_swarm
-from tests.observe.test_report import RUN, a_round
+from tests.helpers.records import RUN, a_round
 
 pytestmark_extra = [
     pytest.mark.tensorboard,

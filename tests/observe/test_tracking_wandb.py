@@ -24,7 +24,7 @@ from p2ptrain.observe import tracking, wandb_run
 from p2ptrain.observe.tracking import Tracking, tracked_of
 from p2ptrain.observe.wandb_run import WandbRun
 from tests.helpers.daemons import TEST_SECONDS, swarm_in
-from tests.observe.test_report import RUN, a_round
+from tests.helpers.records import RUN, a_round
 
 SECONDS = 60  # within which a process starts or ends, also on a busy machine
 with_wandb = [
@@ -35,7 +35,7 @@ NODE = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.observe.test_report import RUN, a_round
+from tests.helpers.records import RUN, a_round
 from p2ptrain.observe.tracking import Tracking
 from p2ptrain.observe.wandb_run import WandbRun
 made = Tracking(WandbRun(Path(sys.argv[1]), RUN))

@@ -11,8 +11,8 @@ import pytest
 
 from p2ptrain.core.state import Taken
 from p2ptrain.observe.schema import RoundRecord
+from tests.helpers.benchmarks import load
 from tests.helpers.records import lived
-from tests.project.test_benchmarks import load
 
 
 @pytest.mark.timeout(300)
