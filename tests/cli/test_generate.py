@@ -32,7 +32,7 @@ from p2ptrain.node.control import Control, ask
 from p2ptrain.node.device import Device
 from p2ptrain.observe.schema import Status
 from tests.helpers.core import KEYS
-from tests.helpers.export import Command, Node, run_of, state_of
+from tests.helpers.export import Command, Node, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written
 from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY
 
@@ -40,8 +40,8 @@ MORE = ("--tokens", "30")
 
 
 @pytest.fixture
-def p2ptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return Command(capsys, monkeypatch)
+def p2ptrain(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +52,7 @@ def _on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    node = Node(tmp_path / "node", run_of())
-    for number in (8, 16):
-        node.save(number, state_of(node.run, number))
-    return node
+    return saved_node(tmp_path / "node")
 
 
 # ---------------------------------------------------------------------------------------------------

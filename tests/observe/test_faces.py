@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -17,7 +16,7 @@ from p2ptrain.observe.metrics import OF_ROUND, of_figures
 from p2ptrain.observe.schema import RoundRecord, Status
 from p2ptrain.observe.top import poll
 from p2ptrain.observe.tracking import tracked_of
-from tests.helpers.dashboard import Node, a_browser, a_node, a_page, in_a_browser, until_shown, until_text
+from tests.helpers.dashboard import Node, a_page, in_a_browser, until_shown, until_text
 from tests.helpers.top import Answering, shown
 from tests.helpers.web import STATUS, a_record, a_round, a_status
 
@@ -119,18 +118,6 @@ def in_chromium(test: Any) -> Any:
 
 
 TEXT = "() => document.getElementById('main').innerText + document.querySelector('header').innerText"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with a_node() as node:
-        yield node
 
 
 @in_chromium

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
 from html.parser import HTMLParser
@@ -24,7 +23,7 @@ from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 from p2ptrain.store.store import CHECKPOINTS_NAME
 from tests.helpers.cli import p2ptrain
-from tests.helpers.dashboard import a_browser, a_page, until_drawn, until_shown
+from tests.helpers.dashboard import a_page, until_drawn, until_shown
 from tests.helpers.records import KEYS, RUN, RUN_ID, a_round
 from tests.helpers.store import void
 from tests.helpers.web import STATUS, a_status
@@ -135,12 +134,6 @@ def test_what_a_config_says_cannot_become_a_part_of_the_page() -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # The dashboard's charts in it
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
 
 
 def test_many_rounds_become_points_as_the_dashboard_makes_them() -> None:
