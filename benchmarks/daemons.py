@@ -275,14 +275,14 @@ def measure_traffic(swarm: Swarm, rounds: int) -> dict[str, Any]:
     sockets, p2pds = Sockets(), [p2pd_of(node) for node in swarm.nodes]
     sockets.look()
     before = [sockets.of(each) for each in p2pds]
-    bulk_before, offered_before = [bulk_bytes(node) for node in swarm.nodes], [offered(node) for node in swarm.nodes]
+    blobs_before, offered_before = [blob_bytes(node) for node in swarm.nodes], [offered(node) for node in swarm.nodes]
     began, first = monotonic(), swarm.round
     while swarm.round < first + rounds:
         swarm.pass_rounds(1)
         sockets.look()
     passed, took = swarm.round - first, monotonic() - began
     after = [sockets.of(each) for each in p2pds]
-    bulk = [late - early for late, early in zip(map(bulk_bytes, swarm.nodes), bulk_before, strict=True)]
+    blobs = [late - early for late, early in zip(map(blob_bytes, swarm.nodes), blobs_before, strict=True)]
     offers = [late - early for late, early in zip(map(offered, swarm.nodes), offered_before, strict=True)]
     payload = swarm.nodes[0].status["payload_bytes"]
     counts = zip(after, before, strict=True)
@@ -294,12 +294,12 @@ def measure_traffic(swarm: Swarm, rounds: int) -> dict[str, Any]:
         "others_payloads": [payload * (sum(offers) - mine) / passed for mine in offers],
         "sent": [sent for sent, _ in passing],
         "received": [received for _, received in passing],
-        "fetched": [each / passed for each in bulk],
+        "fetched": [each / passed for each in blobs],
         "load": os.getloadavg(),
     }
 
 
-def bulk_bytes(node: DemoNode) -> int:
+def blob_bytes(node: DemoNode) -> int:
     """Returns payload bytes that came over their own streams, not attached to announcements."""
     return sum(count for name, count in node.status["bytes"].items() if re.fullmatch(r"received .*/bulk", name))
 

@@ -24,7 +24,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
 from p2ptrain.errors import INTERRUPTED, ConfigError
 from p2ptrain.identity import peer_id_of
-from p2ptrain.learn.sample import Wish, read_wish
+from p2ptrain.learn.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
 from p2ptrain.node.assembly import Assembled, Launch, assemble
@@ -33,10 +33,10 @@ from p2ptrain.node.edges import Edges
 from p2ptrain.node.energy import Energy, meter_of
 from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
-from p2ptrain.node.notify import Beat, notify
+from p2ptrain.node.notify import SystemdNotifier, notify
 from p2ptrain.node.orders import obey
 from p2ptrain.observe.build import complaints_of, limits_of, peers_of, rounds_of, status_of
-from p2ptrain.observe.news import Drops, News
+from p2ptrain.observe.news import DropLog, News
 from p2ptrain.observe.progress import ProgressLine, line_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import LogLine, RoundRecord, Rounds
@@ -52,7 +52,7 @@ log = logging.getLogger("p2ptrain.daemon")
 
 
 @dataclass(frozen=True, slots=True)
-class Faces:
+class Outputs:
     """The outputs of a node: HTTP, the log's last lines, and trackers."""
 
     http: str | None = None
@@ -63,11 +63,11 @@ class Faces:
 class Daemon:
     """A running node of one run, with its outputs."""
 
-    def __init__(self, assembled: Assembled, records: Recorder, faces: Faces) -> None:
+    def __init__(self, assembled: Assembled, records: Recorder, outputs: Outputs) -> None:
         self.run, self.edges, self.records = assembled.launch.run, assembled.edges, records
         self.driver = driver = assembled.drive(records.note)
         self.started = assembled.started
-        self.http, self.lines = faces.http, faces.lines
+        self.http, self.lines = outputs.http, outputs.lines
         self.lag = Lag()
         self.machine_limits = MachineLimits(assembled.launch.config.limits, driver.pauses, driver.device)
         device = driver.device.trainer.device
@@ -77,16 +77,17 @@ class Daemon:
 
     @classmethod
     async def open(
-        cls, stack: AsyncExitStack, launch: Launch, faces: Faces | None = None, device: Device | None = None
+        cls, stack: AsyncExitStack, launch: Launch, outputs: Outputs | None = None, device: Device | None = None
     ) -> Daemon:
         """Builds a daemon that is about to start; closing `stack` closes it. A `device` of the caller's stays open."""
-        faces = faces or Faces()
+        outputs = outputs or Outputs()
         assembled = await assemble(stack, launch, device)
-        persistence, transport, bulk = assembled.edges.persistence, launch.transport, assembled.edges.server.protocol
+        edges, transport = assembled.edges, launch.transport
+        persistence, protocol = edges.persistence, edges.server.protocol
         past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
         counters = transport.counters
-        records = Recorder(assembled.node, assembled.device, persistence, counters, bulk, past, hears=faces.hears)
-        daemon = cls(assembled, records, faces)
+        records = Recorder(assembled.node, assembled.device, persistence, counters, protocol, past, hears=outputs.hears)
+        daemon = cls(assembled, records, outputs)
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
         await questions.serve(transport, daemon.ask_by_peer, daemon.edges.upload)
         await stack.enter_async_context(daemon.edges.server)
@@ -115,7 +116,7 @@ class Daemon:
                 self.leave()
                 return {"leaving": True}
             case {"do": "sample", **content}:
-                return {"text": await self._sample(read_wish(content))}
+                return {"text": await self._sample(read_request(content))}
             case {"do": "pause" | "resume" | "limit" | "checkpoint"}:
                 told = await obey(self.driver, self.machine_limits, request)
                 return limits_of(self).model_dump() if request["do"] == "limit" else told
@@ -134,7 +135,7 @@ class Daemon:
                 return {"error": f"last must be a number of rounds from 1 to {ROUNDS_KEPT}"}
         return {"lines": [line.model_dump() for line in self.lines()]}
 
-    async def _sample(self, wish: Wish) -> str:
+    async def _sample(self, request: SampleRequest) -> str:
         """Samples text from the agreed weights after the current training, for a limited time."""
         device, until = self.driver.device, 0.0
 
@@ -148,7 +149,7 @@ class Daemon:
                 what = f"this many take more than {SAMPLE_SECONDS_MAX:.0f} s, during which this node does not train"
                 raise ConfigError(what, key="tokens", fix=fix)
 
-        return await device.run(device.trainer.sample, wish, go_on)
+        return await device.run(device.trainer.sample, request, go_on)
 
     def leave(self) -> None:
         """Leaves the run for good: to return, the node has to be admitted again."""
@@ -240,7 +241,7 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
 
 
 async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
-    news, drops, driver, beat = News(), Drops(), daemon.driver, Beat()
+    news, drops, driver, notifier = News(), DropLog(), daemon.driver, SystemdNotifier()
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
@@ -251,7 +252,7 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
             log.log(level, "%s", text)
         try:
             progress.tell()
-            beat.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
+            notifier.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
         except ValidationError as error:  # our bug, but no reason to end the node
             log.error("cannot report the status: %s", error)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
-from p2ptrain.daemon import Daemon, Faces, end_soon, live, save_last
+from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
@@ -293,8 +293,8 @@ async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon
 async def _serve(stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: HttpFace | None) -> None:
     """Runs the node until it has left or is stopped."""
     hears = [each.note for each in _trackers(stack, launch)]
-    faces = Faces(hears=hears) if http is None else Faces(http.url, http.lines, hears)
-    daemon = await Daemon.open(stack, launch, faces)
+    outputs = Outputs(hears=hears) if http is None else Outputs(http.url, http.lines, hears)
+    daemon = await Daemon.open(stack, launch, outputs)
     running.set_result(daemon)
     _tell_how_to_join(launch.transport, launch.run)
     progress = ProgressLine(launch.config.logging.format, lambda: status_of(daemon))

@@ -60,7 +60,7 @@ class LogContents:
 
 
 @dataclass(slots=True)
-class Proved:
+class ProvedLog:
     """The part of a log that was verified."""
 
     states: list[AgreedState] = field(default_factory=list)  # the first is that before the first entry
@@ -180,11 +180,11 @@ def check_said(kept: LogContents, me: bytes | None, run_id: bytes, report: Repor
 
 
 def _author(said: Said, run_id: bytes) -> bytes:
-    message = decode(said.envelope, _Taking(run_id)).message
+    message = decode(said.envelope, _AcceptsAll(run_id)).message
     return getattr(message, "author", b"")
 
 
-class _Taking:
+class _AcceptsAll:
     """Stands in for a verifier where signatures were checked before."""
 
     def __init__(self, run_id: bytes) -> None:
@@ -198,13 +198,13 @@ class _Taking:
 # The chain
 
 
-def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report: Report) -> Proved:
+def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report: Report) -> ProvedLog:
     """Follows the log from genesis to its head and returns what holds, up to the first step that does not."""
     run_id = verifier.run_id
     founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
     beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
     journal, base = kept.journal, kept.journal.base
-    proved = Proved(kept_from=max(base.round, journal.state.round - run.agreement.history_rounds))
+    proved = ProvedLog(kept_from=max(base.round, journal.state.round - run.agreement.history_rounds))
     _check_halt(journal.halted, report)
     is_led_to = base.digest == beginning.digest or _check_changes(kept, beginning, verifier, report)
     _check_trunk(journal.trunk, [each.step for each in journal.history], beginning, report)

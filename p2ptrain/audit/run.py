@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from p2ptrain.audit.findings import Grade, Report
-from p2ptrain.audit.history import RESTORE_FIX, CountingVerifier, Proved, check_said, prove, read_log
+from p2ptrain.audit.history import RESTORE_FIX, CountingVerifier, ProvedLog, check_said, prove, read_log
 from p2ptrain.audit.weights import (
     LARGER_FIX,
     PAYLOADS_MAX,
@@ -96,7 +96,7 @@ def _audit(directory: Path, report: Report) -> Report:
     if run is None:
         return report
     run_id = bytes.fromhex(run.run_id)
-    verifier, proved, replayed = CountingVerifier(run_id), Proved(), None
+    verifier, proved, replayed = CountingVerifier(run_id), ProvedLog(), None
     try:
         me = _read_identity(directory / "identity", report)
         found = found_checkpoints(directory, run, report)

@@ -24,7 +24,7 @@ LENGTH_BYTES = 8  # of the header's length, before it
 HEADER_BYTES_MAX = 2**24  # 1,024 layers with five copies of nine parameters take 6 MB
 
 
-class _Placed(Struct):
+class _TensorPlace(Struct):
     """A tensor's place, counted from the end of the header."""
 
     dtype: str
@@ -49,7 +49,7 @@ def differs(path: Path, number: int, weights: Iterable[tuple[str, Tensor, Sequen
         try:
             header = msgspec.json.decode(os.pread(descriptor, length, LENGTH_BYTES), type=dict[str, msgspec.Raw])
             for name, values, shape in weights:
-                found = msgspec.json.decode(header.get(f"weights.{name}", b"null"), type=_Placed)
+                found = msgspec.json.decode(header.get(f"weights.{name}", b"null"), type=_TensorPlace)
                 first, last = found.data_offsets
                 is_inside = 0 <= first <= last <= size - begin
                 is_like_it = (found.dtype, found.shape) == ("F32", tuple(shape)) and is_inside

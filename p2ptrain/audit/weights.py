@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from p2ptrain.audit.findings import Grade, Replay, Report
-from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, Proved
+from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, ProvedLog
 from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
@@ -105,7 +105,7 @@ class PayloadFiles:
         self.bytes_max = model.form.payload_bytes
         self.bad: set[bytes] = set()
 
-    def check(self, proved: Proved, report: Report) -> None:
+    def check(self, proved: ProvedLog, report: Report) -> None:
         """Checks every file against its name and against the rounds that took it."""
         taken = {each.payload: each for entry in proved.entries for each in entry.manifest.taken}
         whole = 0
@@ -195,7 +195,7 @@ def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[C
 
 
 def check_checkpoints(
-    found: list[Checkpoint | DataError], directory: Path, model: Model, proved: Proved, report: Report
+    found: list[Checkpoint | DataError], directory: Path, model: Model, proved: ProvedLog, report: Report
 ) -> list[State]:
     """Returns the checkpoints that are whole and on the history, by round."""
     checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(model.run.run_id))
@@ -240,7 +240,7 @@ def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
         return f"not readable as saved state ({error})"
 
 
-def _place(checkpoint: Checkpoint, proved: Proved, report: Report) -> State | None:
+def _place(checkpoint: Checkpoint, proved: ProvedLog, report: Report) -> State | None:
     """Places a checkpoint on the history; None if it cannot be used."""
     path, number, certified = checkpoint.path, checkpoint.round, proved.roots
     if not proved.states:
@@ -266,7 +266,7 @@ def _place(checkpoint: Checkpoint, proved: Proved, report: Report) -> State | No
     return None
 
 
-def _head_of(proved: Proved, number: int) -> bytes:
+def _head_of(proved: ProvedLog, number: int) -> bytes:
     """Returns the digest of a round's manifest; before the first, the agreed state's head."""
     found = [entry.manifest.digest for entry in proved.entries if entry.manifest.round == number]
     return found[0] if found else proved.states[0].head
@@ -276,7 +276,9 @@ def _head_of(proved: Proved, number: int) -> bytes:
 # The rounds again
 
 
-def replay(states: list[State], payloads: PayloadFiles, model: Model, proved: Proved, report: Report) -> Replay | None:
+def replay(
+    states: list[State], payloads: PayloadFiles, model: Model, proved: ProvedLog, report: Report
+) -> Replay | None:
     """Applies the certified rounds again and compares the roots; None if there is no state to begin with."""
     last = proved.entries[-1].manifest.round if proved.entries else 0
     if not states:
@@ -323,7 +325,9 @@ def replay(states: list[State], payloads: PayloadFiles, model: Model, proved: Pr
     return done
 
 
-def _content(entry: Entry, so_far: str, payloads: PayloadFiles, proved: Proved, report: Report) -> list[bytes] | None:
+def _content(
+    entry: Entry, so_far: str, payloads: PayloadFiles, proved: ProvedLog, report: Report
+) -> list[bytes] | None:
     """Returns the payloads that a round took; None, with a finding, where the replay ends."""
     number, size = entry.manifest.round, payloads.bytes_max * len(entry.manifest.taken)
     if size > (free := free_memory_bytes()):
@@ -339,7 +343,7 @@ def _content(entry: Entry, so_far: str, payloads: PayloadFiles, proved: Proved, 
     return content
 
 
-def _compare(number: int, root: bytes, start: State, saved: State | None, proved: Proved, report: Report) -> bool:
+def _compare(number: int, root: bytes, start: State, saved: State | None, proved: ProvedLog, report: Report) -> bool:
     """Compares the root of a replayed round with the certified one and the saved one."""
     certified = proved.roots.get(number)
     if certified is not None and certified != root:
@@ -353,7 +357,7 @@ def _compare(number: int, root: bytes, start: State, saved: State | None, proved
     return True
 
 
-def _tell_missing(states: list[State], payloads: PayloadFiles, proved: Proved, report: Report) -> None:
+def _tell_missing(states: list[State], payloads: PayloadFiles, proved: ProvedLog, report: Report) -> None:
     """Reports missing payloads that the node promises to keep, from the last adopted state on."""
     adopted = [state.round for state in states if state.is_adopted]
     needed = max(max(adopted, default=states[0].round), proved.kept_from)

@@ -77,13 +77,13 @@ def export(
     The copy includes the run's config and tokenizer, so that it can be read on its own.
     """
     from p2ptrain.node.find import choose_run
-    from p2ptrain.node.saved import Chosen, beside, newest_whole, reading, though_pruned
+    from p2ptrain.node.saved import JudgedCheckpoint, beside, newest_whole, reading, though_pruned
 
     node = node_config(config, data_dir)
     meant = choose_run(node, run)
     checkpoints = _checkpoints(node, meant)
 
-    def copy() -> Chosen:
+    def copy() -> JudgedCheckpoint:
         found = newest_whole(checkpoints, number)
         with reading(found.checkpoint):
             checkpoints.export(found.checkpoint, out, beside(node, meant))

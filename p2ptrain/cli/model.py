@@ -16,7 +16,7 @@ from p2ptrain.visible import visible
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig
     from p2ptrain.learn.model import Transformer
-    from p2ptrain.learn.sample import Wish
+    from p2ptrain.learn.sample import SampleRequest
     from p2ptrain.node.saved import SavedModel
 
 STDIN = "-"
@@ -76,15 +76,15 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has its options
 
     Uses the local daemon's model, or that of the newest certified checkpoint if no daemon runs.
     """
-    from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish, check
+    from p2ptrain.learn.sample import PROMPT_BYTES_MAX, SampleRequest, check
 
     if prompt == STDIN:
         prompt = _text(sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1))
-    wish = Wish(prompt, tokens, seed, temperature)
-    check(wish)
+    request = SampleRequest(prompt, tokens, seed, temperature)
+    check(request)
     node = node_config(config, data_dir)
-    text, why_not = _from_daemon(node, run, wish) if checkpoint is None and number is None else (None, "")
-    _show(_from_checkpoint(node, run, number, checkpoint, wish, why_not) if text is None else text)
+    text, why_not = _from_daemon(node, run, request) if checkpoint is None and number is None else (None, "")
+    _show(_from_checkpoint(node, run, number, checkpoint, request, why_not) if text is None else text)
 
 
 def _text(content: bytes) -> str:
@@ -97,7 +97,7 @@ def _text(content: bytes) -> str:
         raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
 
 
-def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | None, str]:
+def _from_daemon(node: NodeConfig, run: str | None, request: SampleRequest) -> tuple[str | None, str]:
     """Returns the daemon's text, or None and why the daemon does not answer, if it hangs.
 
     The reason is empty if no daemon runs, or if it takes part in another run.
@@ -112,7 +112,7 @@ def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | N
         status = ask(place, {"do": "status"})
         if not str(status["run_id"]).startswith(run or ""):
             return None, ""
-        return str(ask(place, {"do": "sample", **msgspec.structs.asdict(wish)})["text"]), ""
+        return str(ask(place, {"do": "sample", **msgspec.structs.asdict(request)})["text"]), ""
     except SilentDaemonError as error:
         return None, str(error)
     except NoDaemonError:
@@ -120,7 +120,12 @@ def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | N
 
 
 def _from_checkpoint(
-    node: NodeConfig, run: str | None, number: int | None, directory: Path | None, wish: Wish, why_no_daemon: str
+    node: NodeConfig,
+    run: str | None,
+    number: int | None,
+    directory: Path | None,
+    request: SampleRequest,
+    why_no_daemon: str,
 ) -> str:
     from p2ptrain.learn.export import load_model
     from p2ptrain.learn.sample import sample
@@ -140,7 +145,7 @@ def _from_checkpoint(
         age = duration(max(0.0, time() - saved_at))
         typer.echo(f"{why_no_daemon}. Using a checkpoint instead, saved {age} ago:", err=True)
     typer.echo(_which(found), err=True)  # stdout is for the text
-    return sample(model, found.tokenizer, wish)
+    return sample(model, found.tokenizer, request)
 
 
 def _which(found: SavedModel) -> str:

@@ -36,19 +36,19 @@ def report(
     from p2ptrain.node.control import ask
     from p2ptrain.node.directories import data_directory, run_directory
     from p2ptrain.node.find import choose_run
-    from p2ptrain.observe.export import exported, read_lived
+    from p2ptrain.observe.export import exported, read_recorded_run
     from p2ptrain.observe.tracking import line_of
 
     chosen = choose_run(node, run)
-    lived = read_lived(chosen, run_directory(node, bytes.fromhex(chosen.run_id)))
+    recorded_run = read_recorded_run(chosen, run_directory(node, bytes.fromhex(chosen.run_id)))
     path = out or Path(f"{chosen.name}-{chosen.run_id[:8]}.{'jsonl' if jsonl else 'html'}")
     if jsonl:
-        text = "".join(f"{line_of(each)}\n" for each in lived.rounds)
+        text = "".join(f"{line_of(each)}\n" for each in recorded_run.rounds)
     else:
         try:
             status = ask(data_directory(node), {"do": "status"})
         except P2ptrainError:  # no daemon runs, or it is busy: the page omits its status
             status = None
-        text = exported(lived, status if status and status["run_id"] == chosen.run_id else None)
+        text = exported(recorded_run, status if status and status["run_id"] == chosen.run_id else None)
     replace_file(path, text.encode(), mode=MODE)
     typer.echo(path)

@@ -53,7 +53,7 @@ class Stage(IntEnum):
     PRECOMMIT = 3
 
 
-class Say(Struct, frozen=True):
+class CastVote(Struct, frozen=True):
     """Cast this vote."""
 
     view: int
@@ -69,7 +69,7 @@ class Propose(Struct, frozen=True):
     valid: Proposal | None
 
 
-class Entered(Struct, frozen=True):
+class ViewEntered(Struct, frozen=True):
     """A later view has begun: publish again the messages that still hold."""
 
     view: int
@@ -80,7 +80,7 @@ class Decided(Struct, frozen=True):
     manifest: bytes
 
 
-Act: TypeAlias = Say | Propose | Entered | Decided
+Act: TypeAlias = CastVote | Propose | ViewEntered | Decided
 
 
 class View:
@@ -345,7 +345,7 @@ class Agreement:
             return self.advance(now)  # not a member: only watch
         assert place not in self.said, "a member votes once per view and ballot"
         self.said[place] = manifest
-        return Say(self.view, ballot, manifest)
+        return CastVote(self.view, ballot, manifest)
 
     def _enter(self, number: int, now: float) -> Act:
         self.view, self.stage = number, Stage.PROPOSE
@@ -355,12 +355,12 @@ class Agreement:
         self.views = {at: view for at, view in self.views.items() if at >= number - VIEWS_BEHIND or at in kept}
         self.views.setdefault(number, View())
         self.ahead = {author: at for author, at in self.ahead.items() if at > number}
-        return Entered(number)
+        return ViewEntered(number)
 
     # -----------------------------------------------------------------------------------------------
     # Queries
 
-    def pass_by(self, number: int) -> list[Say]:
+    def pass_by(self, number: int) -> list[CastVote]:
         """Returns nil votes for a view that we skipped, to help a member that is still in it.
 
         That member needs a quorum there to move on. Others may have crashed and their votes be lost, and if the
@@ -371,7 +371,7 @@ class Agreement:
             return []
         missing = [ballot for ballot in Ballot if (number, ballot) not in self.said]
         self.said |= {(number, ballot): NOTHING for ballot in missing}
-        return [Say(number, ballot, NOTHING) for ballot in missing]
+        return [CastVote(number, ballot, NOTHING) for ballot in missing]
 
     def count(self, number: int, ballot: Ballot, manifest: bytes) -> int:
         view = self.views.get(number)

@@ -42,7 +42,7 @@ SAID_MAX = 256  # messages of a round: three a view, and peers accept those of 6
 BACKING_BYTES_MAX = 2**26  # for all rounds but the current one, which takes as much as its messages: 30 MB at most
 
 
-class Words(Struct):
+class OwnMessages(Struct):
     """Our messages of one round of one branch, which we must not contradict."""
 
     said: list[Said]
@@ -80,7 +80,7 @@ class Context:
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
         self.heard_at: dict[bytes, float] = {}  # by member: its last message about the current round
         self.silent: dict[bytes, int] = {}  # by branch: the last round in which we stay silent
-        self.said: dict[tuple[bytes, int], Words] = {}  # by branch and round: messages that may be sent only once
+        self.said: dict[tuple[bytes, int], OwnMessages] = {}  # by branch and round: messages that may be sent only once
         self.regroups: dict[tuple[bytes, bytes], Said] = {}  # by branch and parent: our newest regroup
         self.here: tuple[bytes, int] = (b"", -1)  # the current branch and round
         self.silent_everywhere = -1  # the same for any branch: our record of it is lost
@@ -147,7 +147,7 @@ class Context:
             return
         assert isinstance(content, Announcement | Proposal | Vote), "no other kind may be sent only once"
         place = content.branch, content.round
-        words = self.said.pop(place, None) or Words([])
+        words = self.said.pop(place, None) or OwnMessages([])
         self.said[place] = words  # at the end: the least recently used are forgotten first
         if isinstance(content, Vote) and content.ballot is Ballot.PRECOMMIT and content.manifest != NOTHING:
             words.drop_backing()  # those of an older lock

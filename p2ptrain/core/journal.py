@@ -24,7 +24,7 @@ REGROUPS_KEPT = 64  # own signatures under regroups
 
 
 @dataclass(frozen=True, slots=True)
-class Certainty:
+class HistoryVerdict:
     """A verdict on a saved state by the history, with the reason."""
 
     verdict: Literal["certified", "followed", "open", "refuted"]  # followed: it follows a manifest of the history
@@ -161,7 +161,7 @@ class Journal:
             halted=self.halted,
         )
 
-    def judge(self, number: int, head: bytes, root: bytes) -> Certainty:
+    def judge(self, number: int, head: bytes, root: bytes) -> HistoryVerdict:
         """Judges a state of the trainer after round `number` and the manifest `head` (empty if unknown).
 
         Its root is certified by the manifest of a later round, so the newest state often has no proof yet.
@@ -170,13 +170,13 @@ class Journal:
         if number in roots:
             certified = roots[number]
             if certified == root:
-                return Certainty("certified", "certified by this node's log")
+                return HistoryVerdict("certified", "certified by this node's log")
             what = f"round {number} was certified with the root {certified.hex()[:16]}"
-            return Certainty("refuted", f"{what}, but this state has {root.hex()[:16]}")
+            return HistoryVerdict("refuted", f"{what}, but this state has {root.hex()[:16]}")
         heads = [state.head for state in states if state.round == number]
         if heads and head and head not in heads:
-            return Certainty("refuted", f"it follows another manifest of round {number} than the one in the log")
+            return HistoryVerdict("refuted", f"it follows another manifest of round {number} than the one in the log")
         why, newest = f"the log has no certified root for round {number}", self.state.root_round
         if number > newest:
             why = f"the newest certified root in the log is of round {newest}, before round {number}"
-        return Certainty("followed" if head in heads else "open", why)
+        return HistoryVerdict("followed" if head in heads else "open", why)

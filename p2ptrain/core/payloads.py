@@ -30,7 +30,7 @@ CLAIMS_MAX = ADMITTED_MAX  # per payload: nobody else may announce it
 PAYLOADS_MAX = 16 * ADMITTED_MAX  # on offer, or certified and not yet applied
 
 
-class Want(Struct):
+class WantedPayload(Struct):
     claims: dict[bytes, int]  # by author: the length in bytes that it claimed last
     sources: dict[bytes, None]  # peers that may have it
     is_old: bool = False  # already agreed on: its author may be gone, but every member has it
@@ -51,7 +51,7 @@ class Payloads:
         self.context = context
         self.held: dict[bytes, bool] = {}  # True if it was found good
         self.sizes: dict[bytes, int] = {}  # lengths in bytes, where known
-        self.wanted: dict[bytes, Want] = {}
+        self.wanted: dict[bytes, WantedPayload] = {}
         self.deadline: float | None = None
 
     def is_good(self, payload: bytes, payload_bytes: int = 0) -> bool:
@@ -80,7 +80,7 @@ class Payloads:
         if want is None:
             if len(self.wanted) >= PAYLOADS_MAX:
                 return
-            want = self.wanted[payload] = Want({}, {})
+            want = self.wanted[payload] = WantedPayload({}, {})
         is_new = want.claims.get(author) != payload_bytes and (author in want.claims or len(want.claims) < CLAIMS_MAX)
         if is_new:
             want.claims[author] = payload_bytes
@@ -99,13 +99,13 @@ class Payloads:
         if want is not None and len(want.sources) < 4 * SOURCES_MAX and source != self.context.me:
             want.sources.setdefault(source)
 
-    def _fetch(self, payload: bytes, want: Want) -> None:
+    def _fetch(self, payload: bytes, want: WantedPayload) -> None:
         want.asked = sum(self._fetch_claim(payload, want, author) for author in want.claims)
         want.tries += 1
         want.next_at = self.context.now + ANSWER_SECONDS
         self._reschedule()
 
-    def _fetch_claim(self, payload: bytes, want: Want, author: bytes) -> int:
+    def _fetch_claim(self, payload: bytes, want: WantedPayload, author: bytes) -> int:
         """Fetches a payload as one author has announced it, and returns the number of sources."""
         context = self.context
         others = context.reputation.preferred([peer for peer in want.sources if peer != author], context.now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2ptrain.core.agreement import Agreement, Decided, Entered, Heard, Judgement, Propose, Say
+from p2ptrain.core.agreement import Agreement, CastVote, Decided, Heard, Judgement, Propose, ViewEntered
 from p2ptrain.core.arrivals import SLACK
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
@@ -41,7 +41,7 @@ WAIT_SHARE = 0.25  # of the first view, at most: the others' timers run, and mes
 
 
 @dataclass(slots=True)
-class Judged:
+class ProposalCheck:
     """The result of checking a proposal so far."""
 
     manifest: Manifest | None = None
@@ -66,7 +66,7 @@ class Round:
         self.available: dict[bytes, list[Received]] = {}  # by member
         self.first_available_at: float | None = None
         self.propose_at: float | None = None
-        self.judged: dict[bytes, Judged] = {}  # by the digest of the proposal
+        self.judged: dict[bytes, ProposalCheck] = {}  # by the digest of the proposal
         self.manifests: dict[bytes, Manifest] = {}  # computed manifests, by digest
         self.questions = Questions(context)
         self.draft: tuple[tuple[bytes, ...], Manifest] | None = None
@@ -322,7 +322,7 @@ class Round:
         if judged is None:
             while len(self.judged) >= JUDGED_MAX:
                 del self.judged[next(iter(self.judged))]
-            judged = self.judged[received.digest] = Judged()
+            judged = self.judged[received.digest] = ProposalCheck()
         if judged.is_held:
             return Judgement.HELD
         if judged.is_bad:
@@ -334,7 +334,7 @@ class Round:
         judged.is_held = self._payloads_are_here(judged.manifest)
         return Judgement.HELD if judged.is_held else Judgement.KNOWN
 
-    def _work_out(self, received: Received, judged: Judged) -> None:
+    def _work_out(self, received: Received, judged: ProposalCheck) -> None:
         proposal = read(received, Proposal)
         if len(proposal.availabilities) != self.roster.quorum:
             judged.is_bad = True
@@ -364,11 +364,11 @@ class Round:
         agreement, context = self.agreement, self.context
         while True:
             match agreement.advance(context.now):
-                case Say(view=view, ballot=ballot, manifest=manifest):
+                case CastVote(view=view, ballot=ballot, manifest=manifest):
                     self._vote(view, ballot, manifest)
                 case Propose(view=view, valid_view=valid_view, valid=valid):
                     self._propose(view, valid_view, valid)
-                case Entered():
+                case ViewEntered():
                     self.say_again()
                 case Decided() | None:
                     return

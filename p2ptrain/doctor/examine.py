@@ -26,7 +26,7 @@ from p2ptrain.errors import (
     SilentDaemonError,
 )
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Need, need_of, rooms_of
+from p2ptrain.learn.memory import Need, demands_of, need_of
 from p2ptrain.net import questions
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node import control
@@ -70,7 +70,7 @@ class RunHere:
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class NodeFacts:
     """The node under examination."""
 
     config: NodeConfig
@@ -96,17 +96,17 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
     daemon_check = Check("daemon", lambda: look_for_daemon(data_directory(config)), 2 * DAEMON_SECONDS, "warning")
     daemon = in_time(daemon_check) or DaemonHere(daemon_check.too_late)
     yield from daemon.found
-    patient = Patient(config, is_asked_outside, daemon)
-    yield from within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
-    yield from within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
-    yield from within(Check("data directory", lambda: look_at_directory(patient), QUICK_SECONDS))
-    yield from within(Check("ports", lambda: look_at_ports(patient), QUICK_SECONDS))
-    outside = look_outside(patient)
+    facts = NodeFacts(config, is_asked_outside, daemon)
+    yield from within(Check("python", lambda: look_at_programs(facts), QUICK_SECONDS))
+    yield from within(Check("device", lambda: look_at_device(facts), TORCH_SECONDS))
+    yield from within(Check("data directory", lambda: look_at_directory(facts), QUICK_SECONDS))
+    yield from within(Check("ports", lambda: look_at_ports(facts), QUICK_SECONDS))
+    outside = look_outside(facts)
     yield from outside.found
-    run_check = Check("run", lambda: look_at_run(patient, outside), TORCH_SECONDS)
+    run_check = Check("run", lambda: look_at_run(facts, outside), TORCH_SECONDS)
     here = in_time(run_check) or RunHere(run_check.too_late)
     yield from here.found
-    yield from within(Check("disk speed", lambda: look_at_speed(patient, here.need), DISK_SECONDS))
+    yield from within(Check("disk speed", lambda: look_at_speed(facts, here.need), DISK_SECONDS))
 
 
 def look_for_daemon(directory: Path) -> DaemonHere:
@@ -129,38 +129,38 @@ def look_for_daemon(directory: Path) -> DaemonHere:
     return DaemonHere([found], status, is_answering=True)
 
 
-def look_at_programs(patient: Patient) -> list[Diagnosis]:
+def look_at_programs(facts: NodeFacts) -> list[Diagnosis]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         machine.check_python(),
         machine.check_torch(machine.installed("torch")),
-        *machine.check_p2pd(patient.config.network.listen, machine.installed("hivemind")),
-        *machine.check_tracking(patient.config.tracking),
+        *machine.check_p2pd(facts.config.network.listen, machine.installed("hivemind")),
+        *machine.check_tracking(facts.config.tracking),
         machine.check_files(soft, hard),
     ]
 
 
-def look_at_device(patient: Patient) -> list[Diagnosis]:
-    return [machine.check_device(patient.config.device, machine.look_at_hardware(), machine.try_device)]
+def look_at_device(facts: NodeFacts) -> list[Diagnosis]:
+    return [machine.check_device(facts.config.device, machine.look_at_hardware(), machine.try_device)]
 
 
-def look_at_directory(patient: Patient) -> list[Diagnosis]:
-    note = patient.directory / control.NAME
+def look_at_directory(facts: NodeFacts) -> list[Diagnosis]:
+    note = facts.directory / control.NAME
     return [
-        disk.check_writable(patient.directory),
-        disk.check_key(identity_file(patient.config)),
-        disk.check_locks(patient.directory, identity_file(patient.config), note, patient.daemon.is_answering),
+        disk.check_writable(facts.directory),
+        disk.check_key(identity_file(facts.config)),
+        disk.check_locks(facts.directory, identity_file(facts.config), note, facts.daemon.is_answering),
     ]
 
 
-def look_at_ports(patient: Patient) -> list[Diagnosis]:
-    url = patient.status["http"] if patient.status else None
-    if patient.daemon.is_answering and patient.status is None:
+def look_at_ports(facts: NodeFacts) -> list[Diagnosis]:
+    url = facts.status["http"] if facts.status else None
+    if facts.daemon.is_answering and facts.status is None:
         return [Diagnosis("ports", "good", "not tried: the node is about to start")]
-    named = patient.config.network
+    named = facts.config.network
     return [
-        *network.check_listen(named.listen, patient.daemon.is_answering, gives_way=not named.has_chosen_port),
-        network.check_http(patient.config.http, url),
+        *network.check_listen(named.listen, facts.daemon.is_answering, gives_way=not named.has_chosen_port),
+        network.check_http(facts.config.http, url),
     ]
 
 
@@ -168,14 +168,14 @@ def look_at_ports(patient: Patient) -> list[Diagnosis]:
 # The run
 
 
-def look_at_run(patient: Patient, outside: Outside) -> RunHere:
+def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     """Compares the run's needs with this machine: the run of the daemon here, of a named peer, or the largest of
     those on the disk."""
-    config, run = patient.config, outside.run
+    config, run = facts.config, outside.run
     if run is None:
         stored = stored_runs(config)
-        if patient.status is not None:
-            stored = [each for each in stored if each.run_id == patient.status["run_id"]]
+        if facts.status is not None:
+            stored = [each for each in stored if each.run_id == facts.status["run_id"]]
         needs = [(need_of(each), each) for each in stored]
         if not needs:
             fix = "Name a node of the run with --bootstrap, to learn what it takes"
@@ -186,12 +186,12 @@ def look_at_run(patient: Patient, outside: Outside) -> RunHere:
         need = need_of(run)
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
-        taken = _taken_by(patient.directory) if patient.daemon.is_answering else None  # what it has taken is its own
-        found += machine.check_memory(rooms_of(run, config.device, taken), config.limits.memory_bytes)
+        taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # what it has taken is its own
+        found += machine.check_memory(demands_of(run, config.device, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
     directory = run_directory(config, bytes.fromhex(run.run_id))
-    members = len(patient.status["roster"]) if patient.status else 0
+    members = len(facts.status["roster"]) if facts.status else 0
     contributors = max(members, outside.members, CONTRIBUTORS_USUAL)
     free, used = psutil.disk_usage(str(disk.standing(directory))).free, _size_of(directory)
     found.append(disk.check_space(need, run, config.storage.checkpoints_kept, contributors, free, used))
@@ -217,20 +217,20 @@ def _size_of(directory: Path) -> int:
     return total
 
 
-def look_at_speed(patient: Patient, need: Need | None) -> list[Diagnosis]:
-    free = psutil.disk_usage(str(disk.standing(patient.directory))).free
-    return [disk.check_speed(patient.directory, need, free)]
+def look_at_speed(facts: NodeFacts, need: Need | None) -> list[Diagnosis]:
+    free = psutil.disk_usage(str(disk.standing(facts.directory))).free
+    return [disk.check_speed(facts.directory, need, free)]
 
 
 # ---------------------------------------------------------------------------------------------------
 # Outside
 
 
-def look_outside(patient: Patient) -> Outside:
+def look_outside(facts: NodeFacts) -> Outside:
     """Asks peers about time and addresses; remembered ones only for the time, unless others are named."""
-    addresses = list(patient.config.network.bootstrap) or _remembered(patient)
+    addresses = list(facts.config.network.bootstrap) or _remembered(facts)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
-    told = patient.status["addresses"] if patient.status else None
+    told = facts.status["addresses"] if facts.status else None
     if not addresses:
         what = "none is known: clock, NAT and bandwidth are not checked"
         unknown = Diagnosis("peers", "warning", what, "Name a node with --bootstrap")
@@ -238,17 +238,17 @@ def look_outside(patient: Patient) -> Outside:
 
     async def look() -> Outside:
         async with asyncio.timeout(NETWORK_SECONDS), AsyncExitStack() as stack:
-            transport = await _open(stack, patient.config)
-            sights, trouble, reached = await network.ask_peers(transport, addresses)
+            transport = await _open(stack, facts.config)
+            answers, trouble, reached = await network.ask_peers(transport, addresses)
             ports = [int(port) for each in transport.addresses() for port in re.findall(r"/(?:tcp|udp)/([0-9]+)", each)]
-            is_named = bool(patient.config.network.bootstrap)
+            is_named = bool(facts.config.network.bootstrap)
             found = network.judge_peers(len(addresses[: network.PEERS_ASKED]), len(reached), trouble, is_named)
             if reached:
-                found += [network.judge_clock(sights), network.judge_nat(sights, own, ports)]
-            found.append(network.judge_reach(told, sights, own))
-            if not reached or not patient.is_asked_outside:
+                found += [network.judge_clock(answers), network.judge_nat(answers, own, ports)]
+            found.append(network.judge_reach(told, answers, own))
+            if not reached or not facts.is_asked_outside:
                 return Outside(found)
-            offered = await _look_at_offers(patient, transport, addresses)
+            offered = await _look_at_offers(facts, transport, addresses)
             return replace(offered, found=found + offered.found)
 
     try:
@@ -260,10 +260,10 @@ def look_outside(patient: Patient) -> Outside:
         return Outside([Diagnosis("peers", "failed", f"p2pd cannot be used: {error}")])
 
 
-def _remembered(patient: Patient) -> list[str]:
+def _remembered(facts: NodeFacts) -> list[str]:
     found: list[str] = []
-    for run in stored_runs(patient.config):
-        found += remembered_peers(run_directory(patient.config, bytes.fromhex(run.run_id)))
+    for run in stored_runs(facts.config):
+        found += remembered_peers(run_directory(facts.config, bytes.fromhex(run.run_id)))
     return list(dict.fromkeys(found))[: network.PEERS_ASKED]
 
 
@@ -278,15 +278,15 @@ async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
     return transport
 
 
-async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> Outside:
+async def _look_at_offers(facts: NodeFacts, transport: Transport, addresses: Sequence[str]) -> Outside:
     """Finds the named nodes' run and measures how fast they send."""
     found, _ = await ask_around(transport, addresses)
     if not found:
         return Outside([Diagnosis("bandwidth", "warning", "not measured: the named nodes take part in no run")])
-    ours = bytes.fromhex(patient.status["run_id"]) if patient.status else b""
+    ours = bytes.fromhex(facts.status["run_id"]) if facts.status else b""
     run_id = ours if ours in found else max(found, key=lambda each: found[each][0].members)
     info, peers = found[run_id]
-    limit = patient.config.limits.download_bytes_per_second
+    limit = facts.config.limits.download_bytes_per_second
     for peer in peers:
         try:
             run = RunConfig.from_canonical(await questions.ask_config(transport, peer, run_id))

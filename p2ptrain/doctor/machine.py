@@ -16,7 +16,7 @@ from pathlib import Path
 from p2ptrain.config import DeviceConfig, TrackingConfig
 from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DeviceError
-from p2ptrain.learn.memory import Room
+from p2ptrain.learn.memory import MemoryDemand
 from p2ptrain.learn.shortage import mega
 from p2ptrain.net.libp2p.process import CONNECTIONS_HIGH, find_binary
 from p2ptrain.net.transport import TransportError
@@ -165,19 +165,19 @@ def try_device(name: str) -> None:
     check_exactness(64, torch.device(name))
 
 
-def check_memory(rooms: Sequence[Room], limit: int) -> list[Diagnosis]:
+def check_memory(demands: Sequence[MemoryDemand], limit: int) -> list[Diagnosis]:
     """Compares needs and memory as a start does. `limit` is the config's limit on main memory; 0: none."""
     found = []
-    for each in rooms:
+    for each in demands:
         text = f"{each.takes} are needed; {mega(each.free)} of {mega(each.total)} are free"
-        name = "memory" if each is rooms[0] else "device memory"
+        name = "memory" if each is demands[0] else "device memory"
         if each.level == "good":
             close = each.needed * TIGHT > each.free
             found.append(Diagnosis(name, "warning" if close else "good", text, CLOSE if close else ""))
         else:
             found.append(Diagnosis(name, each.level, text, LESS_MEMORY))
-    if limit and rooms[0].needed > limit:
-        text = f"{mega(rooms[0].needed)} are needed, and limits.memory_bytes allows {mega(limit)}"
+    if limit and demands[0].needed > limit:
+        text = f"{mega(demands[0].needed)} are needed, and limits.memory_bytes allows {mega(limit)}"
         found.append(Diagnosis("memory limit", "failed", text, "Raise limits.memory_bytes, or train a smaller run"))
     return found
 

@@ -96,7 +96,7 @@ def check_http(config: HttpConfig, url: str | None) -> Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class PeerAnswer:
     """One peer's answer about us, and how long it took."""
 
     address: str  # of the peer
@@ -105,23 +105,27 @@ class Sight:
     seen_at: str = ""  # our address, as it sees it
 
 
-async def look_from(transport: Transport, peer: bytes, address: str, clock: Callable[[], float] = time.time) -> Sight:
+async def look_from(
+    transport: Transport, peer: bytes, address: str, clock: Callable[[], float] = time.time
+) -> PeerAnswer:
     """Estimates the clock's offset as NTP does, taking the answer to be from the middle of the exchange."""
-    best: Sight | None = None
+    best: PeerAnswer | None = None
     for _ in range(TRIES):
         before = clock()
         seen = await questions.ask_seen(transport, peer)
         after = clock()
         offset, uncertain = seen.milliseconds / 1_000 - (before + after) / 2, (after - before) / 2
         if best is None or uncertain < best.uncertain_seconds:
-            best = Sight(address, offset, uncertain, seen.address)
+            best = PeerAnswer(address, offset, uncertain, seen.address)
     assert best is not None
     return best
 
 
-async def ask_peers(transport: Transport, addresses: Sequence[str]) -> tuple[list[Sight], list[Diagnosis], list[bytes]]:
+async def ask_peers(
+    transport: Transport, addresses: Sequence[str]
+) -> tuple[list[PeerAnswer], list[Diagnosis], list[bytes]]:
     """Asks peers and returns their answers, diagnoses of those that gave none, and who was reached."""
-    found: list[Sight] = []
+    found: list[PeerAnswer] = []
     trouble: list[Diagnosis] = []
     reached: list[bytes] = []
 
@@ -163,14 +167,14 @@ def judge_peers(asked: int, reached: int, trouble: Sequence[Diagnosis], is_named
     return [*trouble, Diagnosis("peers", "good", f"{reached} of {asked} answer")]
 
 
-def judge_clock(sights: Sequence[Sight]) -> Diagnosis:
+def judge_clock(answers: Sequence[PeerAnswer]) -> Diagnosis:
     """Judges this machine's clock by the median of the peers': one peer may be wrong itself."""
-    if not sights:
+    if not answers:
         return Diagnosis("clock", "warning", "unknown: no peer sent its time", "Name a node with --bootstrap")
-    offset = statistics.median(each.offset_seconds for each in sights)
-    uncertain = max(each.uncertain_seconds for each in sights)
+    offset = statistics.median(each.offset_seconds for each in answers)
+    uncertain = max(each.uncertain_seconds for each in answers)
     way = "behind" if offset > 0 else "ahead of"
-    peers = "a peer" if len(sights) == 1 else f"{len(sights)} peers"
+    peers = "a peer" if len(answers) == 1 else f"{len(answers)} peers"
     text = f"{abs(offset):.2f} s {way} {peers}, give or take {uncertain:.2f} s"
     fix = "Set the clock by NTP (timedatectl set-ntp true), or find out whether it is the peer's that is wrong"
     if abs(offset) - uncertain > SKEW_REFUSED_SECONDS:
@@ -184,11 +188,11 @@ def judge_clock(sights: Sequence[Sight]) -> Diagnosis:
 PLACE = re.compile(r"/ip[46]/([0-9A-Fa-f.:]{2,45})/(tcp|udp)/([0-9]{1,5})(/|\Z)")
 
 
-def places_of(sights: Sequence[Sight]) -> list[tuple[str, int]]:
+def places_of(answers: Sequence[PeerAnswer]) -> list[tuple[str, int]]:
     """Returns the hosts and ports at which peers see us. A peer in our own network sees what none outside
     does, so those outside go first; what a peer tells that is no address is ignored."""
     found = []
-    for each in sights:
+    for each in answers:
         match = PLACE.match(each.seen_at)
         try:
             if match and (host := ipaddress.ip_address(match[1])):
@@ -198,11 +202,11 @@ def places_of(sights: Sequence[Sight]) -> list[tuple[str, int]]:
     return [each for each in found if _is_global(each[0])] or found
 
 
-def judge_nat(sights: Sequence[Sight], own: Sequence[str], listen_ports: Sequence[int]) -> Diagnosis:
+def judge_nat(answers: Sequence[PeerAnswer], own: Sequence[str], listen_ports: Sequence[int]) -> Diagnosis:
     """Judges the kind of NAT; `own` are this machine's addresses, the ports those of the asking p2pd."""
-    places = places_of(sights)
+    places = places_of(answers)
     if not places:
-        if any("/p2p-circuit" in each.seen_at for each in sights):
+        if any("/p2p-circuit" in each.seen_at for each in answers):
             return Diagnosis("nat", "warning", "peers are reached through a relay only", "Open a port, if you can")
         return Diagnosis("nat", "warning", "unknown: no peer said at which address it sees this machine")
     hosts, ports = {host for host, _ in places}, {port for _, port in places}
@@ -250,11 +254,11 @@ def _reach_of_daemon(told: Sequence[str]) -> Diagnosis:
     return Diagnosis("reachability", "warning", text, fix)
 
 
-def judge_reach(told: Sequence[str] | None, sights: Sequence[Sight], own: Sequence[str]) -> Diagnosis:
+def judge_reach(told: Sequence[str] | None, answers: Sequence[PeerAnswer], own: Sequence[str]) -> Diagnosis:
     """Judges reachability; `told` are the running node's addresses as its p2pd found them, None if none runs."""
     if told is not None:
         return _reach_of_daemon(told)
-    hosts = {host for host, _ in places_of(sights)}
+    hosts = {host for host, _ in places_of(answers)}
     if not hosts:
         fix = "Name a node with --bootstrap, or look again while the node runs"
         return Diagnosis("reachability", "warning", "not known", fix)

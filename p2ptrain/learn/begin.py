@@ -29,7 +29,7 @@ EMBEDDED = "embedded"
 HELD_OUT = Fraction(1, 50)  # of the embedded corpus: 100 KB
 
 
-class Begun(NamedTuple):
+class NewRun(NamedTuple):
     """A sealed run, its data set and its first weights."""
 
     run: RunConfig  # sealed
@@ -37,7 +37,7 @@ class Begun(NamedTuple):
     state: bytes  # the first weights, as the state root is made of them
 
 
-def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Path | None = None) -> Begun:
+def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Path | None = None) -> NewRun:
     """Seals `run`. The embedded data set is made in `directory`; any other is read from `dataset`.
 
     founders: public keys in hex. Idempotent: called again with the original or the sealed run, it returns the same
@@ -58,7 +58,7 @@ def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Pat
     except ValidationError as error:  # all else was valid before
         mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
         raise ConfigError(mistake.what, key=mistake.key, fix=mistake.fix) from error
-    return Begun(sealed, data.directory, bytes(octets(weights)))
+    return NewRun(sealed, data.directory, bytes(octets(weights)))
 
 
 def first_weights(run: RunConfig) -> Tensor:

@@ -33,7 +33,7 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_all, write_file
 from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Transformer, parameter_count
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
-from p2ptrain.learn.sample import Wish
+from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
 
 MODE = 0o666  # less what the user's umask forbids: an export is made to be handed on
@@ -206,7 +206,7 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
 
 
 def _generation_config(end: int) -> dict[str, Any]:
-    temperature = Wish("", 1, 0).temperature
+    temperature = SampleRequest("", 1, 0).temperature
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}  # from all tokens, as we do
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, **drawn}
 

@@ -102,7 +102,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryDemand:
     """A run's demand on one memory, with that memory's total and free size."""
 
     what: str  # main memory, or a device
@@ -123,7 +123,7 @@ class Room:
         return "warning" if self.needed > self.free else "good"
 
 
-def rooms_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> list[Room]:
+def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> list[MemoryDemand]:
     """Compares demand and size of main memory, then of the device's own, if it has one. DeviceError if it is not there.
 
     taken: bytes that the node occupies already; by default this process's
@@ -136,15 +136,15 @@ def rooms_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> 
         taken = int(memory.rss - getattr(memory, "shared", 0))
     kind = device.type
     free, total = free_memory_bytes() + taken, memory_bytes()
-    rooms = [Room("main memory", need.main(kind), least.main(kind), free, total, need.formula(kind))]
+    demands = [MemoryDemand("main memory", need.main(kind), least.main(kind), free, total, need.formula(kind))]
     if kind == "cuda":
         try:
             free, total = torch.cuda.mem_get_info(device)
         except RuntimeError as error:  # others have taken all of it
             fix = "Close other programs that use it, or set device.name"
             raise DeviceError(f"{device} cannot be opened: {str(error).splitlines()[0]}", fix=fix) from error
-        rooms.append(Room(str(device), need.trainer, least.trainer, free, total, need.of_trainer()))
-    return rooms
+        demands.append(MemoryDemand(str(device), need.trainer, least.trainer, free, total, need.of_trainer()))
+    return demands
 
 
 def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:

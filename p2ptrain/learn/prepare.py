@@ -51,7 +51,7 @@ BATCH_BYTES = 2**20  # text that is tokenized at a time: enough to keep every co
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class DatasetSummary:
     """Summary of a data set that `prepare` made."""
 
     digest: str  # of the manifest
@@ -69,7 +69,7 @@ def prepare(
     tokenizer: Tokenizer,
     held_out: Fraction,
     progress: Progress,
-) -> Prepared:
+) -> DatasetSummary:
     """Makes a data set in the directory `out` of the embedded corpus, if asked for, and of `files`, in this order.
 
     The text may be of any size; memory does not grow with it, but for the longest JSON line. A directory
@@ -109,7 +109,7 @@ def prepare(
             replace_file(out / TOKENIZER_NAME, tokenizer.file_bytes, mode=READABLE)
         replace_file(out / MANIFEST_NAME, encoded, mode=READABLE)
         sync(out)
-    return Prepared(
+    return DatasetSummary(
         digest=manifest_digest(encoded),
         tokens=reading.training.tokens,
         held_out_tokens=reading.held_out.tokens,

@@ -23,7 +23,7 @@ TOKENS_MAX = 4_096  # minutes, in which this node trains nothing
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # beyond these, fp32 probabilities underflow or are all equal
 
 
-class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for a sample, from a command line or through the daemon's socket."""
 
     prompt: str
@@ -35,24 +35,24 @@ class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def sample(
     model: Transformer,
     tokenizer: Tokenizer,
-    wish: Wish,
+    request: SampleRequest,
     on_token: Callable[[], None] = lambda: None,
 ) -> str:
-    """Returns the prompt and its continuation; on one device the same text for the same wish.
+    """Returns the prompt and its continuation; on one device the same text for the same request.
 
     `on_token` is called before each token is drawn; whatever it raises ends the drawing.
     """
     import torch  # noqa: PLC0415  # two seconds, in which an error could be told
 
-    check(wish)
-    given, end = tokenizer.encode(wish.prompt).tolist(), tokenizer.end_of_document
+    check(request)
+    given, end = tokenizer.encode(request.prompt).tolist(), tokenizer.end_of_document
     device = model.embed_tokens.weight.device
-    generator = torch.Generator(device).manual_seed(wish.seed)
+    generator = torch.Generator(device).manual_seed(request.seed)
     text = torch.tensor([[end, *given]], device=device)
     begin = text.shape[1]
-    for _ in range(wish.tokens):
+    for _ in range(request.tokens):
         on_token()
-        text = model.generate(text, 1, wish.temperature, generator)
+        text = model.generate(text, 1, request.temperature, generator)
         if int(text[0, -1]) == end:
             break
     drawn = text[0, begin:].tolist()
@@ -61,30 +61,30 @@ def sample(
     return tokenizer.decode([*given, *drawn])
 
 
-def read_wish(content: object) -> Wish:
+def read_request(content: object) -> SampleRequest:
     """Reads a request; raises ConfigError if it is malformed."""
     try:
-        wish = msgspec.convert(content, Wish)
+        request = msgspec.convert(content, SampleRequest)
     except msgspec.ValidationError as error:
         fix = "Ask for prompt (text), tokens and seed (whole numbers) and temperature (a number)"
         raise ConfigError(str(error), key="sample", fix=fix) from error
-    check(wish)
-    return wish
+    check(request)
+    return request
 
 
-def check(wish: Wish) -> None:
+def check(request: SampleRequest) -> None:
     """Raises ConfigError if the requested sample cannot be drawn."""
     try:
-        prompt = wish.prompt.encode()
+        prompt = request.prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
     if len(prompt) > PROMPT_BYTES_MAX:
         fix = "Give only its end: the model reads no more"
         raise ConfigError(f"more than {PROMPT_BYTES_MAX:,} bytes", key="prompt", fix=fix)
-    if not 1 <= wish.tokens <= TOKENS_MAX:
-        raise ConfigError(f"{wish.tokens} is not valid", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")
-    if not 0 <= wish.seed < 2**63:
-        raise ConfigError(f"{wish.seed} is not valid", key="seed", fix="Choose a number from 0 to 2**63 - 1")
-    if wish.temperature != 0 and not TEMPERATURE_MIN <= wish.temperature <= TEMPERATURE_MAX:
+    if not 1 <= request.tokens <= TOKENS_MAX:
+        raise ConfigError(f"{request.tokens} is not valid", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")
+    if not 0 <= request.seed < 2**63:
+        raise ConfigError(f"{request.seed} is not valid", key="seed", fix="Choose a number from 0 to 2**63 - 1")
+    if request.temperature != 0 and not TEMPERATURE_MIN <= request.temperature <= TEMPERATURE_MAX:
         fix = f"Choose 0, or {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
-        raise ConfigError(f"{wish.temperature} is not valid", key="temperature", fix=fix)
+        raise ConfigError(f"{request.temperature} is not valid", key="temperature", fix=fix)

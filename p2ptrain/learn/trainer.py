@@ -46,7 +46,7 @@ from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
-from p2ptrain.learn.sample import Wish, sample
+from p2ptrain.learn.sample import SampleRequest, sample
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.shortage import told
 from p2ptrain.learn.transform import Layout
@@ -273,11 +273,11 @@ class Trainer:
                 self.live.weights.copy_(own)
 
     @torch.no_grad()
-    def sample(self, wish: Wish, on_token: Callable[[], None] = lambda: None) -> str:
+    def sample(self, request: SampleRequest, on_token: Callable[[], None] = lambda: None) -> str:
         """Continues the prompt with the agreed weights."""
         tokenizer = self.dataset.open_tokenizer()
         with self._agreed_weights():
-            return sample(self.live.model, tokenizer, wish, on_token)
+            return sample(self.live.model, tokenizer, request, on_token)
 
     @torch.no_grad()
     def evaluate(self, sequences: int = EVALUATED_SEQUENCES) -> float:

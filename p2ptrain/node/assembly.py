@@ -45,7 +45,7 @@ TRUST_NAME = "trust"  # the file in the run's directory with the head that this 
 
 Watch = Callable[[float, ev.Event], None]
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.limits import rest_seconds
 from p2ptrain.store.diary import Trained
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 RATES_KEPT = 16  # rounds over which tokens per second are averaged
 NAP_SECONDS = 0.2  # during rests, between checks whether the node is ending

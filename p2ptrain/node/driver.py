@@ -42,7 +42,7 @@ CATCH_UP_SECONDS = 3_600.0  # to fetch a state; a stalled fetch ends sooner
 
 OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # effects is None if the core crashed
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 class Driver:

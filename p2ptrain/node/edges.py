@@ -30,7 +30,7 @@ class Edges:
     upload: TokenBucket
     download: TokenBucket
 
-    def bulk_bytes(self) -> Counter[str]:
+    def blob_bytes(self) -> Counter[str]:
         """Counts the bytes of blobs by direction and kind, such as "sent payload"."""
         return self.served_blobs.fetcher.traffic + self.server.traffic
 

@@ -17,7 +17,7 @@ from p2ptrain.replay import EventLog, Header, NotingSigner
 BYTES_MAX = 2**26  # a day of a small swarm
 FILES_KEPT = 3
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 class EventFile:

@@ -37,7 +37,7 @@ LATE_SECONDS = 60.0  # for which a peer that failed to give a piece is asked aft
 LATE_TIMES = 30.0  # or this many times as long as it took: a silent peer costs us 20 s per ten minutes, not each time
 LATE_MAX = 1_024  # such peers; the oldest are forgotten
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 @dataclass(slots=True)

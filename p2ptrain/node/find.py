@@ -32,13 +32,13 @@ FIND_SECONDS_MAX = 15.0  # short enough for a person who waits for the node to c
 REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; longer if its answer was of no use
 ASK_SECONDS = 5.0  # for bootstraps to answer, if the run is known from an earlier start
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 Found = dict[bytes, tuple[questions.RunInfo, list[bytes]]]  # by run id: the run, and the peers that reported it
 
 
 @dataclass(slots=True)
-class Tellers:
+class RunSources:
     """The peers that reported a run, and the addresses to ask for more: the first may have nothing to give."""
 
     addresses: Sequence[str]
@@ -87,7 +87,7 @@ async def ask_around(
     return found, problems
 
 
-async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, Tellers]:
+async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, RunSources]:
     """Returns the config of the run to join and the peers that reported it.
 
     Keeps asking the bootstraps; a single matching run on this disk is taken if none of them answers.
@@ -116,12 +116,12 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         for run_id, (_, peers) in matching.items():
             run = await _fetch_config(transport, run_id, peers)
             if run is not None:
-                return run, Tellers(addresses, peers)
+                return run, RunSources(addresses, peers)
         if len(stored) == 1:
             [run] = stored
             if addresses:
                 log.warning("no bootstrap node answers; continuing run %s (%s) from this disk", run.name, run.run_id)
-            return run, Tellers(addresses, [])
+            return run, RunSources(addresses, [])
         if len(stored) > 1:
             names = ", ".join(run.run_id[:16] for run in stored)
             raise ConfigError(
@@ -246,7 +246,7 @@ def open_dataset(directory: Path, manifest: str) -> TokenDataset | None:
 
 
 async def fetch_dataset(
-    transport: Transport, config: NodeConfig, run: RunConfig, directory: Path, sources: Tellers
+    transport: Transport, config: NodeConfig, run: RunConfig, directory: Path, sources: RunSources
 ) -> TokenDataset:
     """Fetches the data set's manifest and tokenizer; its pieces are fetched when they are needed."""
     run_id = bytes.fromhex(run.run_id)

@@ -40,7 +40,7 @@ LESS_MEMORY = "Close other programs, set device.checkpointing = true, or join a 
 # The options of `p2ptrain limit` that this module handles, and the config keys that they change.
 KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -98,16 +98,16 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
 
     If the memory is only taken by other programs, or smaller passes would fit, it only warns.
     """
-    from p2ptrain.learn.memory import rooms_of  # noqa: PLC0415  # imports torch: two seconds before any error shows
+    from p2ptrain.learn.memory import demands_of  # noqa: PLC0415  # imports torch: two seconds before any error shows
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
-    rooms = rooms_of(run, config.device)
-    log.info("run %s needs about %s", run.name, " and ".join(each.takes for each in rooms))
+    demands = demands_of(run, config.device)
+    log.info("run %s needs about %s", run.name, " and ".join(each.takes for each in demands))
     limit = config.limits.memory_bytes
-    if limit and rooms[0].needed > limit:
-        what = f"run {run.name} needs about {rooms[0].takes}, but the limit is {mega(limit)}"
+    if limit and demands[0].needed > limit:
+        what = f"run {run.name} needs about {demands[0].takes}, but the limit is {mega(limit)}"
         raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or join a run with a smaller model")
-    for each in rooms:
+    for each in demands:
         if each.level == "failed":
             least = f"{mega(each.least)} even with one sequence per pass"
             what = f"run {run.name} needs about {each.takes}, {least}, but there are only {mega(each.total)}"

@@ -20,7 +20,7 @@ TELL_SECONDS = 5.0  # between status updates, which people read
 BEATS = 4  # per watchdog interval: systemd recommends two, and one may be late
 TEXT_MAX = 500  # characters of a status: about one line in a terminal, and far below the size of a datagram
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 def notify(**said: str) -> bool:
@@ -40,7 +40,7 @@ def notify(**said: str) -> bool:
     return True
 
 
-class Beat:
+class SystemdNotifier:
     """Sends status and watchdog beats of a running node. `look` is called about once a second, in the event loop."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from p2ptrain.node.limits import MachineLimits
 RATE_MAX = 10**12  # bytes a second, as in the config
 SAVES_MAX = 3  # attempts to save a state while rounds go on
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 async def obey(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> dict[str, Any]:

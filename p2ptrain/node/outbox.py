@@ -12,7 +12,7 @@ from p2ptrain.net.transport import TransportError
 OUTBOX_MAX = 1_024
 LOST = "messages not published"
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 class Outbox:

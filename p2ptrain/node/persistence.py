@@ -33,12 +33,12 @@ RETRY_SECONDS = 5.0  # between attempts to write it then
 NOT_OFFERED = "it is damaged, or its root covers only a part of it"
 PRUNE_ROUNDS = 8  # between prunings of the store
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class CheckpointDraft:
     """The contents of a checkpoint that is about to be written."""
 
     round: int
@@ -51,7 +51,7 @@ class Moment:
     @classmethod
     def of(
         cls, device: Device, number: int, branch: bytes, head: bytes, root: bytes, is_copied: bool = True
-    ) -> Moment | None:
+    ) -> CheckpointDraft | None:
         """Captures the state after a round; None if another state has been adopted. Runs in the trainer's thread.
 
         A copy is not needed if that thread waits until the checkpoint is written.
@@ -189,21 +189,25 @@ class Persistence:
             return
         async with self._turn:
             try:
-                moment = await device.run(Moment.of, device, manifest.round, manifest.branch, manifest.digest, root)
+                draft = await device.run(
+                    CheckpointDraft.of, device, manifest.round, manifest.branch, manifest.digest, root
+                )
             except DataError as error:
                 self._failed(manifest.round, error)
                 return
-            if moment is None:
+            if draft is None:
                 log.info("no checkpoint of round %d: another state was adopted", manifest.round)
             else:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self._try, moment)
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._try, draft)
 
     def _save_at_last(self, device: Device, manifest: Manifest, root: bytes) -> None:
         """Blocks the trainer's thread until the checkpoint is written or the node ends."""
         while not device.is_stopping and manifest.round > self._saved_round:
             try:
-                moment = Moment.of(device, manifest.round, manifest.branch, manifest.digest, root, is_copied=False)
-                if moment is None or self._writer.submit(self._try, moment).result():
+                draft = CheckpointDraft.of(
+                    device, manifest.round, manifest.branch, manifest.digest, root, is_copied=False
+                )
+                if draft is None or self._writer.submit(self._try, draft).result():
                     return
             except DataError as error:
                 self._failed(manifest.round, error)
@@ -212,21 +216,21 @@ class Persistence:
     def checkpoint_first(self, device: Device, root: bytes) -> Checkpoint:
         """Saves the first weights, on the node that starts the run. Runs in the trainer's thread."""
         genesis = self.store.genesis
-        moment = Moment.of(device, 0, genesis.branch, genesis.head, root, is_copied=False)
-        assert moment is not None, "the trainer has them"
-        return self._writer.submit(self._write, moment).result()
+        draft = CheckpointDraft.of(device, 0, genesis.branch, genesis.head, root, is_copied=False)
+        assert draft is not None, "the trainer has them"
+        return self._writer.submit(self._write, draft).result()
 
     async def checkpoint_adopted(self, device: Device, number: int, root: bytes) -> None:
         """Saves a state that was adopted. Training waits for it, since it builds on it."""
 
         def save() -> None:
             try:
-                moment = Moment.of(device, number, b"", b"", root, is_copied=False)
+                draft = CheckpointDraft.of(device, number, b"", b"", root, is_copied=False)
             except DataError as error:
                 self._failed(number, error)
                 return
-            if moment is not None:
-                self._writer.submit(self._try, moment).result()
+            if draft is not None:
+                self._writer.submit(self._try, draft).result()
 
         await device.run(save)
 
@@ -238,11 +242,11 @@ class Persistence:
             self.checkpoint_trouble = str(error)
             log.error("%s; a restart before the next checkpoint will not repeat this training", error)
 
-    def _try(self, moment: Moment) -> bool:
+    def _try(self, draft: CheckpointDraft) -> bool:
         try:
-            self._write(moment)
+            self._write(draft)
         except DataError as error:
-            self._failed(moment.round, error)
+            self._failed(draft.round, error)
             return False
         self.checkpoint_trouble = ""
         return True
@@ -251,13 +255,13 @@ class Persistence:
         self.checkpoint_trouble = str(error)
         log.error("could not save the checkpoint of round %d: %s", number, error)
 
-    def _write(self, moment: Moment) -> Checkpoint:
-        capture = moment.capture
-        leaves = leaves_of(capture.state, moment.root)  # none if the root is partial and proves no pieces
+    def _write(self, draft: CheckpointDraft) -> Checkpoint:
+        capture = draft.capture
+        leaves = leaves_of(capture.state, draft.root)  # none if the root is partial and proves no pieces
         checkpoint = self.store.checkpoints.write(
-            moment.round, moment.branch, moment.head, moment.root, moment.trained, capture.write, capture.state, leaves
+            draft.round, draft.branch, draft.head, draft.root, draft.trained, capture.write, capture.state, leaves
         )
-        self._saved_round = moment.round
+        self._saved_round = draft.round
         if leaves:
             self._states.offer(checkpoint, leaves)
         return checkpoint

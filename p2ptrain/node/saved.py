@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.run import CONFIG_BYTES_MAX
-from p2ptrain.core.journal import Certainty, Journal
+from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import read_regular, trouble
@@ -35,7 +35,7 @@ RUN_NAME = "run.json"
 LOG_NAME = "wal"
 OTHER_HISTORY = "not part of this node's history"
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 
 
@@ -65,11 +65,11 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class JudgedCheckpoint:
     """A checkpoint, and the verdict of the node's log on it."""
 
     checkpoint: Checkpoint
-    judgement: Certainty
+    judgement: HistoryVerdict
     state: AgreedState | None  # the agreed state of its round, if the log still has it
 
 
@@ -79,7 +79,7 @@ class SavedModel:
 
     run: RunConfig
     checkpoint: Checkpoint
-    judgement: Certainty
+    judgement: HistoryVerdict
     state: AgreedState | None  # the agreed state of its round, if the node's log still has it
     tokenizer: Tokenizer
 
@@ -126,7 +126,7 @@ def find_model(
     return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer)
 
 
-def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
+def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedCheckpoint:
     """Returns the newest undamaged checkpoint (of one round, if `number` is given) that the log certifies, or if there
     is none, the newest that the log does not contradict."""
     judged = _judged(checkpoints, number)
@@ -144,7 +144,7 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> Chosen:
     )
 
 
-def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Chosen]]:
+def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[JudgedCheckpoint], list[JudgedCheckpoint]]:
     """Splits the undamaged checkpoints into those to keep (the newest `count`, and the newest that the log certifies)
     and the rest.
 
@@ -156,7 +156,7 @@ def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[Chosen], list[Ch
     return kept, [each for each in whole if each not in kept]
 
 
-def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[Chosen]:
+def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[JudgedCheckpoint]:
     """Returns the readable checkpoints that the log does not contradict, newest first; logs the others."""
     found = checkpoints.found()  # before reading the log, which may lack what a running node saves later
     journal = _journal_of(checkpoints.directory.parent)
@@ -191,10 +191,10 @@ def _journal_of(directory: Path) -> Journal | str:
         return "the log of its run here cannot be read"
 
 
-def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> Chosen:
+def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> JudgedCheckpoint:
     if isinstance(journal, str):
-        return Chosen(checkpoint, Certainty("open", journal), None)
-    return Chosen(checkpoint, checkpoint.judged_by(journal), _state_after(journal, checkpoint))
+        return JudgedCheckpoint(checkpoint, HistoryVerdict("open", journal), None)
+    return JudgedCheckpoint(checkpoint, checkpoint.judged_by(journal), _state_after(journal, checkpoint))
 
 
 def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:

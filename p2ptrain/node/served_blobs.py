@@ -21,7 +21,7 @@ STATES_SERVED = 8  # states whose leaves are kept in memory
 LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes per MiB: those of the last few rounds
 QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 class SavedStates:

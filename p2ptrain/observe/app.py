@@ -41,7 +41,7 @@ KINDS = {  # files of other types are not served
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Facts(Protocol):
+class StatusSource(Protocol):
     """The source of everything shown. Methods return at once, on the event loop; None while the node is starting."""
 
     def status(self) -> Status | None: ...
@@ -101,7 +101,7 @@ def page_of(index: str, **data: object) -> str:
 class App:
     """The HTTP application of one server."""
 
-    def __init__(self, facts: Facts, guard: Guard, release: str, assets: Path = ASSETS) -> None:
+    def __init__(self, facts: StatusSource, guard: Guard, release: str, assets: Path = ASSETS) -> None:
         self.facts, self.guard, self.events = facts, guard, Events()
         self.slots = Slots()
         # In memory, all 70 kB: aiohttp leaks an open file if the client hangs up while the file is being opened.

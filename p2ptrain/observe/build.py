@@ -34,7 +34,7 @@ from p2ptrain.observe.schema import (
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than these take
 CONTRIBUTORS_TOLD = 20_000  # over all rounds of one answer: 1.2 MB
 # Kinds of blobs (net/blobs/blob.py) by purpose.
-BULK_PURPOSES: dict[Purpose, tuple[str, ...]] = {
+BLOB_PURPOSES: dict[Purpose, tuple[str, ...]] = {
     "payloads": ("payload",),
     "states": ("state",),
     "data": ("data", "manifest", "tokenizer"),
@@ -178,9 +178,9 @@ def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
     messages = of_protocol(edges.mailboxes.protocol)
     add("messages", [all_of_it - of_it for all_of_it, of_it in zip(messages, histories, strict=True)])
     add("histories", histories)
-    bulk = edges.bulk_bytes()
-    for purpose, kinds in BULK_PURPOSES.items():
-        add(purpose, [sum(bulk[f"{way} {kind}"] for kind in kinds) for way in WAYS])
+    blobs = edges.blob_bytes()
+    for purpose, kinds in BLOB_PURPOSES.items():
+        add(purpose, [sum(blobs[f"{way} {kind}"] for kind in kinds) for way in WAYS])
     add("questions", of_protocol(questions.PROTOCOL))
     known = [sum(getattr(each, way) for each in purposes.values()) for way in WAYS]
     totals = [counted.get(f"bytes {way}", 0) for way in WAYS]

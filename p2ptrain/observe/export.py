@@ -44,7 +44,7 @@ SCRIPTS = ("words", "figures", "history", "charts", "panels", "exported")  # eac
 
 
 @dataclass(frozen=True, slots=True)
-class Lived:
+class RecordedRun:
     """A run's data on this disk."""
 
     run: RunConfig
@@ -54,7 +54,7 @@ class Lived:
     damaged: int  # checkpoints that cannot be read
 
 
-def read_lived(run: RunConfig, directory: Path) -> Lived:
+def read_recorded_run(run: RunConfig, directory: Path) -> RecordedRun:
     """Reads a run's data without locking or changing anything, so its node may keep running.
 
     DataError if no round is recorded.
@@ -69,18 +69,18 @@ def read_lived(run: RunConfig, directory: Path) -> Lived:
         me = bytes.fromhex(content.decode())
     except ValueError:
         me = b""
-    return Lived(run, me, rounds, whole, len(found) - len(whole))
+    return RecordedRun(run, me, rounds, whole, len(found) - len(whole))
 
 
-def exported(lived: Lived, status: dict[str, Any] | None = None, made_at: datetime | None = None) -> str:
+def exported(recorded_run: RecordedRun, status: dict[str, Any] | None = None, made_at: datetime | None = None) -> str:
     """Returns the HTML page; `status` is that of the running node, if any.
 
     Everything that could come from a peer is escaped, and the page's policy forbids loading anything.
     """
     made = made_at or datetime.now(UTC)
-    name, script = escape(lived.run.name), _script()
+    name, script = escape(recorded_run.run.name), _script()
     style = (ASSETS / "style.css").read_text()
-    told = {"history": history_of(lived.rounds), "contribution_tokens": tokens_of(lived.run)}
+    told = {"history": history_of(recorded_run.rounds), "contribution_tokens": tokens_of(recorded_run.run)}
     index = page_of((ASSETS / INDEX).read_text(), exported=told)
     parts = re.split(r"<!-- /?live -->", index)
     hashed = base64.b64encode(sha256(script.encode()).digest()).decode()
@@ -94,16 +94,16 @@ def exported(lived: Lived, status: dict[str, Any] | None = None, made_at: dateti
     parts[3] = (
         f'<header class="top"><div class="top-row"><div class="brand"><p class="product">'
         f'<span class="mark" aria-hidden="true"></span>p2ptrain</p><h1><bdi>{name}</bdi></h1></div></div>'
-        f'<p class="facts">run <code>{lived.run.run_id}</code>, as one node has recorded it; written '
+        f'<p class="facts">run <code>{recorded_run.run.run_id}</code>, as one node has recorded it; written '
         f"{made:%Y-%m-%d %H:%M} UTC by p2ptrain {__version__}</p></header>"
     )
-    parts[5] = _section("In short", _summary(lived)) + figures_section(status)
+    parts[5] = _section("In short", _summary(recorded_run)) + figures_section(status)
     parts[7] = "".join(
         _section(title, body)
         for title, body in (
-            ("Contributors", _contributors(lived)),
-            ("Checkpoints", _checkpoints(lived)),
-            ("Configuration", f"<pre>{escape(to_toml(lived.run))}</pre>"),
+            ("Contributors", _contributors(recorded_run)),
+            ("Checkpoints", _checkpoints(recorded_run)),
+            ("Configuration", f"<pre>{escape(to_toml(recorded_run.run))}</pre>"),
         )
     )
     parts[9] = f'<script type="application/gzip" id="library">{packed}</script><script type="module">{script}</script>'
@@ -172,12 +172,12 @@ def _terms(rows: Sequence[tuple[str, str]]) -> str:
     return f"<dl class=rows>{''.join(f'<div><dt>{escape(name)}</dt><dd>{text}</dd></div>' for name, text in rows)}</dl>"
 
 
-def _summary(lived: Lived) -> str:
-    rounds, run = lived.rounds, lived.run
+def _summary(recorded_run: RecordedRun) -> str:
+    rounds, run = recorded_run.rounds, recorded_run.run
     first, last = rounds[0], rounds[-1]
     losses = [each.loss for each in rounds if each.loss is not None]
     taken = Counter(key for each in rounds for key in each.contributors)
-    mine, all_of_them = taken[lived.me], sum(taken.values())
+    mine, all_of_them = taken[recorded_run.me], sum(taken.values())
     sent, received = sum(each.bytes_sent for each in rounds), sum(each.bytes_received for each in rounds)
     refused = sum(sum(each.refused.values()) for each in rounds)
     repeated = sum(each.views > 1 for each in rounds)
@@ -206,12 +206,12 @@ def _time(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _contributors(lived: Lived) -> str:
-    taken = Counter(key for each in lived.rounds for key in each.contributors)
+def _contributors(recorded_run: RecordedRun) -> str:
+    taken = Counter(key for each in recorded_run.rounds for key in each.contributors)
     total = sum(taken.values())
     rows = []
     for key, count in sorted(taken.items(), key=lambda each: (-each[1], each[0]))[:CONTRIBUTORS_SHOWN]:
-        who = " (this node)" if key == lived.me else ""
+        who = " (this node)" if key == recorded_run.me else ""
         rows.append(
             f"<tr><td><code>{peer_id_of(key)}</code>{who}</td><td class=number>{count:,}</td>"
             f"<td class=number>{count / total:.1%}</td></tr>"
@@ -221,10 +221,10 @@ def _contributors(lived: Lived) -> str:
     return f"<div class=scroll><table>{head}{''.join(rows)}</table></div>{more}"
 
 
-def _checkpoints(lived: Lived) -> str:
-    roots = {(each.branch, each.round): each.root for each in lived.rounds}
+def _checkpoints(recorded_run: RecordedRun) -> str:
+    roots = {(each.branch, each.round): each.root for each in recorded_run.rounds}
     rows = []
-    for each in lived.checkpoints[-CHECKPOINTS_SHOWN:]:
+    for each in recorded_run.checkpoints[-CHECKPOINTS_SHOWN:]:
         known = roots.get((each.branch, each.round))
         verdict = "not recorded" if known is None else "as agreed" if known == each.root else "NOT as agreed"
         rows.append(
@@ -234,5 +234,5 @@ def _checkpoints(lived: Lived) -> str:
     if not rows:
         return "<p>There is none.</p>"
     head = "<tr><th class=number>round</th><th>state root</th><th class=number>bytes</th><th>root</th></tr>"
-    damaged = f"<p>{lived.damaged:,} more cannot be read.</p>" if lived.damaged else ""
+    damaged = f"<p>{recorded_run.damaged:,} more cannot be read.</p>" if recorded_run.damaged else ""
     return f"<div class=scroll><table>{head}{''.join(rows)}</table></div>{damaged}"

@@ -38,7 +38,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class FigureField:
     """A figure and the path to its number in an answer."""
 
     path: tuple[str, ...]
@@ -91,17 +91,17 @@ class Shown:
 
 
 @cache
-def figures_of(model: type[BaseModel]) -> tuple[Shown, ...]:
+def figures_of(model: type[BaseModel]) -> tuple[FigureField, ...]:
     """Returns all figures of an answer, in the order of its fields."""
     return tuple(_walk(model, (), ()))
 
 
-def others_of(model: type[BaseModel], placed: set[str]) -> tuple[Shown, ...]:
+def others_of(model: type[BaseModel], placed: set[str]) -> tuple[FigureField, ...]:
     """Returns the figures without a fixed place; `placed` are names, or their parts before the first dot."""
     return tuple(each for each in figures_of(model) if not {each.name, each.path[0]} & placed)
 
 
-def _walk(model: type[BaseModel], path: tuple[str, ...], labels: tuple[tuple[str, str], ...]) -> Iterator[Shown]:
+def _walk(model: type[BaseModel], path: tuple[str, ...], labels: tuple[tuple[str, str], ...]) -> Iterator[FigureField]:
     for name, field in model.model_fields.items():
         found = [each for each in field.metadata if isinstance(each, Figure)]
         parts = get_args(field.annotation)
@@ -112,11 +112,11 @@ def _walk(model: type[BaseModel], path: tuple[str, ...], labels: tuple[tuple[str
                 yield from _walk(parts[1], (*path, name, each), ((found[0].label, each),))
         else:
             for figure in found:
-                yield Shown((*path, name), _labelled(figure, labels), field.description or "")
+                yield FigureField((*path, name), _labelled(figure, labels), field.description or "")
     for name, computed in model.model_computed_fields.items():
         if get_origin(computed.return_type) is Annotated:
             for figure in get_args(computed.return_type)[1:]:
-                yield Shown((*path, name), _labelled(figure, labels), computed.description or "")
+                yield FigureField((*path, name), _labelled(figure, labels), computed.description or "")
 
 
 def _labelled(figure: Figure, labels: tuple[tuple[str, str], ...]) -> Figure:

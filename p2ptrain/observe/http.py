@@ -42,7 +42,7 @@ LEVELS: tuple[tuple[int, Level], ...] = (
 )  # fixed names, because libraries may rename logging's
 PROGRESS = "p2ptrain.progress"  # the logger of lines about rounds, which have their own events
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.observe")
 
 
 class LogTail(logging.Handler):

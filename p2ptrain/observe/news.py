@@ -58,7 +58,7 @@ class News:
             yield logging.INFO, MEANINGS[code].ended
 
 
-class Drops:
+class DropLog:
     """Logs dropped messages: the first at once, and later ones once a minute."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ POINTS_WAITING_MAX = 1_000  # rows waiting for a disk that fails; the oldest are
 
 
 @dataclass(slots=True)
-class Deeds:
+class ContributionCounts:
     """The contributions of all peers since the last look."""
 
     late: int = 0
@@ -42,10 +42,10 @@ class PeerHistory:
     def changed(self) -> list[PeerRecord]:
         return [self.by_key[peer] for peer in self._changed]
 
-    def look(self, standings: Iterable[PeerView], now: float) -> Deeds:
+    def look(self, standings: Iterable[PeerView], now: float) -> ContributionCounts:
         """Adds what the core has tallied since the last look, and returns it."""
         before, self._before = self._before, {each.peer: each for each in standings}
-        deeds = Deeds()
+        contributions = ContributionCounts()
         for each in self._before.values():
             was = before.get(each.peer)
             if was is None or _is_forgotten(each, was):
@@ -53,11 +53,11 @@ class PeerHistory:
             if _facts(was) != _facts(each):
                 refused = Counter(each.refused)
                 refused.subtract(was.refused)
-                deeds.refused += +refused
-                deeds.late += each.late - was.late
-                deeds.applied[each.peer] += each.applied - was.applied
+                contributions.refused += +refused
+                contributions.late += each.late - was.late
+                contributions.applied[each.peer] += each.applied - was.applied
                 self._add(each, was, +refused, now)
-        return deeds
+        return contributions
 
     def _add(self, each: PeerView, was: PeerView, refused: Counter[str], now: float) -> None:
         known = self.by_key.get(each.peer) or PeerRecord(peer=each.peer)
@@ -110,5 +110,5 @@ def _is_forgotten(now: PeerView, was: PeerView) -> bool:
 
 
 def _facts(each: PeerView | PeerRecord) -> tuple[Any, ...]:
-    """The peer's deeds, without what changes by itself: points decay, and peers come and go."""
+    """The peer's contributions, without what changes by itself: points decay, and peers come and go."""
     return each.offered, each.applied, each.late, each.refused, each.observed

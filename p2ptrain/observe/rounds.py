@@ -28,14 +28,14 @@ from p2ptrain.node.device import Device
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.observe.peer_history import PeerHistory
 from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, Stored
-from p2ptrain.store.records import Batch, Past, Row, read_rounds
+from p2ptrain.store.records import Batch, Row, SavedRows, read_rounds
 
 ROUNDS_KEPT = 1_000  # in memory, as many as a page shows; with 1,024 contributors each they take 10 MB
 RATE_ROUNDS = 32  # over which the swarm's speed is estimated
 PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them change in every round
 KEYS_MAX = 4_096  # contributors' keys that rounds share in memory
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.observe")
 
 
 class Recorder:
@@ -47,19 +47,19 @@ class Recorder:
         device: Device,
         persistence: Persistence,
         counters: Callable[[], dict[str, int]],
-        bulk: str,
-        past: Past,
+        blob_protocol: str,
+        past: SavedRows,
         clock: Callable[[], float] = time.time,
         hears: Sequence[Callable[[RoundRecord], None]] = (),
     ) -> None:
-        """`counters` returns the transport's counts, and `bulk` names its protocol for blobs; `hears` are called with
-        each new record.
+        """`counters` returns the transport's counts, where `blob_protocol` names the one for blobs; `hears` are called
+        with each new record.
         """
         self.node, self.device, self.clock = node, device, clock
         self.mine = next(Mine.of_rows([past.mine]), Mine())
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
-        self._persistence, self._counters, self._bulk = persistence, counters, bulk
+        self._persistence, self._counters, self._blob_protocol = persistence, counters, blob_protocol
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._slim, RoundRecord.of_rows(past.rounds)), ROUNDS_KEPT)
         self._applied = {each.key for each in self._kept}
@@ -99,13 +99,13 @@ class Recorder:
         since = {name: max(0, counts[name] - self._before[name]) for name in counts}
         self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)
         view, mine = self.node.view(), self.mine
-        deeds = self.peers.look(view.standings(), self.clock())
+        contributions = self.peers.look(view.standings(), self.clock())
         tokens, training = int(since["tokens"]), since["training seconds"]
         self.mine = Mine(
             tokens=mine.tokens + tokens,
             training_seconds=mine.training_seconds + training,
-            applied=mine.applied + deeds.applied[view.me],
-            applied_of_all=mine.applied_of_all + deeds.applied.total(),
+            applied=mine.applied + contributions.applied[view.me],
+            applied_of_all=mine.applied_of_all + contributions.applied.total(),
             energy_joules=mine.energy_joules,
         )
         if (event.branch, event.round) in self._applied:
@@ -125,13 +125,13 @@ class Recorder:
             apply_seconds=seconds["apply"],
             bytes_sent=int(since["sent"]),
             bytes_received=int(since["received"]),
-            bulk_bytes_sent=int(since["bulk sent"]),
-            bulk_bytes_received=int(since["bulk received"]),
+            bulk_bytes_sent=int(since["blobs sent"]),
+            bulk_bytes_received=int(since["blobs received"]),
             loss=self.device.loss if tokens else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
-            late=deeds.late,
-            refused=dict(deeds.refused),
+            late=contributions.late,
+            refused=dict(contributions.refused),
         )
         self._keep(record)
 
@@ -145,12 +145,12 @@ class Recorder:
             hears(record)
 
     def _counts(self) -> dict[str, float]:
-        traffic, bulk = self._counters(), self._bulk
+        traffic, blob_protocol = self._counters(), self._blob_protocol
         return {
             "sent": traffic.get("bytes sent", 0),
             "received": traffic.get("bytes received", 0),
-            "bulk sent": traffic.get(f"sent {bulk}", 0),
-            "bulk received": traffic.get(f"received {bulk}", 0),
+            "blobs sent": traffic.get(f"sent {blob_protocol}", 0),
+            "blobs received": traffic.get(f"received {blob_protocol}", 0),
             "tokens": self.device.tokens,
             "training seconds": self.device.training_seconds,
         }

@@ -1,6 +1,6 @@
 """`p2ptrain top`: the dashboard in a terminal, over the daemon's control socket.
 
-A frame (top_frame.py) shows one look at the daemon; rates come from the difference to the previous one. If the daemon
+A frame (top_frame.py) shows one poll at the daemon; rates come from the difference to the previous one. If the daemon
 goes away, the last frame stays on the screen under a line that says so, until the daemon is back.
 """
 
@@ -24,7 +24,7 @@ from rich.live import Live
 
 from p2ptrain.errors import NoDaemonError, P2ptrainError
 from p2ptrain.node.control import ask
-from p2ptrain.observe.top_frame import Look, frame
+from p2ptrain.observe.top_frame import Poll, frame
 
 ROUNDS_LOOKED_AT = 120  # as many as most terminals are wide
 ASK_SECONDS = 2.0  # for an answer; with more, keys would seem to do nothing
@@ -33,7 +33,7 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # would end the proce
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def look(question: Ask, now: float) -> Look:
+def poll(question: Ask, now: float) -> Poll:
     """Asks the daemon for everything in a frame. P2ptrainError if it has no status.
 
     Other answers may be missing, because an older daemon does not know all questions.
@@ -46,7 +46,7 @@ def look(question: Ask, now: float) -> Look:
         except (P2ptrainError, KeyError):
             return []
 
-    return Look(
+    return Poll(
         now,
         status,
         more({"do": "peers"}, "peers"),
@@ -59,7 +59,7 @@ def look(question: Ask, now: float) -> Look:
 # The screen
 
 
-class Keys:
+class KeyReader:
     """Reads single keys from the terminal."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -95,16 +95,16 @@ def ended_in_order() -> Iterator[None]:
 
 
 @contextmanager
-def keys_of(file: Any = sys.stdin) -> Iterator[Keys]:
+def keys_of(file: Any = sys.stdin) -> Iterator[KeyReader]:
     """Puts the terminal into single-key mode, and restores it at the end if it still exists."""
     descriptor = file.fileno() if file.isatty() else None
     if descriptor is None:
-        yield Keys(None)
+        yield KeyReader(None)
         return
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)  # Ctrl-C still sends a signal
-        yield Keys(descriptor)
+        yield KeyReader(descriptor)
     finally:
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
@@ -115,13 +115,13 @@ class Screen:
 
     def __init__(self, question: Ask, clock: Callable[[], float] = monotonic) -> None:
         self._question, self._clock = question, clock
-        self._now: Look | None = None
-        self._before: Look | None = None
+        self._now: Poll | None = None
+        self._before: Poll | None = None
         self._trouble = ""
 
     def take(self) -> None:
         try:
-            found = look(self._question, self._clock())
+            found = poll(self._question, self._clock())
         except P2ptrainError as error:
             self._trouble = str(error)
             return
@@ -130,7 +130,7 @@ class Screen:
     def frame(self, width: int, height: int) -> RenderableType:
         return frame(self._now, self._before, self._trouble, width, height)
 
-    def watch(self, console: Console, keys: Keys, interval: float) -> None:
+    def watch(self, console: Console, keys: KeyReader, interval: float) -> None:
         """Updates the screen until q is pressed."""
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:

@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from p2ptrain.observe.figures import Shown, others_of, reasons
+from p2ptrain.observe.figures import FigureField, others_of, reasons
 from p2ptrain.observe.logs import plain
 from p2ptrain.observe.schema import PHASES, RoundRecord, Status
 from p2ptrain.visible import count_of, duration, few
@@ -45,7 +45,7 @@ REST_OF_STATUS, REST_OF_ROUND = others_of(Status, OF_STATUS), others_of(RoundRec
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Poll:
     """The daemon's answers at one time."""
 
     at: float
@@ -55,7 +55,7 @@ class Look:
     lines: list[dict[str, Any]] = field(default_factory=list)  # its log
 
 
-def frame(now: Look | None, before: Look | None, trouble: str, width: int, height: int) -> RenderableType:
+def frame(now: Poll | None, before: Poll | None, trouble: str, width: int, height: int) -> RenderableType:
     """Draws a frame of this size."""
     if now is None:
         return Text(plain(trouble) or "asking the daemon...", style="bold red" if trouble else "")
@@ -83,7 +83,7 @@ def frame(now: Look | None, before: Look | None, trouble: str, width: int, heigh
 # Status
 
 
-def _head(now: Look) -> Text:
+def _head(now: Poll) -> Text:
     status = now.status
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(plain(status["run_name"]), style="bold")
@@ -100,14 +100,14 @@ def _head(now: Look) -> Text:
     return text
 
 
-def _health(now: Look) -> list[Text]:
+def _health(now: Poll) -> list[Text]:
     """Shows each complaint on a line."""
     found = troubles(now.status)
     lines = [Text(plain(each["text"]), style="red" if each["severity"] == "error" else "yellow") for each in found]
     return lines or [Text("all is well", style="green")]
 
 
-def _facts(now: Look, before: Look | None, width: int, brevity: int) -> Table:
+def _facts(now: Poll, before: Poll | None, width: int, brevity: int) -> Table:
     status, mine = now.status, now.status["mine"]
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     swarm = status["swarm_tokens_per_second"]
@@ -137,7 +137,7 @@ def _facts(now: Look, before: Look | None, width: int, brevity: int) -> Table:
     return table
 
 
-def _traffic(now: Look, before: Look | None) -> str:
+def _traffic(now: Poll, before: Poll | None) -> str:
     text = f"sending {_rate(now, before, 'sent')}, receiving {_rate(now, before, 'received')}"
     limits = now.status["limits"]
     for way, name in (("upload", "out"), ("download", "in")):
@@ -146,7 +146,7 @@ def _traffic(now: Look, before: Look | None) -> str:
     return text
 
 
-def _rate(now: Look, before: Look | None, way: str) -> str:
+def _rate(now: Poll, before: Poll | None, way: str) -> str:
     """Returns the rate since the previous look; only the total if there is none, or the daemon was restarted."""
     total = now.status["bytes"].get(f"bytes {way}", 0)
     if before is not None and now.at > before.at:
@@ -203,7 +203,7 @@ def _root(status: dict[str, Any]) -> str:
     return text
 
 
-def _agreement(now: Look) -> list[Table]:
+def _agreement(now: Poll) -> list[Table]:
     """Shows in full whether all nodes have the same model."""
     told = now.status.get("same_model", {"verdict": "unknown", "text": ""})  # an older daemon does not say
     verdict, text = told["verdict"], told["text"]
@@ -216,7 +216,7 @@ def _agreement(now: Look) -> list[Table]:
     return [table]
 
 
-def _course(now: Look, width: int, brevity: int) -> list[Text]:
+def _course(now: Poll, width: int, brevity: int) -> list[Text]:
     """Shows the loss by rounds and by bytes, and the phases of the last rounds."""
     losses, places, moved = [], [], 0
     for each in now.rounds:
@@ -246,10 +246,10 @@ def _course(now: Look, width: int, brevity: int) -> list[Text]:
     return lines
 
 
-def _rest(now: Look) -> list[Text]:
+def _rest(now: Poll) -> list[Text]:
     """Lists the figures without a fixed place, of the last round and of the status."""
 
-    def listed(name: str, figures: Sequence[Shown], told: dict[str, Any]) -> list[Text]:
+    def listed(name: str, figures: Sequence[FigureField], told: dict[str, Any]) -> list[Text]:
         found = [f"{each.figure.title} {words}" for each in figures if (words := each.words(told))]
         return [Text.assemble((f"{name:<{LABEL}}", "dim"), plain("; ".join(found)))] if found else []
 
@@ -275,7 +275,7 @@ def _taken(lately: Sequence[dict[str, Any]]) -> str:
 # Peers and the log
 
 
-def _peers(now: Look, width: int, room: int) -> RenderableType:
+def _peers(now: Poll, width: int, room: int) -> RenderableType:
     if not now.peers and not now.status["peers"]:
         return Text("no peers yet", style="dim")
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
@@ -332,7 +332,7 @@ def _line(said: dict[str, Any]) -> Text:
     )
 
 
-def _foot(now: Look) -> Text:
+def _foot(now: Poll) -> Text:
     """The last line: how to quit, and facts about the daemon that rarely change."""
     status = now.status
     parts = ["q quits; the node keeps running"]

@@ -22,7 +22,7 @@ from p2ptrain.observe.schema import RoundRecord
 WAITING_MAX = 256  # rounds waiting to be written; more are lost
 CLOSE_SECONDS = 10.0  # for the last ones when the node ends; W&B without a network takes 0.2 s
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.observe")
 
 
 def tracked_of(record: RoundRecord) -> dict[str, float]:

@@ -27,7 +27,7 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.core.state import AgreedState
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.noise import Unasked
+from p2ptrain.sim.noise import Unsolicited
 from p2ptrain.sim.rewriting import Liar, Said
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class DoubleCalls(Liar):
                 return [Publish(received.envelope)]
 
 
-class Coup(Unasked):
+class Coup(Unsolicited):
     a_second = 1
 
     def thing(self, cluster: Cluster, core: Node) -> list[Said]:
@@ -90,7 +90,7 @@ class FalseHistories(Liar):
 # Claims to be ahead
 
 
-class ClaimsToBeAhead(Unasked):
+class ClaimsToBeAhead(Unsolicited):
     """Says that it is ahead, and does not answer when asked, or answers without proof."""
 
     a_second = 2

@@ -102,7 +102,7 @@ class Calendar:
                 else:
                     heappop(heap)
                 if item.payload and node.core is not None:
-                    node.shelf.add(item.payload)
+                    node.held_payloads.add(item.payload)
                 give(node, item.event)
                 continue
             heappop(heap)

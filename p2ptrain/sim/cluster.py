@@ -119,7 +119,7 @@ class Cluster:
         self.executor.write(node, writing[:kept])
         node.end()
         self.topology.refresh(node)
-        node.shelf.keep(node.disk.payloads)
+        node.held_payloads.keep(node.disk.payloads)
 
     def stop(self, node: SimNode) -> None:
         """End the process properly, for good."""

@@ -43,7 +43,7 @@ class Devices:
             return
         accelerator.end_training()
         name, payload = self.payloads.make(node, effect.round, effect.base_round)
-        node.shelf.add(name)
+        node.held_payloads.add(name)
         cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment))
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -53,7 +53,7 @@ class Devices:
 
     def apply(self, node: SimNode, effect: ev.Apply) -> None:
         for taken in effect.manifest.taken if node.honest else ():
-            if taken.payload not in node.shelf:
+            if taken.payload not in node.held_payloads:
                 raise Violation(f"node {node.index} applies round {effect.manifest.round} and lacks a payload of it")
         self._on_device(node, self.cluster.setup.scenario.training.apply_seconds, self._applied, effect)
 

@@ -105,7 +105,7 @@ class Executor:
                     was_lost = any(map(self._has_lost_the_quorum, self.cluster.honest))
                     self.cluster.watch.roster_came_into_force(self.cluster, record.state, was_lost)
                 self.cluster.metrics.certified(node, record)
-                node.shelf.turn(record.state.round)
+                node.held_payloads.turn(record.state.round)
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
         """Whether the node ever lost the quorum: then others may have had reason to follow the remaining members."""
@@ -163,7 +163,7 @@ class Executor:
         for event, payload in events:
             if peer.life == life:
                 if payload:
-                    peer.shelf.add(payload)
+                    peer.held_payloads.add(payload)
                 self.cluster.give(peer, event)
 
     def _ask(self, node: SimNode, effect: ev.Ask) -> None:

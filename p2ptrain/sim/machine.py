@@ -1,6 +1,6 @@
 """A simulated machine: one node of the core with its clock, disk and device.
 
-`disk` and `shelf` survive a SIGKILL; the rest belongs to one life of the process.
+`disk` and `held_payloads` survive a SIGKILL; the rest belongs to one life of the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEVER = float("inf")
 HELD_UP_MAX = 20_000  # events that wait for a machine that sleeps: what the buffers of its connections hold; a guess
 
 
-class Shelf:
+class HeldPayloads:
     """Holds payloads. Those older than `rounds` rounds are dropped some time within as many again."""
 
     def __init__(self, rounds: int) -> None:
@@ -186,7 +186,7 @@ class SimNode:
     ticket: bytes  # the invitation that it shows
     clock: LocalClock
     disk: Disk
-    shelf: Shelf
+    held_payloads: HeldPayloads
     state: ModelState
     accelerator: Accelerator
     process: Lifetime = field(default_factory=Lifetime)
@@ -228,7 +228,7 @@ class SimNode:
     def forget(self, disk: Disk) -> None:
         """Replace the disk by an empty one."""
         self.disk, self.has_forgotten = disk, True
-        self.shelf.keep(())
+        self.held_payloads.keep(())
 
     def leave(self) -> None:
         self.has_left = True

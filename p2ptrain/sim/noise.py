@@ -59,7 +59,7 @@ class Replays(Liar):
         return [Publish(received.envelope), *(Publish(envelope) for envelope in old)]
 
 
-class Unasked(Liar):
+class Unsolicited(Liar):
     """Sends unsolicited messages made by `thing`, at most `a_second` a second."""
 
     a_second = FLOOD_A_SECOND
@@ -78,7 +78,7 @@ class Unasked(Liar):
         raise NotImplementedError
 
 
-class KeepsTheDead(Unasked):
+class KeepsTheDead(Unsolicited):
     """Remembers each member's last message, and repeats it again and again once that member is gone."""
 
     a_second = 12
@@ -106,7 +106,7 @@ class KeepsTheDead(Unasked):
         return [Publish(self.rng.choice(list(self.words[self.rng.choice(gone)].values())))] if gone else []
 
 
-class Asks(Unasked):
+class Asks(Unsolicited):
     """Asks one member for messages and histories, without waiting for answers."""
 
     def thing(self, cluster: Cluster, core: Node) -> list[Said]:
@@ -125,7 +125,7 @@ class Asks(Unasked):
         return [rng.choice(ways)]
 
 
-class Floods(Unasked):
+class Floods(Unsolicited):
     """Floods the others with absurd messages; `quietly`: with none that would be evidence against the sender."""
 
     def __init__(self, rng: Random, signer: FakeSigner, quietly: bool = False) -> None:
@@ -155,7 +155,7 @@ class Floods(Unasked):
         return [Publish(self.signed(rng.choice(quiet if self.quietly else quiet + loud)()).envelope)]
 
 
-class Forges(Unasked):
+class Forges(Unsolicited):
     a_second = 12
 
     def thing(self, cluster: Cluster, core: Node) -> list[Said]:

@@ -63,7 +63,7 @@ class PayloadExchange:
 
     def _try_source(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes]) -> None:
         cluster = self.cluster
-        if effect.payload in node.shelf:
+        if effect.payload in node.held_payloads:
             self._have(node, effect.payload)
         elif sources:
             source = sources.popleft()
@@ -78,7 +78,7 @@ class PayloadExchange:
         cluster, payload = self.cluster, self.payloads.get(effect.payload)
         withholds = source.liar is not None and not source.liar.serves(cluster, source.index, effect.payload, node.key)
         why = ""
-        if payload is None or effect.payload not in source.shelf or withholds:
+        if payload is None or effect.payload not in source.held_payloads or withholds:
             why = "does not have it"
         elif payload.payload_bytes != effect.payload_bytes:
             why = "has another length"
@@ -102,7 +102,7 @@ class PayloadExchange:
 
     def _came(self, node: SimNode, payload: bytes) -> None:
         self.cluster.metrics.fetched_payload()
-        node.shelf.add(payload)
+        node.held_payloads.add(payload)
         self._have(node, payload)
 
     def _have(self, node: SimNode, payload: bytes) -> None:

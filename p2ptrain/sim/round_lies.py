@@ -99,7 +99,7 @@ class EquivocatesAnnouncements(Liar):
     def _another(self, cluster: Cluster, message: Announcement, good: bool = True) -> Received:
         node = cluster.nodes[cluster.key_index[self.me]]
         name, payload = cluster.executor.payloads.make(node, message.round, message.base_round, good)
-        node.shelf.add(name)
+        node.held_payloads.add(name)
         return self.signed(replace(message, payload=name, payload_bytes=payload.payload_bytes), payload.attachment)
 
 

@@ -14,7 +14,7 @@ from p2ptrain.core.state import Admitted, genesis
 from p2ptrain.digest import digest
 from p2ptrain.sim.disk import Disk, SavedState
 from p2ptrain.sim.keys import FakeSigner, node_key
-from p2ptrain.sim.machine import Accelerator, LocalClock, ModelState, Shelf, SimNode
+from p2ptrain.sim.machine import Accelerator, HeldPayloads, LocalClock, ModelState, SimNode
 from p2ptrain.sim.scenario import Lie, Scenario
 
 
@@ -62,7 +62,7 @@ class Setup:
             ticket=ticket,
             clock=LocalClock(draw.uniform(0.0, 10_000.0)),
             disk=self.new_disk(),
-            shelf=Shelf(self.run_config.agreement.history_rounds),
+            held_payloads=HeldPayloads(self.run_config.agreement.history_rounds),
             state=ModelState(0, self.genesis.root, self.genesis.head),
             accelerator=Accelerator(pace),
         )

@@ -27,7 +27,7 @@ import structlog
 from blake3 import blake3
 from msgspec import Meta, Struct
 
-from p2ptrain.core.journal import Certainty, Journal
+from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, digest, leaf_digest, piece_count, proves
 from p2ptrain.errors import DataError
 from p2ptrain.files import (
@@ -125,7 +125,7 @@ class Checkpoint(Struct, frozen=True):
     def root(self) -> bytes:
         return bytes.fromhex(self.stamp.root)
 
-    def judged_by(self, journal: Journal) -> Certainty:
+    def judged_by(self, journal: Journal) -> HistoryVerdict:
         return journal.judge(self.round, self.head, self.root)
 
     @property

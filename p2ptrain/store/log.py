@@ -226,7 +226,7 @@ def read_journal(directory: Path) -> Journal | None:
     return None if found is None else _folded(*found, ALL_ROUNDS).journal
 
 
-class _OwnWords:
+class _AcceptsOwn:
     """Accepts any signature: our own messages were signed here and are protected by the log's digests."""
 
     run_id = b""
@@ -237,4 +237,4 @@ class _OwnWords:
 
 def read_own(envelope: bytes) -> Message:
     """Decodes a message that this node has sent."""
-    return decode(envelope, _OwnWords()).message
+    return decode(envelope, _AcceptsOwn()).message

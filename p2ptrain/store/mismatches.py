@@ -27,7 +27,7 @@ MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # this many wrong states within this m
 _log = structlog.get_logger("p2ptrain.store")
 
 
-class _Noted(Struct, frozen=True, forbid_unknown_fields=True):
+class _Contents(Struct, frozen=True, forbid_unknown_fields=True):
     rounds: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MISMATCHES_MAX)]
     digest: str
 
@@ -72,7 +72,7 @@ class Mismatches:
         if content is None:
             return ()
         try:
-            noted = msgspec.json.decode(content, type=_Noted)
+            noted = msgspec.json.decode(content, type=_Contents)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             refuse_newer(self.path, content)
             return self._lost(str(error))
@@ -84,4 +84,4 @@ class Mismatches:
 
 
 def _encoded(rounds: tuple[int, ...]) -> bytes:
-    return msgspec.json.encode(_Noted(rounds, digest("mismatches", msgspec.json.encode(rounds)).hex())) + b"\n"
+    return msgspec.json.encode(_Contents(rounds, digest("mismatches", msgspec.json.encode(rounds)).hex())) + b"\n"

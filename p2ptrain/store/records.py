@@ -83,7 +83,7 @@ class Batch(Struct, frozen=True):
     mine: Row | None = None
 
 
-class Past(Struct, frozen=True):
+class SavedRows(Struct, frozen=True):
     """The rows that are read at a start."""
 
     rounds: Sequence[Row] = ()  # the last ones, newest last
@@ -100,7 +100,7 @@ class Records:
         self._lock = threading.Lock()
         self._writes = 0
         if path.exists():  # refuses a newer format at once; a missing file is created at the first write
-            with suppress(_TroubleError):  # it will come up again
+            with suppress(_RecordsError):  # it will come up again
                 self._do("opened", lambda connection: None)
         self._take_over_addresses()
 
@@ -135,17 +135,17 @@ class Records:
         self._do("written", work)
         self._writes += 1
 
-    def past(self, count: int) -> Past:
+    def past(self, count: int) -> SavedRows:
         """Returns the last rounds, all peers, and `mine`; empty if unreadable, which is no reason not to start."""
 
-        def work(connection: sqlite3.Connection) -> Past:
+        def work(connection: sqlite3.Connection) -> SavedRows:
             rounds = _rounds_in(connection, count, self.path)
             rows = connection.execute("SELECT record, digest FROM peers ORDER BY changed_at")
             peers = [*_unpacked(rows, PEER, self.path)]
             mine = [*_unpacked(connection.execute("SELECT record, digest FROM mine"), MINE, self.path)]
-            return Past(rounds, peers, mine[0] if mine else {})
+            return SavedRows(rounds, peers, mine[0] if mine else {})
 
-        return self._read(work, Past())
+        return self._read(work, SavedRows())
 
     # -----------------------------------------------------------------------------------------------
     # Addresses
@@ -205,12 +205,12 @@ class Records:
                 return self._attempt(work)
             except sqlite3.Error as error:
                 if not _is_damage(error):
-                    raise _TroubleError(self.path, done, error) from error
+                    raise _RecordsError(self.path, done, error) from error
                 self._move_aside(error)
             try:
                 return self._attempt(work)
             except sqlite3.Error as error:
-                raise _TroubleError(self.path, done, error) from error
+                raise _RecordsError(self.path, done, error) from error
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
@@ -243,10 +243,10 @@ class Records:
                 else:
                     forget(Path(f"{aside}{suffix}"))
         except OSError as trouble:
-            raise _TroubleError(self.path, "moved aside, although it is damaged", trouble) from trouble
+            raise _RecordsError(self.path, "moved aside, although it is damaged", trouble) from trouble
 
 
-class _TroubleError(DataError):
+class _RecordsError(DataError):
     """An error of sqlite or the disk, with its fix."""
 
     def __init__(self, path: Path, done: str, error: sqlite3.Error | OSError) -> None:
@@ -273,7 +273,7 @@ def read_rounds(directory: Path, count: int) -> list[Row]:
         with closing(_opened_to_read(path)) as connection:
             return _rounds_in(connection, count, path)
     except sqlite3.Error as error:
-        raise _TroubleError(path, "read", error) from error
+        raise _RecordsError(path, "read", error) from error
 
 
 def remembered_peers(directory: Path) -> list[str]:

@@ -36,27 +36,10 @@ from tests.helpers.audit import (
     entries_of,
     forged,
     log_of,
-    make_history,
     rewind,
     rewrite,
     write_log,
 )
-
-
-@pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[Path]]:
-    return make_history(tmp_path_factory.mktemp("history"))
-
-
-@pytest.fixture
-def run(history: tuple[RunConfig, list[Path]]) -> RunConfig:
-    return history[0]
-
-
-@pytest.fixture
-def directory(history: tuple[RunConfig, list[Path]], tmp_path: Path) -> Path:
-    """Copies the first node's directory."""
-    return shutil.copytree(history[1][0], tmp_path / "runs" / history[1][0].name)
 
 
 def bad(report: Report, verdict: Grade = Grade.WRONG) -> list[Finding]:

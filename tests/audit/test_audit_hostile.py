@@ -28,27 +28,11 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import digest_of
 from p2ptrain.store import log
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
-from tests.helpers.audit import log_of, make_history
+from tests.helpers.audit import log_of
 
 ENDLESS_BYTES = 2**40  # of a file that has no content: more than any memory, and days to read
 TEST_SECONDS = 90  # of any of these: what waits for ever is ended by a signal
 COMMAND = "\x1b[2J\x1b]0;owned\x07"
-
-
-@pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[Path]]:
-    return make_history(tmp_path_factory.mktemp("history"))
-
-
-@pytest.fixture
-def run(history: tuple[RunConfig, list[Path]]) -> RunConfig:
-    return history[0]
-
-
-@pytest.fixture
-def directory(history: tuple[RunConfig, list[Path]], tmp_path: Path) -> Path:
-    """Copies the first node's directory."""
-    return shutil.copytree(history[1][0], tmp_path / "runs" / history[1][0].name)
 
 
 @pytest.fixture(autouse=True)

@@ -13,25 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain import __version__, cli
+from p2ptrain import __version__
 from p2ptrain.config import NodeConfig, RunConfig, load_config, load_run_config
 from p2ptrain.config.text import to_toml
 from p2ptrain.errors import DataError
+from tests.helpers.cli import p2ptrain
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.toml"
 HELP_SECONDS_MAX = 0.3  # longer, and a command feels stuck; about 0.15 is usual
 # What no one needs for help, and takes long to import.
 HEAVY = ("torch", "hivemind", "numpy", "pydantic", "pydantic_settings", "rich", "msgspec", "tokenizers", "aiohttp")
-
-
-def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Runs a command in this process; returns its exit status, stdout and stderr."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["p2ptrain", *map(str, arguments)])
-        status = cli.main()
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 def process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

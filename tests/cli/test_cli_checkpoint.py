@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli import main
-from p2ptrain.config import RunConfig
 from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.node.directories import run_directory
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoints
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.store import CHECKPOINTS_NAME
-from tests.helpers.core import KEYS
-
-
-def run_of(name: str = "x") -> RunConfig:
-    return RunConfig.model_validate({"name": name}).sealed(
-        manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
-    )
+from tests.helpers.cli import p2ptrain
+from tests.helpers.store import named_run, void
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def node(tmp_path: Path) -> NodeConfig:
 
 @pytest.fixture
 def checkpoints(node: NodeConfig) -> Checkpoints:
-    run = run_of()
+    run = named_run()
     run_id = bytes.fromhex(run.run_id)
     directory = run_directory(node, run_id)
     directory.mkdir(parents=True)
@@ -44,37 +37,24 @@ def checkpoints(node: NodeConfig) -> Checkpoints:
     return made
 
 
-def void(_: object) -> None:
-    """Discards a lambda's result, for mypy."""
-
-
-def p2ptrain(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str | Path
-) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["p2ptrain", "checkpoint", *map(str, arguments)])
-    status = main()
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
 def test_checkpoints_are_listed_and_checked(
-    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ("--data-dir", node.storage.directory)
-    status, out, _ = p2ptrain(capsys, monkeypatch, "list", *place)
+    status, out, _ = p2ptrain(capsys, "checkpoint", "list", *place)
     lines = out.splitlines()
     assert (status, len(lines)) == (0, 3)
     assert lines[2].startswith(f"round       24  root {'18' * 8}               14 bytes  {checkpoints.directory}")
-    assert p2ptrain(capsys, monkeypatch, "verify", *place)[0] == 0
+    assert p2ptrain(capsys, "checkpoint", "verify", *place)[0] == 0
 
     first, second, _third = checkpoints.present()
     (first.path / STATE_NAME).write_bytes(b"weighty")
     (second.path / "checkpoint.json").write_bytes(b"{}")
-    status, out, _ = p2ptrain(capsys, monkeypatch, "verify", *place)
+    status, out, _ = p2ptrain(capsys, "checkpoint", "verify", *place)
     assert status == 1
     assert [line.split(" ")[0] for line in out.splitlines()] == ["DAMAGED", "DAMAGED", "OK"]
     assert f"{first.path / STATE_NAME}: damaged" in out
-    assert p2ptrain(capsys, monkeypatch, "list", *place)[1].splitlines()[1].startswith("DAMAGED ")
+    assert p2ptrain(capsys, "checkpoint", "list", *place)[1].splitlines()[1].startswith("DAMAGED ")
 
 
 def test_a_copy_is_made_of_what_is_whole(
@@ -82,49 +62,48 @@ def test_a_copy_is_made_of_what_is_whole(
     checkpoints: Checkpoints,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = ("--data-dir", node.storage.directory)
     (checkpoints.present()[2].path / STATE_NAME).write_bytes(b"weighty")
-    assert p2ptrain(capsys, monkeypatch, "export", tmp_path / "copy", *place)[0] == 0
+    assert p2ptrain(capsys, "checkpoint", "export", tmp_path / "copy", *place)[0] == 0
     stamp = json.loads((tmp_path / "copy" / "checkpoint.json").read_text())
     assert (stamp["round"], (tmp_path / "copy" / STATE_NAME).read_bytes()) == (16, b"weights")
-    status, _, err = p2ptrain(capsys, monkeypatch, "export", tmp_path / "copy", *place)
+    status, _, err = p2ptrain(capsys, "checkpoint", "export", tmp_path / "copy", *place)
     assert (status, err) == (1, f"{tmp_path / 'copy'}: already exists\n")
-    assert p2ptrain(capsys, monkeypatch, "export", tmp_path / "old", "--round", "8", *place)[0] == 0
+    assert p2ptrain(capsys, "checkpoint", "export", tmp_path / "old", "--round", "8", *place)[0] == 0
     for number in ("24", "9"):  # damaged, and not there
-        status, _, err = p2ptrain(capsys, monkeypatch, "export", tmp_path / "no", "--round", number, *place)
+        status, _, err = p2ptrain(capsys, "checkpoint", "export", tmp_path / "no", "--round", number, *place)
         assert (status, err) == (1, f"{checkpoints.directory}: no undamaged checkpoint of round {number}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "node", "old"]
 
 
 def test_old_ones_are_removed_unless_the_node_runs(
-    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ("--data-dir", node.storage.directory)
     with Lock.of_directory(checkpoints.directory.parent):
-        status, _, err = p2ptrain(capsys, monkeypatch, "prune", *place)
+        status, _, err = p2ptrain(capsys, "checkpoint", "prune", *place)
         assert status == 2
         assert f"is in use by process {os.getpid()}" in err
     (checkpoints.present()[2].path / STATE_NAME).write_bytes(b"weighty")
-    status, out, _ = p2ptrain(capsys, monkeypatch, "prune", "--keep", "1", *place)
+    status, out, _ = p2ptrain(capsys, "checkpoint", "prune", "--keep", "1", *place)
     assert status == 0
     assert out.startswith("removed round        8")
     assert [each.round for each in checkpoints.present()] == [16, 24], "what is damaged is not what is kept instead"
 
 
 def test_which_run_is_meant_has_to_be_clear(
-    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ("--data-dir", node.storage.directory)
-    other = run_of("y")
+    other = named_run("y")
     directory = run_directory(node, bytes.fromhex(other.run_id))
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(other.canonical())
-    status, _, err = p2ptrain(capsys, monkeypatch, "list", *place)
+    status, _, err = p2ptrain(capsys, "checkpoint", "list", *place)
     assert status == 2
     assert "there are 2 runs" in err
-    assert p2ptrain(capsys, monkeypatch, "list", "--run", other.run_id[:8], *place) == (0, "", "")
-    assert p2ptrain(capsys, monkeypatch, "list", "--run", "none", *place)[0] == 2
+    assert p2ptrain(capsys, "checkpoint", "list", "--run", other.run_id[:8], *place) == (0, "", "")
+    assert p2ptrain(capsys, "checkpoint", "list", "--run", "none", *place)[0] == 2
     empty = checkpoints.directory / "empty"
-    assert p2ptrain(capsys, monkeypatch, "list", "--data-dir", empty)[2].startswith(f"--data-dir: no run in {empty}.")
+    assert p2ptrain(capsys, "checkpoint", "list", "--data-dir", empty)[2].startswith(f"--data-dir: no run in {empty}.")

@@ -15,22 +15,19 @@ from p2ptrain.node.directories import dataset_directory
 from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, TRAINER_NAME
 from p2ptrain.store.log import Log
 from tests.helpers.core import KEYS
-from tests.helpers.export import SMALL, Command, Node, run_of, state_of
+from tests.helpers.export import SMALL, Command, Node, run_of, saved_node, state_of
 from tests.helpers.store import some_records
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json
 
 
 @pytest.fixture
-def p2ptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return Command(capsys, monkeypatch)
+def p2ptrain(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    node = Node(tmp_path / "node", run_of())
-    for number in (8, 16):
-        node.save(number, state_of(node.run, number))
-    return node
+    return saved_node(tmp_path / "node")
 
 
 def weights_in(directory: Path) -> bytes:

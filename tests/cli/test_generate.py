@@ -25,14 +25,14 @@ from p2ptrain.daemon import Daemon
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish
+from p2ptrain.learn.sample import PROMPT_BYTES_MAX, SampleRequest
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node import control
 from p2ptrain.node.control import Control, ask
 from p2ptrain.node.device import Device
 from p2ptrain.observe.schema import Status
 from tests.helpers.core import KEYS
-from tests.helpers.export import Command, Node, run_of, state_of
+from tests.helpers.export import Command, Node, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written
 from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY
 
@@ -40,8 +40,8 @@ MORE = ("--tokens", "30")
 
 
 @pytest.fixture
-def p2ptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return Command(capsys, monkeypatch)
+def p2ptrain(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +52,7 @@ def _on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    node = Node(tmp_path / "node", run_of())
-    for number in (8, 16):
-        node.save(number, state_of(node.run, number))
-    return node
+    return saved_node(tmp_path / "node")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -333,5 +330,5 @@ def test_drawing_stops_where_the_document_ends(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(Transformer, "generate", one)
     steps: list[int] = []
-    assert lived.trainer.sample(Wish("abc", 5, 1), on_token=lambda: steps.append(1)) == "abcde"
+    assert lived.trainer.sample(SampleRequest("abc", 5, 1), on_token=lambda: steps.append(1)) == "abcde"
     assert (len(steps), list(drawn)) == (3, [*b"fg"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2ptrain import cli
 from p2ptrain.config import RunConfig
 from p2ptrain.core.admission import read_ticket
 from p2ptrain.core.manifest import NO_SERIAL
@@ -18,18 +16,10 @@ from p2ptrain.errors import NoDaemonError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity, RunSigner
 from p2ptrain.node import control
 from p2ptrain.node.assembly import Launch
+from tests.helpers import memory_swarm
+from tests.helpers.cli import p2ptrain
+from tests.helpers.memory_swarm import FOUNDERS, Member, Swarm, swarm
 from tests.helpers.net import skipping_time, until
-from tests.node import test_memory_swarm
-from tests.node.test_memory_swarm import FOUNDERS, Member, Swarm, swarm
-
-
-def p2ptrain(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Runs a command in this process; returns its exit status, stdout and stderr."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["p2ptrain", *map(str, arguments)])
-        status = cli.main()
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 def sealed(name: str = "closed", **admission: Any) -> RunConfig:
@@ -191,7 +181,7 @@ async def test_a_swarm_admits_whoever_shows_it_first_and_nobody_else(
         identity = arguments[2]
         return Launch(*arguments, **more, ticket=tickets.get(identity.key, b""))
 
-    monkeypatch.setattr(test_memory_swarm, "Launch", launch)
+    monkeypatch.setattr(memory_swarm, "Launch", launch)
     monkeypatch.setattr(Swarm, "__init__", _closed(Swarm.__init__))
     async with swarm(tmp_path) as made:
         host = made.nodes[0]

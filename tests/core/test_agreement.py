@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.core.agreement import (
-    Entered,
+    CastVote,
     Heard,
     Judgement,
     Propose,
-    Say,
     Stage,
+    ViewEntered,
 )
 from p2ptrain.core.messages import NOTHING, Proposal
 from tests.helpers.agreement import (
@@ -49,7 +49,7 @@ def test_a_view_begins_once() -> None:
 
 def test_the_proposer_proposes_once_and_prevotes_its_own() -> None:
     member = Member(seat=0)
-    assert member.begin() == [Propose(0, -1, None), Say(0, PREVOTE, A)]
+    assert member.begin() == [Propose(0, -1, None), CastVote(0, PREVOTE, A)]
     assert member.go_on(1.0) == []
     assert member.at == At(stage=Stage.PREVOTE)
 
@@ -58,13 +58,13 @@ def test_the_proposer_waits_until_it_may() -> None:
     member = Member(seat=0, may_propose=False)
     assert member.begin() == []
     member.may_propose = True
-    assert member.go_on(1.0) == [Propose(0, -1, None), Say(0, PREVOTE, A)]
+    assert member.go_on(1.0) == [Propose(0, -1, None), CastVote(0, PREVOTE, A)]
 
 
 def test_a_proposer_that_may_not_in_time_prevotes_nothing() -> None:
     member = Member(seat=0, may_propose=False)
     member.begin()
-    assert member.go_on(2.0) == [Say(0, PREVOTE, NOTHING)]
+    assert member.go_on(2.0) == [CastVote(0, PREVOTE, NOTHING)]
     member.may_propose = True
     assert member.go_on(2.0) == []
 
@@ -84,7 +84,7 @@ def test_a_held_proposal_is_prevoted() -> None:
     member = Member()
     member.begin()
     assert member.hear(proposal(0, A)) == [Heard.NEW]
-    assert member.go_on(1.0) == [Say(0, PREVOTE, A)]
+    assert member.go_on(1.0) == [CastVote(0, PREVOTE, A)]
     assert member.at == At(stage=Stage.PREVOTE)
 
 
@@ -92,7 +92,7 @@ def test_a_bad_proposal_gets_a_vote_for_nothing_at_once() -> None:
     member = Member(judgements={A: Judgement.BAD})
     member.begin()
     member.hear(proposal(0, A))
-    assert member.go_on(1.0) == [Say(0, PREVOTE, NOTHING)]
+    assert member.go_on(1.0) == [CastVote(0, PREVOTE, NOTHING)]
     assert member.at == At(stage=Stage.PREVOTE)
 
 
@@ -102,7 +102,7 @@ def test_what_is_not_held_is_waited_for_until_the_timeout(judgement: Judgement) 
     member.begin()
     member.hear(proposal(0, A))
     assert member.go_on(1.99) == []
-    assert member.go_on(2.0) == [Say(0, PREVOTE, NOTHING)]
+    assert member.go_on(2.0) == [CastVote(0, PREVOTE, NOTHING)]
     assert member.at == At(stage=Stage.PREVOTE)
 
 
@@ -110,7 +110,7 @@ def test_without_a_proposal_nothing_is_prevoted_at_the_timeout() -> None:
     member = Member()
     member.begin()
     assert member.go_on(1.99) == []
-    assert member.go_on(2.0) == [Say(0, PREVOTE, NOTHING)]
+    assert member.go_on(2.0) == [CastVote(0, PREVOTE, NOTHING)]
 
 
 def test_a_proposal_that_becomes_held_in_time_is_prevoted() -> None:
@@ -119,7 +119,7 @@ def test_a_proposal_that_becomes_held_in_time_is_prevoted() -> None:
     member.hear(proposal(0, A))
     member.go_on(1.0)
     member.judgements[A] = Judgement.HELD
-    assert member.go_on(1.5) == [Say(0, PREVOTE, A)]
+    assert member.go_on(1.5) == [CastVote(0, PREVOTE, A)]
 
 
 def test_who_lacks_a_payload_of_what_a_quorum_prevoted_still_precommits_it() -> None:
@@ -127,7 +127,7 @@ def test_who_lacks_a_payload_of_what_a_quorum_prevoted_still_precommits_it() -> 
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2, 3)
-    assert member.go_on(1.0) == [Say(0, PREVOTE, NOTHING), Say(0, PRECOMMIT, A)]
+    assert member.go_on(1.0) == [CastVote(0, PREVOTE, NOTHING), CastVote(0, PRECOMMIT, A)]
     assert member.at == At(stage=Stage.PRECOMMIT, locked=A, locked_view=0, valid=A, valid_view=0)
 
 
@@ -137,7 +137,7 @@ def test_what_nobody_could_work_out_is_not_precommitted_though_a_quorum_prevoted
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2, 3)
     assert member.go_on(1.0) == []
-    assert member.go_on(2.0) == [Say(0, PREVOTE, NOTHING)]
+    assert member.go_on(2.0) == [CastVote(0, PREVOTE, NOTHING)]
     assert member.at == At(stage=Stage.PREVOTE, timer=4.0)
 
 
@@ -146,8 +146,8 @@ def test_a_proposal_that_is_bad_is_never_precommitted() -> None:
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2, 3)
-    assert member.go_on(0.0) == [Say(0, PREVOTE, NOTHING)]
-    assert member.go_on(2.0) == [Say(0, PRECOMMIT, NOTHING)]
+    assert member.go_on(0.0) == [CastVote(0, PREVOTE, NOTHING)]
+    assert member.go_on(2.0) == [CastVote(0, PRECOMMIT, NOTHING)]
     assert member.at == At(stage=Stage.PRECOMMIT)
 
 
@@ -160,9 +160,9 @@ def test_a_quorum_of_prevotes_locks_and_is_precommitted() -> None:
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0)
-    assert member.go_on(0.5) == [Say(0, PREVOTE, A)]  # with its own two, of four
+    assert member.go_on(0.5) == [CastVote(0, PREVOTE, A)]  # with its own two, of four
     member.hear_votes(PREVOTE, A, 2)
-    assert member.go_on(1.0) == [Say(0, PRECOMMIT, A)]
+    assert member.go_on(1.0) == [CastVote(0, PRECOMMIT, A)]
     assert member.at == At(stage=Stage.PRECOMMIT, locked=A, locked_view=0, valid=A, valid_view=0)
 
 
@@ -171,7 +171,7 @@ def test_a_quorum_for_nothing_is_precommitted_at_once() -> None:
     member.begin()
     member.hear_votes(PREVOTE, NOTHING, 0, 2)
     assert member.go_on(1.0) == []
-    assert member.go_on(2.0) == [Say(0, PREVOTE, NOTHING), Say(0, PRECOMMIT, NOTHING)]
+    assert member.go_on(2.0) == [CastVote(0, PREVOTE, NOTHING), CastVote(0, PRECOMMIT, NOTHING)]
     assert member.at == At(stage=Stage.PRECOMMIT)
 
 
@@ -180,10 +180,10 @@ def test_prevotes_that_do_not_agree_are_waited_out() -> None:
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, NOTHING, 2, 3)
-    assert member.go_on(0.5) == [Say(0, PREVOTE, A)]
+    assert member.go_on(0.5) == [CastVote(0, PREVOTE, A)]
     assert member.at == At(stage=Stage.PREVOTE, timer=2.5)
     assert member.go_on(2.49) == []
-    assert member.go_on(2.5) == [Say(0, PRECOMMIT, NOTHING)]
+    assert member.go_on(2.5) == [CastVote(0, PRECOMMIT, NOTHING)]
     assert member.at == At(stage=Stage.PRECOMMIT)
 
 
@@ -196,26 +196,26 @@ def test_a_quorum_that_shows_after_the_own_precommit_is_valid_but_locks_nothing(
 def test_a_locked_member_prevotes_nothing_for_another_manifest() -> None:
     member = locked_on_a_in_view(2)
     member.hear(proposal(2, B))
-    assert member.go_on(0.0) == [Say(2, PREVOTE, NOTHING)]
+    assert member.go_on(0.0) == [CastVote(2, PREVOTE, NOTHING)]
     assert member.at == At(view=2, stage=Stage.PREVOTE, locked=A, locked_view=0, valid=A, valid_view=0)
 
 
 def test_a_locked_member_prevotes_what_it_is_locked_on() -> None:
     member = locked_on_a_in_view(2)
     member.hear(proposal(2, A))
-    assert member.go_on(0.0) == [Say(2, PREVOTE, A)]
+    assert member.go_on(0.0) == [CastVote(2, PREVOTE, A)]
 
 
 def test_a_quorum_of_prevotes_later_than_the_lock_unlocks() -> None:
     member = locked_on_a()
     member.hear_votes(PRECOMMIT, NOTHING, 0, 2, view=3)
-    assert member.go_on(0.0) == [Entered(3)]
+    assert member.go_on(0.0) == [ViewEntered(3)]
     member.hear(proposal(3, B, valid_view=2))
     assert member.go_on(0.0) == []
     member.hear_votes(PREVOTE, B, 0, 2, 3, view=2)
-    assert member.go_on(0.0) == [Say(3, PREVOTE, B)]
+    assert member.go_on(0.0) == [CastVote(3, PREVOTE, B)]
     member.hear_votes(PREVOTE, B, 0, 2, view=3)
-    assert member.go_on(0.0) == [Say(3, PRECOMMIT, B)]
+    assert member.go_on(0.0) == [CastVote(3, PRECOMMIT, B)]
     assert member.at == At(3, Stage.PRECOMMIT, None, 16.0, locked=B, locked_view=3, valid=B, valid_view=3)
 
 
@@ -224,29 +224,29 @@ def test_a_quorum_of_prevotes_earlier_than_the_lock_does_not_unlock() -> None:
     member.hear_votes(PREVOTE, B, 0, 2, 3)
     member.hear_votes(PREVOTE, A, 0, 2, view=2)
     member.hear(proposal(2, A))
-    assert member.go_on(0.0) == [Entered(2), Say(2, PREVOTE, A), Say(2, PRECOMMIT, A)]
+    assert member.go_on(0.0) == [ViewEntered(2), CastVote(2, PREVOTE, A), CastVote(2, PRECOMMIT, A)]
     member.hear_votes(PRECOMMIT, NOTHING, 0, 3, view=4)
-    assert member.go_on(0.0) == [Entered(4)]
+    assert member.go_on(0.0) == [ViewEntered(4)]
     member.hear(proposal(4, B, valid_view=0))
-    assert member.go_on(0.0) == [Say(4, PREVOTE, NOTHING)]
+    assert member.go_on(0.0) == [CastVote(4, PREVOTE, NOTHING)]
     assert member.at == At(view=4, stage=Stage.PREVOTE, locked=A, locked_view=2, valid=A, valid_view=2)
 
 
 def test_prevotes_that_back_a_proposal_are_waited_for() -> None:
     member = Member()
     member.hear_votes(PRECOMMIT, NOTHING, 0, 3, view=2)
-    assert member.go_on(0.0) == [Entered(2)]
+    assert member.go_on(0.0) == [ViewEntered(2)]
     member.hear(proposal(2, A, valid_view=0))
     member.hear_votes(PREVOTE, A, 0, 2)
     assert member.go_on(1.0) == []
     member.hear_votes(PREVOTE, A, 3)
-    assert member.go_on(2.0) == [Say(2, PREVOTE, A)]
+    assert member.go_on(2.0) == [CastVote(2, PREVOTE, A)]
 
 
 def test_a_proposal_whose_backing_never_comes_gets_a_vote_for_nothing_at_the_timeout() -> None:
     member = Member()
     member.hear_votes(PRECOMMIT, NOTHING, 0, 3, view=2)
-    assert member.go_on(0.0) == [Entered(2)]
+    assert member.go_on(0.0) == [ViewEntered(2)]
     member.hear(proposal(2, A, valid_view=0))
     assert member.go_on(7.99) == []
-    assert member.go_on(8.0) == [Say(2, PREVOTE, NOTHING)]
+    assert member.go_on(8.0) == [CastVote(2, PREVOTE, NOTHING)]

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from p2ptrain.core.agreement import Agreement, Decided, Entered, Judgement, Propose, Say
+from p2ptrain.core.agreement import Agreement, CastVote, Decided, Judgement, Propose, ViewEntered
 from p2ptrain.core.messages import NOTHING, Ballot, Proposal, Received, Vote
 from p2ptrain.core.roster import Roster
 from p2ptrain.digest import digest
@@ -26,10 +26,10 @@ def sealed(message: Proposal | Vote) -> Received:
 class WithoutLock(Agreement):
     """A mutant whose members forget their precommits."""
 
-    def _enter(self, number: int, now: float) -> Entered:
+    def _enter(self, number: int, now: float) -> ViewEntered:
         self.locked, self.locked_view, self.valid, self.valid_view = NOTHING, -1, None, -1
         super()._enter(number, now)
-        return Entered(number)
+        return ViewEntered(number)
 
 
 class WithSmallQuorums(Agreement):
@@ -114,7 +114,7 @@ class Swarm:
         agreement = self.agreements[seat]
         while (act := agreement.advance(self.now)) is not None:
             match act:
-                case Say(view=view, ballot=ballot, manifest=manifest):
+                case CastVote(view=view, ballot=ballot, manifest=manifest):
                     vote = sealed(Vote(RUN, 1, view, ballot, manifest, self.members[seat]))
                     agreement.hear_vote(vote)
                     self._send(vote)
@@ -123,7 +123,7 @@ class Swarm:
                     proposal = sealed(Proposal(RUN, 1, view, valid_view, (manifest,), manifest, self.members[seat]))
                     agreement.hear_proposal(proposal)
                     self._send(proposal, *agreement.voted(valid_view, Ballot.PREVOTE, manifest))
-                case Entered():
+                case ViewEntered():
                     self._say_again(seat)
                 case Decided():
                     return
@@ -203,7 +203,7 @@ def test_without_locks_one_liar_brings_about_two_decisions(kind: type[Agreement]
         member.hear_votes(Ballot.PRECOMMIT, A, other)
         member.hear_votes(Ballot.PRECOMMIT, NOTHING, 3)
         member.go_on(0.0)
-        assert Entered(1) in member.go_on(2.0)
+        assert ViewEntered(1) in member.go_on(2.0)
         member.hear(proposal(1, decided, valid_view=0 if decided == A else -1))
         member.hear_votes(Ballot.PREVOTE, decided, other, 3, view=1)
         member.go_on(2.0)

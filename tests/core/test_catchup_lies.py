@@ -20,7 +20,7 @@ from p2ptrain.core.history import Beginning, BranchStart, History
 from p2ptrain.core.messages import NUMBER_MAX, JoinRequest
 from p2ptrain.core.reputation import Reason
 from p2ptrain.digest import digest
-from tests.core.test_catchup import extend, followed, meet, on_own_branch, other_line, regroup, shared, steps
+from tests.helpers.catchup import extend, followed, meet, on_own_branch, other_line, regroup, shared, steps
 from tests.helpers.core import KEYS, RUN, Bench, begun, line_of, published, signed_set
 
 LIAR, HONEST = KEYS[0], KEYS[2]

@@ -11,13 +11,11 @@ from blake3 import blake3
 
 from p2ptrain.digest import digest
 from p2ptrain.sim.checkers import standard
-from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.ledger import Ledger
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import scenario_of
 from tests.helpers.history_checker import NOTHING, PRECOMMIT, PREVOTE, check
-from tests.helpers.sim import Log
+from tests.helpers.sim import Log, judged_simulation
 
 RUN = digest("judged run")
 ROUND = 3
@@ -198,14 +196,6 @@ def test_what_is_not_signed_counts_for_nothing() -> None:
 
 # ---------------------------------------------------------------------------------------------------
 # Whole simulations
-
-
-def judged_simulation(cluster: Cluster, ledger: Ledger, log: Log) -> list[str]:
-    """Checks all envelopes that honest nodes sent in a simulation."""
-    rosters = {place: ledger.rosters[ledger.parents[head]] for place, (head, _) in ledger.decided.items()}
-    honest = [node.key for node in cluster.nodes if node.honest]
-    verify = FakeSigner(cluster.setup.run_id, b"")
-    return check(cluster.setup.run_id, [envelope for _, _, envelope in log.messages], rosters, honest, verify)
 
 
 @pytest.mark.parametrize("how", ["equivocate votes", "propose anew", "collude"])

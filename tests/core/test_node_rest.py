@@ -15,6 +15,7 @@ from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import scenario_of
+from tests.helpers.core import Restless
 
 SWARMS: dict[str, dict[str, Any]] = {
     "clean": {"nodes": 7, "rounds": 12},
@@ -38,13 +39,6 @@ SWARMS: dict[str, dict[str, Any]] = {
     },
 }
 LIES = ("equivocate votes", "equivocate proposals", "equivocate announcements", "flood", "replay", "withhold", "fork")
-
-
-class Restless(Node):
-    """A node that never rests."""
-
-    def _may_rest(self) -> bool:
-        return False
 
 
 class Twins:

@@ -40,8 +40,20 @@ from p2ptrain.core.reputation import prove
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import digest
-from tests.core.test_node_rest import Restless
-from tests.helpers.core import KEYS, RUN, Bench, FakeSigner, Store, announced, begun, line_of, payload, signed, voted
+from tests.helpers.core import (
+    KEYS,
+    RUN,
+    Bench,
+    FakeSigner,
+    Restless,
+    Store,
+    announced,
+    begun,
+    line_of,
+    payload,
+    signed,
+    voted,
+)
 
 TICKS_AT_ONCE_MAX = 50
 PEERS = KEYS[:6]  # four founders, the node among them, and two strangers

@@ -29,7 +29,8 @@ from p2ptrain.learn.data import manifest_digest
 from p2ptrain.node.assembly import TRUST_NAME, trusted_head
 from p2ptrain.store.store import Store
 from tests.helpers.core import KEYS, ROOT0, RUN, Bench, begun, certified, line_of, plain_manifest, published
-from tests.store.test_crash_points import ME, STATE, a_dataset, root_of
+from tests.helpers.driver import STATE, a_dataset, root_of
+from tests.helpers.lone_node import ME
 
 FOUNDERS = 5
 HONEST, FORGER = KEYS[7], KEYS[8]  # whom the newcomer is connected with

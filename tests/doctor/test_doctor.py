@@ -21,7 +21,7 @@ from p2ptrain.doctor.findings import Check, Diagnosis, can_work, json_of, text_o
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Room, need_of
+from p2ptrain.learn.memory import MemoryDemand, need_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.store.lock import LOCK_NAME, Lock
 from tests.cli.test_cli import p2ptrain
@@ -159,8 +159,8 @@ def test_this_machines_own_device_is_found_and_computes() -> None:
     assert (found.level, found.result) == ("good", "cpu")
 
 
-def room(needed: int, free: int, least: int = 100, total: int = 10_000) -> Room:
-    return Room("main memory", needed, least, free, total, NEED.formula("cpu"))
+def room(needed: int, free: int, least: int = 100, total: int = 10_000) -> MemoryDemand:
+    return MemoryDemand("main memory", needed, least, free, total, NEED.formula("cpu"))
 
 
 def test_memory_is_judged_as_the_start_judges_it() -> None:

@@ -13,7 +13,7 @@ from p2ptrain.config import HttpConfig, NetworkConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.doctor import network
 from p2ptrain.doctor.findings import Diagnosis
-from p2ptrain.doctor.network import BANDWIDTH_BYTES_MAX, NullSink, Sight
+from p2ptrain.doctor.network import BANDWIDTH_BYTES_MAX, NullSink, PeerAnswer
 from p2ptrain.errors import DataError
 from p2ptrain.net import questions
 from p2ptrain.net.questions import PROTOCOL, QUESTION_BYTES_MAX, Runs, Seen
@@ -26,11 +26,11 @@ A, B, C = key(1), key(2), key(3)
 ROUTER, MINE, HOME = "203.0.113.7", "198.51.100.9", "192.168.1.5"
 
 
-def sight(seen_at: str = "", offset: float = 0.0, uncertain: float = 0.01) -> Sight:
-    return Sight("/ip4/192.0.2.1/tcp/4001", offset, uncertain, seen_at)
+def sight(seen_at: str = "", offset: float = 0.0, uncertain: float = 0.01) -> PeerAnswer:
+    return PeerAnswer("/ip4/192.0.2.1/tcp/4001", offset, uncertain, seen_at)
 
 
-def at(host: str, port: int = 4001) -> Sight:
+def at(host: str, port: int = 4001) -> PeerAnswer:
     return sight(f"/ip4/{host}/tcp/{port}/p2p/12D3KooW")
 
 
@@ -157,8 +157,8 @@ async def test_a_node_that_does_not_know_the_question_closes_and_goes_on() -> No
             await stream.send(questions.wire.encode(Runs()))
 
     await asked.serve(PROTOCOL, older)
-    sights, trouble, reached = await network.ask_peers(asking, asked.addresses())
-    assert (sights, reached) == ([], [B])
+    answers, trouble, reached = await network.ask_peers(asking, asked.addresses())
+    assert (answers, reached) == ([], [B])
     assert [(each.what, each.level) for each in trouble] == [("peers", "warning")]
     assert "tells no time" in trouble[0].result
     assert await questions.ask_runs(asking, B) == ()
@@ -175,8 +175,8 @@ async def test_an_address_that_a_terminal_would_obey_is_not_taken(address: str) 
         await stream.send(questions.wire.encode(Seen(0, address)))
 
     await asked.serve(PROTOCOL, lie)
-    sights, trouble, _ = await network.ask_peers(asking, asked.addresses())
-    assert sights == []
+    answers, trouble, _ = await network.ask_peers(asking, asked.addresses())
+    assert answers == []
     assert "nonsense" in trouble[0].result
     await asked.close()
 
@@ -191,8 +191,8 @@ async def test_peers_that_cannot_be_reached_or_do_not_answer_take_no_longer_than
 
     await asked.serve(PROTOCOL, silent)
     gone = asking._network.address(C)
-    sights, trouble, reached = await network.ask_peers(asking, [*asked.addresses(), gone])
-    assert (sights, reached, len(trouble)) == ([], [B], 2)
+    answers, trouble, reached = await network.ask_peers(asking, [*asked.addresses(), gone])
+    assert (answers, reached, len(trouble)) == ([], [B], 2)
     assert asyncio.get_running_loop().time() < network.ASK_SECONDS + 1
     assert network.judge_peers(2, 1, trouble)[-1] == Diagnosis("peers", "good", "1 of 2 answer")
     assert network.judge_peers(2, 0, trouble)[-1].level == "failed"
@@ -206,7 +206,7 @@ async def test_peers_that_cannot_be_reached_or_do_not_answer_take_no_longer_than
 
 
 @pytest.mark.parametrize(
-    ("sights", "level", "says"),
+    ("answers", "level", "says"),
     [
         ([at(MINE), at(MINE)], "good", "none in between"),
         ([at(HOME)], "good", "not on the internet"),
@@ -223,13 +223,13 @@ async def test_peers_that_cannot_be_reached_or_do_not_answer_take_no_longer_than
         ([], "warning", "unknown"),
     ],
 )
-def test_the_kind_of_nat_follows_from_where_peers_see_us(sights: list[Sight], level: str, says: str) -> None:
-    found = network.judge_nat(sights, [MINE, HOME, "127.0.0.1"], [4001])
+def test_the_kind_of_nat_follows_from_where_peers_see_us(answers: list[PeerAnswer], level: str, says: str) -> None:
+    found = network.judge_nat(answers, [MINE, HOME, "127.0.0.1"], [4001])
     assert (found.level, says in found.result) == (level, True), found
 
 
 @pytest.mark.parametrize(
-    ("told", "sights", "level"),
+    ("told", "answers", "level"),
     [
         (["/ip4/8.8.8.8/tcp/4001/p2p/x"], [], "good"),
         (["/dns4/node.example.org/tcp/4001/p2p/x"], [], "good"),
@@ -242,9 +242,9 @@ def test_the_kind_of_nat_follows_from_where_peers_see_us(sights: list[Sight], le
     ],
 )
 def test_whether_others_can_call_first_follows_from_what_p2pd_and_peers_tell(
-    told: list[str] | None, sights: list[Sight], level: str
+    told: list[str] | None, answers: list[PeerAnswer], level: str
 ) -> None:
-    found = network.judge_reach(told, sights, [MINE, HOME])
+    found = network.judge_reach(told, answers, [MINE, HOME])
     assert (found.level, bool(found.fix)) == (level, level == "warning")
 
 

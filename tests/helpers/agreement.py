@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from p2ptrain.core.agreement import (
     Act,
     Agreement,
+    CastVote,
     Decided,
     Heard,
     Judgement,
     Propose,
-    Say,
     Stage,
 )
 from p2ptrain.core.messages import NOTHING, Ballot, Proposal, Received, Vote
@@ -76,7 +76,7 @@ class Member:
         acts: list[Act] = []
         while (act := self.agreement.advance(now)) is not None and not isinstance(act, Decided):
             acts.append(act)
-            if isinstance(act, Say):
+            if isinstance(act, CastVote):
                 self.hear(voted(KEYS[self.seat], act.ballot, act.manifest, act.view))
             elif isinstance(act, Propose):
                 self.hear(
@@ -111,7 +111,7 @@ def locked_on_a() -> Member:
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2)
-    assert member.go_on(0.0) == [Say(0, PREVOTE, A), Say(0, PRECOMMIT, A)]
+    assert member.go_on(0.0) == [CastVote(0, PREVOTE, A), CastVote(0, PRECOMMIT, A)]
     return member
 
 
@@ -133,7 +133,7 @@ def late_of_seven() -> Member:
     member.hear(proposal(0, A, size=7))
     member.hear_votes(PREVOTE, A, 0, 2)
     member.hear_votes(PREVOTE, NOTHING, 3, 4)
-    assert member.go_on(0.0) == [Say(0, PREVOTE, A)]
-    assert member.go_on(2.0) == [Say(0, PRECOMMIT, NOTHING)]
+    assert member.go_on(0.0) == [CastVote(0, PREVOTE, A)]
+    assert member.go_on(2.0) == [CastVote(0, PRECOMMIT, NOTHING)]
     member.hear_votes(PREVOTE, A, 5, 6)
     return member

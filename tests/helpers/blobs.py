@@ -12,7 +12,7 @@ from p2ptrain.core.wire import encode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.blobs.blob import Blob, BlobName, Kind, MemoryBlob
 from p2ptrain.net.blobs.fetch import Fetcher
-from p2ptrain.net.blobs.server import BlobRequest, Given, Have, Reply, Request, Server, bulk_protocol, decode_request
+from p2ptrain.net.blobs.server import BlobRequest, Given, Have, Reply, Request, Server, blob_protocol, decode_request
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream, TransportError
 from tests.helpers.memory_network import MemoryTransport, Network
@@ -115,7 +115,7 @@ async def lie(network: Network, number: int, nodes: list[Node], answer: Answer) 
         except (TransportError, RemoteProtocolError):
             stream.abort()
 
-    await peer.serve(bulk_protocol(RUN), serve)
+    await peer.serve(blob_protocol(RUN), serve)
     return peer.me
 
 

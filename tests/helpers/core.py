@@ -460,3 +460,10 @@ def sent(effects: list[ev.Effect]) -> list[tuple[bytes, Message]]:
         if isinstance(effect, ev.Send)
         for envelope in effect.envelopes
     ]
+
+
+class Restless(Node):
+    """A node that never rests."""
+
+    def _may_rest(self) -> bool:
+        return False

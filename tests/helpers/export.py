@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 import torch
 from blake3 import blake3
 
-from p2ptrain.cli import main
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
 from p2ptrain.learn.export import Weights
@@ -20,6 +20,7 @@ from p2ptrain.learn.root import covered_pieces, octets, state_root
 from p2ptrain.node.directories import run_directory
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
+from tests.helpers.cli import p2ptrain
 from tests.helpers.core import KEYS
 from tests.helpers.exact_numbers import weights as known_weights
 
@@ -99,11 +100,16 @@ def weights_of(checkpoint: Checkpoint, run: RunConfig, **changes: Any) -> Weight
 class Command:
     """Runs `p2ptrain` in this process; returns exit status, stdout and stderr."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capsys, self.monkeypatch = capsys, monkeypatch
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
 
     def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        self.monkeypatch.setattr("sys.argv", ["p2ptrain", *map(str, arguments)])
-        status = main()
-        out, err = self.capsys.readouterr()
-        return status, out, err
+        return p2ptrain(self.capsys, *arguments)
+
+
+def saved_node(directory: Path, rounds: Iterable[int] = (8, 16)) -> Node:
+    """Makes a node with a checkpoint of each of these rounds."""
+    node = Node(directory, run_of())
+    for number in rounds:
+        node.save(number, state_of(node.run, number))
+    return node

@@ -9,8 +9,11 @@ from typing import Any
 
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.records import POINTS, _unpacked
+from tests.helpers.store import named_run
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
+RUN = named_run("my-run")
+RUN_ID = bytes.fromhex(RUN.run_id)
 
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
@@ -35,3 +38,13 @@ def points_of(path: Path, peer: bytes) -> list[dict[str, Any]]:
     with closing(sqlite3.connect(path)) as connection:
         rows = connection.execute("SELECT record, digest FROM points WHERE peer = ? ORDER BY id", (peer,)).fetchall()
     return [*_unpacked(rows, POINTS, path)]
+
+
+def a_round(number: int, **changes: object) -> RoundRecord:
+    """Makes a record of one branch, with a falling loss and round numbers for bytes and times."""
+    usual: dict[str, object] = {
+        "branch": RUN_ID, "root": bytes([number]) * 32, "loss": 5.0 - number / 4, "applied_at": 1.7e9 + number,
+        "contributors": (KEYS[0], KEYS[1]), "bytes_sent": 1_000, "bytes_received": 2_000, "tokens": 512, "views": 1,
+        "train_seconds": 4.0, "collect_seconds": 2.0, "agree_seconds": 1.0, "apply_seconds": 1.0, "refused": {},
+    }  # fmt: skip
+    return lived(number, **(usual | changes))

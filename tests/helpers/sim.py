@@ -9,9 +9,11 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Message, Vote, encode, signed_bytes
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.ledger import Checker
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.ledger import Checker, Ledger
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import Scenario, scenario_of
+from tests.helpers.history_checker import check
 
 
 def scenario(nodes: int = 3, **changes: Any) -> Scenario:
@@ -97,3 +99,11 @@ def begin_faults(cluster: Cluster) -> None:
 def of_kind(script: Script, kind: type) -> list[tuple[float, Any]]:
     """Returns the events of a kind that a script heard, with their times."""
     return [(at, event) for at, event in script.heard if isinstance(event, kind)]
+
+
+def judged_simulation(cluster: Cluster, ledger: Ledger, log: Log) -> list[str]:
+    """Checks all envelopes that honest nodes sent in a simulation."""
+    rosters = {place: ledger.rosters[ledger.parents[head]] for place, (head, _) in ledger.decided.items()}
+    honest = [node.key for node in cluster.nodes if node.honest]
+    verify = FakeSigner(cluster.setup.run_id, b"")
+    return check(cluster.setup.run_id, [envelope for _, _, envelope in log.messages], rosters, honest, verify)

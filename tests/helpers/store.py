@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Entry
 from p2ptrain.core.journal import Journal
@@ -27,8 +28,11 @@ from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import load_scenario
 from p2ptrain.store.log import read_own
+from p2ptrain.store.store import Store
+from tests.helpers.core import KEYS
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
+ME = b"m" * 32
 KEPT = 6  # rounds of history: few, so that they go
 
 
@@ -213,3 +217,17 @@ class Power:
         if not latest.startswith(synced):
             return self.rng.choice((synced, latest))
         return latest[: self.rng.choice((len(synced), self.rng.randint(len(synced), len(latest)), len(latest)))]
+
+
+def named_run(name: str = "x") -> RunConfig:
+    return RunConfig.model_validate({"name": name}).sealed(
+        manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
+    )
+
+
+def void(_: object) -> None:
+    """Discards a lambda's result, for mypy."""
+
+
+def opened(root: Path, run: RunConfig | None = None, me: bytes = ME) -> Store:
+    return Store(root / "run", run or named_run(), some_records()[0], me, root / "identity.key")

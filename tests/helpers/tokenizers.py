@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.learn.prepare import Prepared, prepare
+from p2ptrain.learn.prepare import DatasetSummary, prepare
 from p2ptrain.learn.tokenizer import BytesTokenizer, Tokenizer
 
 END = "<|endoftext|>"
@@ -39,7 +39,7 @@ def prepared(
     tokenizer: Tokenizer | None = None,
     held_out: Fraction = Fraction(1, 4),
     embedded: bool = False,
-) -> Prepared:
+) -> DatasetSummary:
     return prepare(
         out,
         files,

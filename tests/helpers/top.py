@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from p2ptrain.errors import P2ptrainError
-from p2ptrain.observe.top_frame import Look, frame
+from p2ptrain.observe.top_frame import Poll, frame
 from tests.helpers.web import PEER, STATUS, a_round
 
 LINE = {"at": "2026-03-29T12:34:56.789+00:00", "level": "warning", "message": "a line\nand more"}
@@ -36,7 +36,7 @@ class Answering:
         return self.answers[order["do"]]
 
 
-def shown(now: Look | None, before: Look | None = None, trouble: str = "", width: int = 100, height: int = 40) -> str:
+def shown(now: Poll | None, before: Poll | None = None, trouble: str = "", width: int = 100, height: int = 40) -> str:
     console = Console(width=width, height=height, file=io.StringIO(), color_system=None)
     console.print(frame(now, before, trouble, width, height))
     text = console.file.getvalue()  # type: ignore[attr-defined]

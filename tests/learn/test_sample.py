@@ -13,7 +13,7 @@ from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig, TokenizerConfi
 from p2ptrain.errors import ConfigError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.sample import Wish, sample
+from p2ptrain.learn.sample import SampleRequest, sample
 from p2ptrain.learn.tokenizer import BytesTokenizer, JsonTokenizer
 from p2ptrain.learn.trainer import Trainer
 from tests.helpers.tokenizers import END, json_lines, prepared, tokenizer_json, written
@@ -30,11 +30,11 @@ def model() -> Transformer:
 
 
 def test_a_sample_begins_with_the_prompt_and_depends_on_the_seed_alone(model: Transformer) -> None:
-    texts = [sample(model, BYTES, Wish("hello", 30, seed)) for seed in (1, 1, 2)]
+    texts = [sample(model, BYTES, SampleRequest("hello", 30, seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("hello") for text in texts)
     torch.manual_seed(3)
-    assert sample(model, BYTES, Wish("hello", 30, 1)) == texts[0]
+    assert sample(model, BYTES, SampleRequest("hello", 30, 1)) == texts[0]
 
 
 def test_at_temperature_0_each_token_is_the_likeliest(model: Transformer) -> None:
@@ -44,18 +44,18 @@ def test_at_temperature_0_each_token_is_the_likeliest(model: Transformer) -> Non
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     expected = bytes(tokens[1:]).partition(b"\0")[0].decode(errors="replace")
     for seed in (1, 9):
-        assert sample(model, BYTES, Wish("abc", 5, seed, temperature=0)) == expected
+        assert sample(model, BYTES, SampleRequest("abc", 5, seed, temperature=0)) == expected
 
 
 @pytest.mark.parametrize("prompt", ["", "long " * 100, "日本"])
 def test_any_prompt_will_do(model: Transformer, prompt: str) -> None:
-    assert sample(model, BYTES, Wish(prompt, 5, 1)).startswith(prompt)
+    assert sample(model, BYTES, SampleRequest(prompt, 5, 1)).startswith(prompt)
 
 
 def test_a_prompt_that_is_no_text_is_the_users_mistake(model: Transformer) -> None:
     for tokenizer in (BYTES, JsonTokenizer(tokenizer_json())):  # each would fail in its own way
         with pytest.raises(ConfigError, match=r"prompt: not text\. Write it in UTF-8"):
-            sample(model, tokenizer, Wish("a\udcff", 5, 1))
+            sample(model, tokenizer, SampleRequest("a\udcff", 5, 1))
 
 
 @pytest.mark.parametrize(
@@ -73,29 +73,29 @@ def test_a_prompt_that_is_no_text_is_the_users_mistake(model: Transformer) -> No
 )
 def test_what_cannot_be_drawn_is_the_users_mistake(model: Transformer, wanted: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        sample(model, BYTES, Wish("a", **({"tokens": 5, "seed": 1} | wanted)))
+        sample(model, BYTES, SampleRequest("a", **({"tokens": 5, "seed": 1} | wanted)))
 
 
 def test_the_extremes_can_be_drawn(model: Transformer) -> None:
     for temperature in (0.01, 100.0):
-        assert sample(model, BYTES, Wish("a", 3, 2**63 - 1, temperature)).startswith("a")
+        assert sample(model, BYTES, SampleRequest("a", 3, 2**63 - 1, temperature)).startswith("a")
 
 
 def test_a_sample_ends_with_its_document(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = torch.tensor([[*b"de\0fg"]])
     monkeypatch.setattr(model, "generate", lambda tokens, *_: torch.cat((tokens, drawn), dim=1))
-    assert sample(model, BYTES, Wish("abc", 5, 1)) == "abcde"
+    assert sample(model, BYTES, SampleRequest("abc", 5, 1)) == "abcde"
 
 
 def test_a_trainer_samples_from_the_agreed_weights_and_puts_its_own_back(tmp_path: Path) -> None:
     made = prepared(tmp_path / "data", written(tmp_path / "a.txt", "some text\n" * 5_000), held_out=Fraction(0))
     trainer = make(TokenDataset.open(made.path, made.digest), "local")
-    before = trainer.sample(Wish("some", 20, 1))
+    before = trainer.sample(SampleRequest("some", 20, 1))
     trainer.train(0, 0, 1)
     own = trainer.live.weights.clone()
-    assert trainer.sample(Wish("some", 20, 1)) == before
+    assert trainer.sample(SampleRequest("some", 20, 1)) == before
     assert torch.equal(trainer.live.weights, own)
-    assert trainer.sample(Wish("some", 20, 1, temperature=0)) != before
+    assert trainer.sample(SampleRequest("some", 20, 1, temperature=0)) != before
 
 
 def test_a_trainer_samples_what_it_has_learned(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_trainer_samples_what_it_has_learned(tmp_path: Path) -> None:
         trainer.train(round_number, 0, 1)
         trainer.apply(round_number, [trainer.contribute(round_number)])
         trainer.forget(round_number)
-    assert trainer.sample(Wish("abcdefghabcdefgh", 16, 1, temperature=0)) == "abcdefgh" * 4
+    assert trainer.sample(SampleRequest("abcdefghabcdefgh", 16, 1, temperature=0)) == "abcdefgh" * 4
 
 
 def test_a_run_with_a_tokenizer_samples_through_it(tmp_path: Path) -> None:
@@ -117,6 +117,6 @@ def test_a_run_with_a_tokenizer_samples_through_it(tmp_path: Path) -> None:
     recipe = RecipeConfig(sequences_per_pass=2)
     run = RunConfig(name="test", model=model, tokenizer=named, recipe=recipe)
     trainer = Trainer(run, ONE_THREAD, TokenDataset.open(made.path, made.digest))
-    text = trainer.sample(Wish("hello", 50, 1))
+    text = trainer.sample(SampleRequest("hello", 50, 1))
     assert text.startswith("hello")
     assert END not in text

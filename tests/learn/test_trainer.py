@@ -19,7 +19,7 @@ from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortErro
 from p2ptrain.learn import trainer as trainer_module
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.sample import Wish
+from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.trainer import Trainer, open_device
 from p2ptrain.learn.transform import Layout
 from tests.helpers.tokenizers import prepared
@@ -403,7 +403,7 @@ def test_a_sample_or_a_loss_that_finds_no_memory_leaves_the_weights_as_they_were
     with pytest.raises(MemoryShortError, match=r"out of memory while looking at the agreed weights: .* are free"):
         trainer.evaluate()
     with pytest.raises(MemoryShortError):
-        trainer.sample(Wish(prompt="a", tokens=1, seed=0))
+        trainer.sample(SampleRequest(prompt="a", tokens=1, seed=0))
     assert torch.equal(trainer.live.weights, own) and trainer.root() == root
 
 

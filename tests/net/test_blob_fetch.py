@@ -19,7 +19,7 @@ from p2ptrain.net.blobs.server import (
     Piece,
     Reply,
     Request,
-    bulk_protocol,
+    blob_protocol,
 )
 from p2ptrain.net.transport import FRAME_BYTES_MAX
 from tests.helpers.blobs import (
@@ -366,7 +366,7 @@ def test_holders_that_took_it_first_and_keep_silent_cost_seconds(takers: int) ->
             author.blobs[name] = blob
             for number in range(takers):
                 taker = await lie(network, 100 + number, [author, me], silence)
-                stream = await network.nodes[taker].open(author.key, bulk_protocol(RUN))
+                stream = await network.nodes[taker].open(author.key, blob_protocol(RUN))
                 await stream.send(encode(BlobRequest("payload", name.name, False)))
                 for index in range(16):
                     await stream.receive(FRAME_BYTES_MAX)

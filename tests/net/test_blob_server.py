@@ -27,7 +27,7 @@ async def said(stream: Stream, request: Request) -> Reply:
 async def test_who_wants_what_two_others_have_taken_is_put_off_until_it_insists() -> None:
     async with swarm(5) as (_, (server, *others)):
         server.blobs[NAME] = BLOB
-        streams = [await other.transport.open(server.key, protocol.bulk_protocol(RUN)) for other in others]
+        streams = [await other.transport.open(server.key, protocol.blob_protocol(RUN)) for other in others]
         for stream in streams:
             assert isinstance(await said(stream, BlobRequest("payload", NAME.name, False)), Have)
         for stream in (streams[0], streams[0], streams[1]):  # a peer that takes it twice counts once
@@ -46,7 +46,7 @@ async def test_who_wants_what_two_others_have_taken_is_put_off_until_it_insists(
 async def test_who_asks_too_far_ahead_is_blamed() -> None:
     async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
-        stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        stream = await other.transport.open(server.key, protocol.blob_protocol(RUN))
         await stream.send(encode(BlobRequest("payload", NAME.name, True)))
         with pytest.raises(TransportError):
             while True:
@@ -59,7 +59,7 @@ async def test_who_asks_too_far_ahead_is_blamed() -> None:
 async def test_who_does_not_read_holds_up_nobody_but_itself() -> None:
     async with swarm(3) as (_, (server, me, other)):
         server.blobs[NAME] = BLOB
-        stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        stream = await other.transport.open(server.key, protocol.blob_protocol(RUN))
         await stream.send(encode(BlobRequest("payload", NAME.name, True)))
         for index in range(10):
             await stream.send(encode(Piece(index % 6, True)))
@@ -82,7 +82,7 @@ async def crowd(
     async def hold(peer: MemoryTransport) -> None:
         while True:
             with suppress(TransportError):
-                stream = await peer.open(server.key, protocol.bulk_protocol(RUN))
+                stream = await peer.open(server.key, protocol.blob_protocol(RUN))
                 try:
                     await said(stream, BlobRequest("payload", NAME.name, False))
                     await use(stream)
@@ -175,13 +175,13 @@ async def test_a_peer_has_no_more_streams_than_it_may() -> None:
     async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
         want = BlobRequest("payload", NAME.name, False)
-        streams = [await other.transport.open(server.key, protocol.bulk_protocol(RUN)) for _ in range(4)]
+        streams = [await other.transport.open(server.key, protocol.blob_protocol(RUN)) for _ in range(4)]
         assert [isinstance(await said(stream, want), Have) for stream in streams] == [True] * 4
-        refused = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        refused = await other.transport.open(server.key, protocol.blob_protocol(RUN))
         assert protocol.decode_reply(await refused.receive(100)) == Nothing("busy")
         streams[0].abort()
         await until(lambda: len(server.server._streams) == 3)
-        assert isinstance(await said(await other.transport.open(server.key, protocol.bulk_protocol(RUN)), want), Have)
+        assert isinstance(await said(await other.transport.open(server.key, protocol.blob_protocol(RUN)), want), Have)
 
 
 @skipping_time
@@ -211,7 +211,7 @@ def test_who_asks_wrongly_is_blamed(request_bytes: bytes) -> None:
     @skipping_time
     async def test() -> None:
         async with swarm(2) as (_, (server, other)):
-            stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+            stream = await other.transport.open(server.key, protocol.blob_protocol(RUN))
             await stream.send(request_bytes)
             with pytest.raises(TransportError):
                 await stream.receive(1_000)
@@ -225,7 +225,7 @@ def test_who_asks_wrongly_is_blamed(request_bytes: bytes) -> None:
 async def test_a_piece_beyond_the_end_is_a_wrong_request() -> None:
     async with swarm(2) as (_, (server, other)):
         server.blobs[NAME] = BLOB
-        stream = await other.transport.open(server.key, protocol.bulk_protocol(RUN))
+        stream = await other.transport.open(server.key, protocol.blob_protocol(RUN))
         await stream.send(encode(BlobRequest("payload", NAME.name, False)))
         assert isinstance(protocol.decode_reply(await stream.receive(FRAME_BYTES_MAX)), Have)
         await stream.send(encode(Piece(6, True)))

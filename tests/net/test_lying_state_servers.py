@@ -28,7 +28,7 @@ from p2ptrain.net.blobs.server import (
     Nothing,
     Reply,
     Request,
-    bulk_protocol,
+    blob_protocol,
     decode_request,
 )
 from p2ptrain.net.transport import Stream, TransportError
@@ -191,7 +191,7 @@ async def tell(each: Bench, liar: Liar, way: Way) -> None:
         except (TransportError, RemoteProtocolError):
             stream.abort()
 
-    await transport.serve(bulk_protocol(each.edges.run_id), serve)
+    await transport.serve(blob_protocol(each.edges.run_id), serve)
     await questions.serve(transport, lambda peer, question: questions.States(((NEWER, NEWER_ROOT), (ROUND, ROOT))))
     await each.transport.connect(transport.addresses()[0])
 

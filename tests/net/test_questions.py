@@ -123,16 +123,20 @@ BAD_ANSWERS: list[bytes] = [
 ]
 
 
+def answering(answer: bytes) -> Callable[[Stream], Awaitable[None]]:
+    async def answers(stream: Stream) -> None:
+        await stream.receive(QUESTION_BYTES_MAX)
+        await stream.send(answer)
+
+    return answers
+
+
 @pytest.mark.parametrize("answer", BAD_ANSWERS, ids=lambda answer: repr(answer[:24]))
 @skipping_time
 async def test_an_answer_that_is_none_is_the_peers_fault(answer: bytes) -> None:
     asking, asked = await two()
 
-    async def lie(stream: Stream) -> None:
-        await stream.receive(QUESTION_BYTES_MAX)
-        await stream.send(answer)
-
-    await asked.serve(PROTOCOL, lie)
+    await asked.serve(PROTOCOL, answering(answer))
     with pytest.raises(RemoteProtocolError):
         await questions.ask_runs(asking, B)
     await asked.close()
@@ -185,11 +189,7 @@ async def test_whoever_asks_too_much_is_hung_up_on_and_others_are_not() -> None:
 async def test_more_addresses_or_longer_ones_than_may_be_told_are_refused(answer: bytes) -> None:
     asking, asked = await two()
 
-    async def lie(stream: Stream) -> None:
-        await stream.receive(QUESTION_BYTES_MAX)
-        await stream.send(answer)
-
-    await asked.serve(PROTOCOL, lie)
+    await asked.serve(PROTOCOL, answering(answer))
     with pytest.raises(RemoteProtocolError):
         await questions.ask_peers(asking, B, RUN)
     await asked.close()

@@ -8,7 +8,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.tally import AUTHORS_MAX
 from tests.helpers.core import KEYS
 from tests.helpers.records import lived
-from tests.observe.test_rounds import Watched
+from tests.helpers.rounds import Watched
 
 
 def test_what_the_core_forgets_of_a_peer_is_not_taken_from_what_was_counted(tmp_path: Path) -> None:

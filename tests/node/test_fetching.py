@@ -7,7 +7,7 @@ from pathlib import Path
 
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
-from p2ptrain.net.blobs.server import bulk_protocol
+from p2ptrain.net.blobs.server import blob_protocol
 from p2ptrain.net.blobs.swarm_fetch import PIECE_SECONDS
 from p2ptrain.net.transport import Stream
 from p2ptrain.node.fetching import DATA_SOURCES, LATE_MAX, LATE_SECONDS, LATE_TIMES
@@ -35,7 +35,7 @@ async def be_silent(each: Bench, *peers: bytes) -> None:
 
     for peer in peers:
         transport = each.network.transport(peer)
-        await transport.serve(bulk_protocol(each.edges.run_id), hang)
+        await transport.serve(blob_protocol(each.edges.run_id), hang)
         await each.transport.connect(transport.addresses()[0])
         each.edges.connections.linked[peer] = None
 

@@ -18,7 +18,7 @@ from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
-from p2ptrain.net.blobs.server import Server, bulk_protocol
+from p2ptrain.net.blobs.server import Server, blob_protocol
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream
 from p2ptrain.node.directories import run_directory
@@ -89,7 +89,7 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
     me.connect = from_afar  # type: ignore[method-assign]
     for each in (liar, good):
         await questions.serve(each, answer)
-    await liar.serve(bulk_protocol(run_id), hang)
+    await liar.serve(blob_protocol(run_id), hang)
     async with Server(good, run_id, made, upload=TokenBucket(0), blame=lambda peer, why: None):
         yield made
     for node in list(network.nodes.values()):
@@ -103,13 +103,13 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
 ) -> None:
     async with swarm(tmp_path) as each:
         if not is_silent:  # but does not even speak of data
-            each.network.nodes[LIAR]._handlers.pop(bulk_protocol(bytes.fromhex(each.run.run_id)))
-        run, tellers = await find_run(each.me, each.config, None)
-        assert (run, tellers.peers) == (each.run, [LIAR])
-        got = await fetch_dataset(each.me, each.config, run, tmp_path / "got", tellers)
+            each.network.nodes[LIAR]._handlers.pop(blob_protocol(bytes.fromhex(each.run.run_id)))
+        run, sources = await find_run(each.me, each.config, None)
+        assert (run, sources.peers) == (each.run, [LIAR])
+        got = await fetch_dataset(each.me, each.config, run, tmp_path / "got", sources)
         assert got.manifest_bytes() == each.data.manifest_bytes()
         assert each.asked == [ME]
-        assert tellers.peers == [GOOD, LIAR]  # who came late is asked first
+        assert sources.peers == [GOOD, LIAR]  # who came late is asked first
         assert asyncio.get_running_loop().time() < 60.0
 
 
@@ -123,9 +123,9 @@ async def test_a_run_that_is_on_the_disk_without_its_data_is_joined_once_somebod
             records.remember([each.network.address(GOOD)])
         for peer in (LIAR, GOOD):
             each.network.cut(ME, peer)
-        run, tellers = await find_run(each.me, each.config, None)
-        assert (run, tellers.peers) == (each.run, [])
-        fetching = asyncio.create_task(fetch_dataset(each.me, each.config, run, tmp_path / "got", tellers))
+        run, sources = await find_run(each.me, each.config, None)
+        assert (run, sources.peers) == (each.run, [])
+        fetching = asyncio.create_task(fetch_dataset(each.me, each.config, run, tmp_path / "got", sources))
         await at(1_000.0)
         assert not fetching.done()
         each.network.heal()
@@ -193,14 +193,14 @@ async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
 @skipping_time
 async def test_a_damaged_list_of_the_data_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with swarm(tmp_path) as each:
-        run, tellers = await find_run(each.me, each.config, None)
+        run, sources = await find_run(each.me, each.config, None)
         directory = tmp_path / "got"
         assert open_dataset(directory, run.data.manifest) is None
         directory.mkdir()
         (directory / MANIFEST_NAME).write_bytes(each.data.manifest_bytes()[:-1] + b" ")
         assert open_dataset(directory, run.data.manifest) is None
         assert "fetching it again" in caplog.text
-        await fetch_dataset(each.me, each.config, run, directory, tellers)
+        await fetch_dataset(each.me, each.config, run, directory, sources)
         found = open_dataset(directory, run.data.manifest)
         assert found is not None
         assert found.manifest_bytes() == each.data.manifest_bytes()

@@ -17,7 +17,7 @@ from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.learn import memory as memory_module
-from p2ptrain.learn.memory import PassSettings, need_of, rooms_of
+from p2ptrain.learn.memory import PassSettings, demands_of, need_of
 from p2ptrain.learn.shortage import mega
 from p2ptrain.node import device as device_module
 from p2ptrain.node import limits as limits_module
@@ -33,10 +33,10 @@ from p2ptrain.node.limits import (
     rest_seconds,
 )
 from p2ptrain.observe.build import unreadiness_of
-from tests.cli.test_cli import p2ptrain
+from tests.helpers.cli import p2ptrain
 from tests.helpers.driver import ChainTrainer
+from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import skipping_time, until
-from tests.node.test_memory_swarm import swarm
 
 RESTING = complaint(Code.OUTSIDE_HOURS, hours="22:00-07:00", until="22:00")
 UNPLUGGED = complaint(Code.ON_BATTERY)
@@ -100,7 +100,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunConfig.model_validate({"name": "large"})
-    (main,) = rooms_of(run, config_of(0).device)
+    (main,) = demands_of(run, config_of(0).device)
     with caplog.at_level("INFO"):
         refuse_too_large(run, config_of(0))
     assert "run large needs about" in caplog.text, "what it takes is told before it is taken"
@@ -262,7 +262,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
         await made.reach(3)
         daemon, machine = made.nodes[0].daemon, Machine()
         daemon.machine_limits = machine.machine_limits(LimitsConfig(), daemon)
-        with caplog.at_level(logging.INFO, "p2ptrain.daemon"):
+        with caplog.at_level(logging.INFO, "p2ptrain.node"):
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
         assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
         assert daemon.driver.device.percent == 25

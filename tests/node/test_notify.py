@@ -15,7 +15,7 @@ from time import monotonic
 import pytest
 
 from p2ptrain.node import notify as module
-from p2ptrain.node.notify import TELL_SECONDS, TEXT_MAX, Beat, notify
+from p2ptrain.node.notify import TELL_SECONDS, TEXT_MAX, SystemdNotifier, notify
 from p2ptrain.observe.http import STARTING
 from tests.helpers.daemons import SECONDS, TEST_SECONDS, Swarm, swarm_in
 
@@ -86,7 +86,7 @@ def test_without_a_supervisor_nothing_is_said_and_nothing_goes_wrong(
     assert not notify(READY="1")
     monkeypatch.delenv("NOTIFY_SOCKET")
     assert not notify(READY="1")
-    Beat().look(lambda: pytest.fail("nobody wants to know"), False)
+    SystemdNotifier().look(lambda: pytest.fail("nobody wants to know"), False)
 
 
 def test_a_supervisor_that_does_not_listen_holds_nobody_up_and_hears_later_that_the_node_is_ready(
@@ -96,21 +96,21 @@ def test_a_supervisor_that_does_not_listen_holds_nobody_up_and_hears_later_that_
     while notify(STATUS="x" * TEXT_MAX):
         count += 1
         assert count < 10_000
-    began, beat = monotonic(), Beat()
-    beat.look(lambda: "round 1", False)
+    began, notifier = monotonic(), SystemdNotifier()
+    notifier.look(lambda: "round 1", False)
     assert monotonic() - began < WAITS_SECONDS_MAX
     assert all("READY" not in each for each in supervisor.listen())
     clock(1)
-    beat.look(lambda: "round 2", False)
+    notifier.look(lambda: "round 2", False)
     assert supervisor.listen()[-1] == {"READY": "1", "STATUS": "round 2", "WATCHDOG": "1"}
 
 
 def test_it_is_ready_once_and_beats_as_long_as_it_is_looked_at(
     supervisor: Supervisor, clock: Callable[[float], None]
 ) -> None:
-    beat = Beat()
+    notifier = SystemdNotifier()
     for number in range(12):
-        beat.look(lambda number=number: f"round {number}", False)
+        notifier.look(lambda number=number: f"round {number}", False)
         clock(1)
     assert supervisor.listen() == [
         {"READY": "1", "STATUS": "round 0", "WATCHDOG": "1"},
@@ -122,10 +122,10 @@ def test_it_is_ready_once_and_beats_as_long_as_it_is_looked_at(
 def test_a_node_that_has_halted_beats_no_more_and_says_why(
     supervisor: Supervisor, clock: Callable[[float], None]
 ) -> None:
-    beat = Beat()
-    beat.look(lambda: "round 1", False)
+    notifier = SystemdNotifier()
+    notifier.look(lambda: "round 1", False)
     clock(TELL_SECONDS)
-    beat.look(lambda: "halted: two certificates", True)
+    notifier.look(lambda: "halted: two certificates", True)
     assert supervisor.listen()[1:] == [{"STATUS": "halted: two certificates"}]
 
 
@@ -139,9 +139,9 @@ def test_beats_come_four_times_within_the_patience_of_the_supervisor(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("WATCHDOG_USEC", interval)
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()) if whose == "own" else whose)
-    beat = Beat()
+    notifier = SystemdNotifier()
     for _ in range(20):
-        beat.look(lambda: "", False)
+        notifier.look(lambda: "", False)
         clock(1)
     assert len(supervisor.was_told("WATCHDOG")) == 20 // seconds
 

@@ -13,8 +13,8 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.node.orders import RATE_MAX
 from p2ptrain.observe.build import unreadiness_of
 from p2ptrain.observe.schema import PeerList, Status
+from tests.helpers.memory_swarm import Member, Swarm, swarm
 from tests.helpers.net import skipping_time, until
-from tests.node.test_memory_swarm import Member, Swarm, swarm
 
 ROUNDS = 6
 
@@ -165,5 +165,5 @@ async def test_every_byte_has_one_purpose(tmp_path: Path) -> None:
                 assert traffic["payloads"] > 0
             served = node.daemon.edges.server
             assert served is not None
-            bulk = sum(status["traffic"][purpose]["sent"] for purpose in ("payloads", "states", "data"))
-            assert bulk > served.counters()["bytes"] > 0, "what was served, and what was asked"
+            blobs = sum(status["traffic"][purpose]["sent"] for purpose in ("payloads", "states", "data"))
+            assert blobs > served.counters()["bytes"] > 0, "what was served, and what was asked"

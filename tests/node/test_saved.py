@@ -15,7 +15,7 @@ from p2ptrain.store import checkpoints
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.log import Log
 from tests.helpers.core import KEYS
-from tests.helpers.export import HEAD, Command, Node, run_of, state_of
+from tests.helpers.export import HEAD, Command, Node, run_of, saved_node, state_of
 
 ROUNDS = (8, 16, 24)
 
@@ -24,15 +24,12 @@ ROUNDS = (8, 16, 24)
 def p2ptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.setenv("P2PTRAIN_DEVICE__NAME", "cpu")
     monkeypatch.setenv("P2PTRAIN_DEVICE__THREADS", "1")
-    return Command(capsys, monkeypatch)
+    return Command(capsys)
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    node = Node(tmp_path / "node", run_of())
-    for number in ROUNDS:
-        node.save(number, state_of(node.run, number))
-    return node
+    return saved_node(tmp_path / "node", ROUNDS)
 
 
 def checkpoint_of(node: Node, number: int) -> Checkpoint:

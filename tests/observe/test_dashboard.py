@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import quote
 
@@ -21,8 +20,6 @@ from tests.helpers.dashboard import (
     PHONE,
     REFUSED,
     Node,
-    a_browser,
-    a_node,
     a_page,
     hurried,
     in_a_browser,
@@ -42,18 +39,6 @@ pytestmark = in_a_browser
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 RIGHT_TO_LEFT = "\u202egnol si siht\u202c שלום مرحبا"
 LONG = "w" * 1_000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with a_node() as node:
-        yield node
 
 
 def text_of(page: Page, element: str) -> str:

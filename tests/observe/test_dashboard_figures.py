@@ -14,7 +14,6 @@ from playwright.sync_api import Browser, CDPSession
 
 from tests.helpers.dashboard import (
     Node,
-    a_browser,
     a_node,
     a_page,
     in_a_browser,
@@ -35,12 +34,6 @@ NUMBERS_AT = """() => new Promise((resolve) => {
   const look = () => main.dataset.round !== undefined ? resolve(performance.now()) : requestAnimationFrame(look);
   look();
 })"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
 
 
 @pytest.fixture

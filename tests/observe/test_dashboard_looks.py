@@ -16,7 +16,6 @@ from tests.helpers.dashboard import (
     PHONE,
     SECONDS,
     Node,
-    a_browser,
     a_node,
     a_page,
     in_a_browser,
@@ -63,12 +62,6 @@ COLOURS = """() => {
   made.remove();
   return found;
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

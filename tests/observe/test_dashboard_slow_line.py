@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from time import monotonic
 
-import pytest
 from playwright.sync_api import Browser, Page, Route
 
 from tests.helpers.dashboard import (
     REFUSED,
     Node,
-    a_browser,
-    a_node,
     a_page,
     hurried,
     in_a_browser,
@@ -26,18 +22,6 @@ from tests.helpers.web import a_round
 
 pytestmark = in_a_browser
 BUSY = '{"version": 1, "error": "all connections are in use", "fix": ""}'
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with a_node() as node:
-        yield node
 
 
 class Refusing:

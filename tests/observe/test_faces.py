@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -12,13 +11,13 @@ from playwright.sync_api import Browser, Page
 from prometheus_client.core import Metric
 
 from p2ptrain.observe.export import figures_section, history_of
-from p2ptrain.observe.figures import Shown, figures_of
+from p2ptrain.observe.figures import FigureField, figures_of
 from p2ptrain.observe.metrics import OF_ROUND, of_figures
 from p2ptrain.observe.progress import lines_of
 from p2ptrain.observe.schema import RoundRecord, Status
-from p2ptrain.observe.top import look
+from p2ptrain.observe.top import poll
 from p2ptrain.observe.tracking import tracked_of
-from tests.helpers.dashboard import Node, a_browser, a_node, a_page, in_a_browser, until_shown, until_text
+from tests.helpers.dashboard import Node, a_page, in_a_browser, until_shown, until_text
 from tests.helpers.top import Answering, shown
 from tests.helpers.web import STATUS, a_record, a_round, a_status
 
@@ -42,7 +41,7 @@ def another(value: Any) -> Any:
     return (value or 0.0) + 864_000.0  # whole, for those that have to be
 
 
-def changed(told: dict[str, Any], figure: Shown) -> dict[str, Any]:
+def changed(told: dict[str, Any], figure: FigureField) -> dict[str, Any]:
     """Returns the answer with another value of this figure."""
     told = deepcopy(told) | ({"is_member": False} if figure.name == "is_admitted" else {})
     *way, last = figure.path
@@ -66,7 +65,7 @@ def names(figures: Any) -> Any:
 
 
 @names(SET_STATUS)
-def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure: Shown) -> None:
+def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure: FigureField) -> None:
     before, after = (
         a_status(each) for each in (STATUS | {"is_member": figure.name == "is_member"}, changed(STATUS, figure))
     )
@@ -78,14 +77,14 @@ def test_a_figure_of_the_status_shows_in_json_metrics_terminal_and_report(figure
     for each in told:
         daemon = Answering()
         daemon.answers["status"] = each
-        frames.append(shown(look(daemon, 1.0), width=200, height=1_000))
+        frames.append(shown(poll(daemon, 1.0), width=200, height=1_000))
     assert frames[0] != frames[1]
     assert figures_section(told[0]) != figures_section(told[1])
     assert lines_of(told[0]) != lines_of(told[1])
 
 
 @names(SET_ROUND)
-def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(figure: Shown) -> None:
+def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(figure: FigureField) -> None:
     before, after = (a_record(each) for each in (a_round(7), changed(a_round(7), figure)))
     told = [json.loads(each.model_dump_json()) for each in (before, after)]
     assert figure.found(told[0]) != figure.found(told[1])
@@ -95,13 +94,15 @@ def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(
     for each in told:
         daemon = Answering()
         daemon.answers["rounds"] = {"rounds": [each]}
-        frames.append(shown(look(daemon, 1.0), width=200, height=1_000))
+        frames.append(shown(poll(daemon, 1.0), width=200, height=1_000))
     assert frames[0] != frames[1]
     assert history_of([before])["points"] != history_of([after])["points"]
 
 
 @pytest.mark.parametrize(("model", "figures"), [(Status, OF_STATUS), (RoundRecord, OF_A_ROUND)])
-def test_names_of_metrics_and_trackers_are_those_of_one_figure_each(model: Any, figures: tuple[Shown, ...]) -> None:
+def test_names_of_metrics_and_trackers_are_those_of_one_figure_each(
+    model: Any, figures: tuple[FigureField, ...]
+) -> None:
     found = [(each.figure.metric or each.name, each.figure.labels) for each in figures]
     assert len({*map(str, found)}) == len(found)
     tracked = [each.figure.tracked or each.name for each in figures if model is RoundRecord]
@@ -119,18 +120,6 @@ def in_chromium(test: Any) -> Any:
 
 
 TEXT = "() => document.getElementById('main').innerText + document.querySelector('header').innerText"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with a_node() as node:
-        yield node
 
 
 @in_chromium

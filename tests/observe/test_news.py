@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.identity import peer_id_of
-from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, Drops, News
+from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, DropLog, News
 from tests.helpers.core import KEYS, ROOT0, RUN
 from tests.helpers.web import every_complaint
 
@@ -85,7 +85,7 @@ def test_a_complaint_whose_figures_change_is_told_once() -> None:
 
 
 def test_what_is_dropped_is_told_at_once_and_then_now_and_then() -> None:
-    drops, key = Drops(), KEYS[1]
+    drops, key = DropLog(), KEYS[1]
     assert drops.look(0, b"", 0.0) == []
     text = "for lack of room; the node asks again for what it misses"
     assert drops.look(1_200, b"", 5.0) == [(WARNING, f"dropped 1,200 messages from peers {text}")]

@@ -24,13 +24,13 @@ from p2ptrain.store.records import (
     ADDRESSES_MAX,
     WAL_BYTES_MAX,
     Batch,
-    Past,
     Records,
+    SavedRows,
     read_rounds,
     remembered_peers,
 )
 from tests.helpers.records import KEYS, points_of, row
-from tests.store.test_store import opened
+from tests.helpers.store import opened
 
 HEADER_BYTES = 100  # of every sqlite file
 
@@ -62,7 +62,7 @@ def records(path: Path) -> Iterator[Records]:
         yield made
 
 
-def again(path: Path, count: int = 1_000) -> Past:
+def again(path: Path, count: int = 1_000) -> SavedRows:
     """Opens the records as the next start does."""
     with closing(Records(path)) as made:
         return made.past(count)
@@ -77,7 +77,7 @@ def test_what_is_written_is_there_at_the_next_start(path: Path, records: Records
     points = [some_points(1e9, 0.5, {"late": 10}), some_points(2e9, 1.0, {"late": 20})]
     records.write(Batch([row(1), row(2)], peers[::-1], points, MINE))
     records.close()
-    assert again(path) == Past([row(1), row(2)], peers, MINE)
+    assert again(path) == SavedRows([row(1), row(2)], peers, MINE)
     assert again(path, 1).rounds == [row(2)]
     assert points_of(path, KEYS[0]) == points
     assert points_of(path, KEYS[1]) == []
@@ -95,11 +95,11 @@ def test_a_round_that_is_applied_again_keeps_its_record_and_other_branches_have_
 def test_a_peer_and_what_is_mine_have_one_row_which_is_replaced(records: Records) -> None:
     for count in (1, 2):
         records.write(Batch(peers=[a_peer(KEYS[0], offered=count)], mine={"applied": count}))
-    assert records.past(0) == Past([], [a_peer(KEYS[0], offered=2)], {"applied": 2})
+    assert records.past(0) == SavedRows([], [a_peer(KEYS[0], offered=2)], {"applied": 2})
 
 
 def test_what_was_never_written_makes_no_file(path: Path, records: Records) -> None:
-    assert (records.past(9), records.addresses(), records.reached()) == (Past(), [], {})
+    assert (records.past(9), records.addresses(), records.reached()) == (SavedRows(), [], {})
     assert (read_rounds(path.parent, 9), remembered_peers(path.parent)) == ([], [])
     assert [*path.parent.iterdir()] == []
 
@@ -398,7 +398,7 @@ def test_a_disk_that_refuses_is_named_and_tried_again_the_next_time(
         with pytest.raises(DataError, match=rf"records\.sqlite: cannot be written \(it says so\)\. {words}"):
             records.write(Batch([row(2)]))
         with structlog.testing.capture_logs() as said:
-            assert records.past(9) == Past(), "and what cannot be read is no reason to stop"
+            assert records.past(9) == SavedRows(), "and what cannot be read is no reason to stop"
         assert [each["event"] for each in said] == ["cannot read the records"]
     records.write(Batch([row(3)]))
     assert records.past(9).rounds == [row(1), row(3)]
@@ -412,7 +412,7 @@ def test_a_full_disk_takes_all_of_a_batch_or_nothing(path: Path, records: Record
     records._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(DataError, match=r"database or disk is full\)\. Free some space there"):
         records.write(Batch([row(number, mine_taken=[*range(900)]) for number in range(2, 9)], mine=MINE))
-    assert records.past(9) == Past([row(1)], [], {})
+    assert records.past(9) == SavedRows([row(1)], [], {})
 
 
 def test_a_store_starts_where_its_records_cannot_be_opened(tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def test_a_store_starts_where_its_records_cannot_be_opened(tmp_path: Path) -> No
     path = tmp_path / "run" / "records.sqlite"
     path.mkdir()
     with opened(tmp_path) as store:
-        assert store.records.past(9) == Past()
+        assert store.records.past(9) == SavedRows()
         with pytest.raises(DataError, match=r"records\.sqlite: cannot be written"):
             store.records.write(Batch([row(1)]))
 

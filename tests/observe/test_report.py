@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
 from html.parser import HTMLParser
@@ -18,33 +17,20 @@ from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.config.text import to_toml
 from p2ptrain.identity import peer_id_of
 from p2ptrain.node.directories import run_directory
-from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, POINTS_MAX, Lived, exported, history_of, read_lived
+from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, POINTS_MAX, RecordedRun, exported, history_of, read_recorded_run
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 from p2ptrain.store.store import CHECKPOINTS_NAME
-from tests.cli.test_cli import p2ptrain
-from tests.cli.test_cli_checkpoint import run_of, void
-from tests.helpers.dashboard import a_browser, a_page, until_drawn, until_shown
-from tests.helpers.records import KEYS, lived
+from tests.helpers.cli import p2ptrain
+from tests.helpers.dashboard import a_page, until_drawn, until_shown
+from tests.helpers.records import KEYS, RUN, RUN_ID, a_round
+from tests.helpers.store import void
 from tests.helpers.web import STATUS, a_status
-
-RUN = run_of("my-run")
-RUN_ID = bytes.fromhex(RUN.run_id)
-
-
-def a_round(number: int, **changes: object) -> RoundRecord:
-    """Makes a record of one branch, with a falling loss and round numbers for bytes and times."""
-    usual: dict[str, object] = {
-        "branch": RUN_ID, "root": bytes([number]) * 32, "loss": 5.0 - number / 4, "applied_at": 1.7e9 + number,
-        "contributors": (KEYS[0], KEYS[1]), "bytes_sent": 1_000, "bytes_received": 2_000, "tokens": 512, "views": 1,
-        "train_seconds": 4.0, "collect_seconds": 2.0, "agree_seconds": 1.0, "apply_seconds": 1.0, "refused": {},
-    }  # fmt: skip
-    return lived(number, **(usual | changes))
 
 
 def page(*rounds: RoundRecord, me: bytes = KEYS[0], run: RunConfig = RUN) -> str:
-    return exported(Lived(run, me, rounds, [], 0), made_at=datetime(2026, 3, 29, tzinfo=UTC))
+    return exported(RecordedRun(run, me, rounds, [], 0), made_at=datetime(2026, 3, 29, tzinfo=UTC))
 
 
 class Outline(HTMLParser):
@@ -150,12 +136,6 @@ def test_what_a_config_says_cannot_become_a_part_of_the_page() -> None:
 # The dashboard's charts in it
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as browser:
-        yield browser
-
-
 def test_many_rounds_become_points_as_the_dashboard_makes_them() -> None:
     rounds = [a_round(number % 9 + 1, round=number) for number in range(1, 1_002)]
     found = history_of(rounds)
@@ -176,7 +156,7 @@ def test_the_page_draws_its_charts_from_a_file_and_asks_nobody(
     evil = "</script><script>window.hacked=1</script>"
     status = json.loads(a_status(STATUS).model_dump_json()) | {"device": evil} if kind else None
     path = tmp_path / "page.html"
-    path.write_text(exported(Lived(RUN, KEYS[0], rounds, [], 0), status))
+    path.write_text(exported(RecordedRun(RUN, KEYS[0], rounds, [], 0), status))
     with a_page(browser, path.as_uri(), draws=True) as page:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
@@ -255,6 +235,6 @@ def test_a_damaged_checkpoint_is_counted_and_a_damaged_owner_is_nobody(directory
     (place / "identity").write_text("nonsense")
     stamp = next((place / CHECKPOINTS_NAME).glob("*/*.json"))
     stamp.write_text("{}")
-    found = read_lived(RUN, place)
+    found = read_recorded_run(RUN, place)
     assert (found.me, len(found.checkpoints), found.damaged) == (b"", 2, 1)
     assert "1 more cannot be read" in exported(found)

@@ -6,8 +6,6 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,79 +23,23 @@ from p2ptrain.node.assembly import Launch
 from p2ptrain.observe import peer_history
 from p2ptrain.observe import rounds as module
 from p2ptrain.observe.build import complaints_of, peers_of, status_of, unreadiness_of
-from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
+from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import Mine, PeerRecord, RoundRecord
-from p2ptrain.store.records import Batch, Past, Records
+from p2ptrain.store.records import Batch, Records, SavedRows
 from tests.helpers.core import KEYS, RUN, Bench, announced, payload, root_of, signed
 from tests.helpers.driver import STATE, ChainTrainer, LoopDevice, a_dataset
 from tests.helpers.driver import root_of as root_of_state
 from tests.helpers.memory_network import Network
 from tests.helpers.net import skipping_time, until
 from tests.helpers.records import lived, points_of
+from tests.helpers.rounds import NOW, Watched
 
 ME, A, B, C = KEYS[:4]
-NOW = 1_700_000_000.0
-
-
-class NotedKeeping:
-    """Persistence that accepts all records, or none."""
-
-    def __init__(self, directory: Path) -> None:
-        self.store = SimpleNamespace(directory=directory, records=Records(directory / "records.sqlite"))
-        self.takes, self.batches = True, list[Batch]()
-
-    async def record(self, batch: Batch) -> bool:
-        self.batches.append(batch)
-        if self.takes:
-            self.store.records.write(batch)
-        return self.takes
-
-
-class Watched:
-    """A core whose fellow members the test plays, with a recorder."""
-
-    def __init__(self, tmp_path: Path, past: Past | None = None, **changes: Any) -> None:
-        self.bench = Bench(4, **changes)
-        self.device: Any = SimpleNamespace(loss=None, tokens=0, training_seconds=0.0)
-        self.traffic = {"bytes sent": 100, "bytes received": 200, "sent bulk": 50, "received bulk": 60}
-        self.persistence = NotedKeeping(tmp_path)
-        persistence: Any = self.persistence
-        device: Any = self.device
-        self.rounds = Recorder(
-            self.bench.node,
-            device,
-            persistence,
-            lambda: dict(self.traffic),
-            "bulk",
-            past or Past(),
-            lambda: NOW + self.bench.now,
-        )
-        handle = self.bench.node.handle
-
-        def handled(event: ev.Event, now: float) -> list[ev.Effect]:
-            effects = handle(event, now)
-            self.rounds.note(now, event)
-            return effects
-
-        self.bench.node.handle = handled  # type: ignore[method-assign]
-        self.bench.tick(0.0)
-
-    def round(self) -> None:
-        """Runs a round: ten seconds of training, five until it is agreed, two until it is applied."""
-        bench = self.bench
-        offers = bench.collect()
-        bench.tick(bench.now + 5.0)
-        bench.agree(offers, apply=False)
-        self.apply()
-
-    def apply(self) -> None:
-        at = self.bench.state
-        self.bench.do(ev.Applied(at.branch, at.round, root_of(at.round)), self.bench.now + 2.0)
 
 
 def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent bulk": 350, "received bulk": 460}
+    watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent blobs": 350, "received blobs": 460}
     watched.device.loss, watched.device.tokens, watched.device.training_seconds = 2.5, 640, 8.0
     watched.round()
     entry = watched.bench.node.chain.entry(1)
@@ -394,7 +336,7 @@ def test_peers_beyond_the_bound_are_forgotten_the_longest_unchanged_first(
 ) -> None:
     monkeypatch.setattr(peer_history, "PEERS_MAX", 6)
     before = [PeerRecord(peer=key, offered=1).row for key in (A, *KEYS[8:12])]
-    watched = Watched(tmp_path, Past(peers=before))
+    watched = Watched(tmp_path, SavedRows(peers=before))
     watched.round()
     assert [*watched.rounds.peers.by_key] == [KEYS[10], KEYS[11], *KEYS[:4]]
     assert watched.rounds.peers.by_key[A].offered == 2

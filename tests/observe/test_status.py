@@ -121,11 +121,11 @@ def test_bytes_are_told_by_what_they_were_for() -> None:
         "bytes sent": 1_000, "bytes received": 2_000, "sent gossip": 100, "received gossip": 200,
         "sent /mail": 60, "received /mail": 70, f"sent {questions.PROTOCOL}": 5, "sent /bulk": 500,
     }  # fmt: skip
-    bulk = {"sent payload": 300, "sent state": 100, "sent data": 10, "sent manifest": 20, "received tokenizer": 30}
+    blobs = {"sent payload": 300, "sent state": 100, "sent data": 10, "sent manifest": 20, "received tokenizer": 30}
     edges: Any = SimpleNamespace(
         transport=SimpleNamespace(counters=lambda: counted),
         mailboxes=SimpleNamespace(protocol="/mail", history_bytes=Counter({"sent": 40, "received": 50})),
-        bulk_bytes=lambda: Counter(bulk),
+        blob_bytes=lambda: Counter(blobs),
     )
     found = {purpose: each.model_dump() for purpose, each in traffic_of(edges).items()}
     assert found == {

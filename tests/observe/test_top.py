@@ -26,11 +26,11 @@ from p2ptrain.errors import NoDaemonError, P2ptrainError
 from p2ptrain.node.control import Control
 from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import LogLine
-from p2ptrain.observe.top import Keys, Screen, look
-from tests.cli.test_cli import p2ptrain
+from p2ptrain.observe.top import KeyReader, Screen, poll
+from tests.helpers.cli import p2ptrain
+from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import skipping_time
 from tests.helpers.top import LINE, Answering, shown
-from tests.node.test_memory_swarm import swarm
 
 SECONDS = 60  # within which a process draws or ends, also on a busy machine
 
@@ -69,7 +69,7 @@ def test_it_looks_again_until_q_is_typed() -> None:
     daemon, now = Answering(), [0.0]
     typed = iter(["", "x", "", "q"])
 
-    class Typing(Keys):
+    class Typing(KeyReader):
         def pressed(self, seconds: float) -> str:
             now[0] += seconds if not (key := next(typed)) else 0.1
             return key
@@ -84,14 +84,14 @@ def test_it_looks_again_until_q_is_typed() -> None:
 
 def test_keys_come_one_by_one_and_a_terminal_that_is_gone_ends_it() -> None:
     read, write = os.pipe()
-    keys = Keys(read)
+    keys = KeyReader(read)
     assert keys.pressed(0.0) == ""
     os.write(write, b"ab")
     assert (keys.pressed(5.0), keys.pressed(5.0)) == ("a", "b")
     os.close(write)
     assert keys.pressed(5.0) == "q"
     os.close(read)
-    assert Keys(None).pressed(0.0) == ""
+    assert KeyReader(None).pressed(0.0) == ""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -224,6 +224,6 @@ async def test_the_daemon_tells_its_rounds_and_its_log(tmp_path: Path) -> None:
         daemon.lines = lambda: [LogLine.model_validate(LINE)]
         assert (await daemon.answer({"do": "log"}))["lines"] == [{"version": 1, **LINE}]
         answers = {name: await daemon.answer({"do": name, "last": 9}) for name in ("status", "peers", "rounds", "log")}
-        text = shown(look(lambda order: answers[order["do"]], 1.0))
+        text = shown(poll(lambda order: answers[order["do"]], 1.0))
         assert "swarm" in text
         assert "4 members" in text

@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.observe.schema import SameModel
-from p2ptrain.observe.top import look
+from p2ptrain.observe.top import poll
 from p2ptrain.observe.top_frame import duration, hours, sparkline, spread
 from tests.helpers.top import LINE, Answering, shown
 from tests.helpers.web import ME, OTHER, PEER, STATUS, a_round, a_status, told_of
@@ -33,7 +33,7 @@ def test_a_sparkline_goes_from_the_least_to_the_largest(values: list[float], wid
 
 
 def test_a_frame_says_what_the_daemon_says() -> None:
-    text = re.sub(" +$", "", shown(look(Answering(), 1.0)), flags=re.MULTILINE)
+    text = re.sub(" +$", "", shown(poll(Answering(), 1.0)), flags=re.MULTILINE)
     for part in (
         "test", "round 8", "agree", "try 2", "2.5000 nats", "123 tokens/s", "457", "5 contributions, 25.0%", "9,000",
         "2 members", "cdcdcdcdcdcdcdcd", "after round 7", "4.500", "1.500", "train 1.0", "collect 0.2", OTHER[-16:],
@@ -50,7 +50,7 @@ def test_complaints_and_pauses_are_told_each_on_a_line() -> None:
     daemon = Answering()
     disk = complaint(Code.DEGRADED, why="the disk is full")
     daemon.answers["status"] |= told_of(disk, complaint(Code.PAUSED), complaint(Code.CRASH_ONLY))
-    text = shown(look(daemon, 1.0))
+    text = shown(poll(daemon, 1.0))
     assert "degraded: the disk is full\n" in text.replace(" \n", "\n")
     assert "paused by its owner" in text
     assert "crash-only" not in text
@@ -62,18 +62,18 @@ def test_an_older_daemon_tells_its_complaints_as_texts_alone() -> None:
     for name in ("complaints", "troubles"):
         del daemon.answers["status"][name]
     daemon.answers["status"]["health"] = ["degraded: the disk is full"]
-    assert "degraded: the disk is full" in shown(look(daemon, 1.0))
+    assert "degraded: the disk is full" in shown(poll(daemon, 1.0))
 
 
 def test_bandwidth_is_what_went_between_two_looks() -> None:
     daemon = Answering()
-    before = look(daemon, 10.0)
+    before = poll(daemon, 10.0)
     daemon.answers = deepcopy(daemon.answers)
     daemon.answers["status"]["bytes"] = {"bytes sent": 10_010, "bytes received": 20}
-    assert "sending 5.0 KB/s (10.0 KB), receiving 0 B/s (20 B)" in shown(look(daemon, 12.0), before)
+    assert "sending 5.0 KB/s (10.0 KB), receiving 0 B/s (20 B)" in shown(poll(daemon, 12.0), before)
     daemon.answers = deepcopy(daemon.answers)
     daemon.answers["status"]["bytes"] = {"bytes sent": 5, "bytes received": 5}  # it has begun anew
-    assert "sending 5 B, receiving 5 B" in shown(look(daemon, 14.0), look(Answering(), 12.0))
+    assert "sending 5 B, receiving 5 B" in shown(poll(daemon, 14.0), poll(Answering(), 12.0))
 
 
 def test_loss_has_a_line_over_the_bytes_that_were_moved() -> None:
@@ -83,16 +83,16 @@ def test_loss_has_a_line_over_the_bytes_that_were_moved() -> None:
         a_round(number) | {"bytes_sent": sent, "bytes_received": received, "loss": loss}
         for number, (loss, (sent, received)) in enumerate(zip([None, 8.0, 1.0, 4.5, 2.0], moved, strict=True))
     ]
-    lines = {line.split("  ")[0]: line.rstrip() for line in shown(look(daemon, 1.0)).splitlines()}
+    lines = {line.split("  ")[0]: line.rstrip() for line in shown(poll(daemon, 1.0)).splitlines()}
     assert lines["loss"] == "loss        8.000 █▁▅▂ 2.000"
     assert lines["by bytes"] == "by bytes    1.0 KB ███▁ 100 KB"  # 4.5 is the mean of 8 and 1, 3.25 that of the others
     daemon.answers["rounds"]["rounds"] = [a_round(1) | {"bytes_sent": 0, "bytes_received": 0}] * 3
-    assert "by bytes" not in shown(look(daemon, 1.0))
+    assert "by bytes" not in shown(poll(daemon, 1.0))
     daemon.answers["rounds"]["rounds"] = [a_round(1) | {"loss": loss} for loss in (1.0, float("nan"), 3.0)]
-    assert "1.000 ▁█ 3.000" in shown(look(daemon, 1.0))
+    assert "1.000 ▁█ 3.000" in shown(poll(daemon, 1.0))
     for each in daemon.answers["rounds"]["rounds"]:
         del each["bytes_sent"], each["bytes_received"], each["contributors"], each["late"], each["refused"]
-    assert "by bytes" not in shown(look(daemon, 1.0))
+    assert "by bytes" not in shown(poll(daemon, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -118,20 +118,20 @@ def test_bytes_by_purpose_are_told_whole_the_most_first() -> None:
         "payloads": {"sent": 4_000_000, "received": 3_000_000},
         "data": {"sent": 0, "received": 0},
     }
-    said = [line.rstrip() for line in shown(look(daemon, 1.0)).splitlines() if line.startswith("out/in")]
+    said = [line.rstrip() for line in shown(poll(daemon, 1.0)).splitlines() if line.startswith("out/in")]
     assert said == ["out/in      payloads 4.0 MB/3.0 MB, gossip 1.0 KB/2.0 KB"]
-    narrow = shown(look(daemon, 1.0), width=50)
+    narrow = shown(poll(daemon, 1.0), width=50)
     assert "payloads 4.0 MB/3.0 MB" in narrow
     assert "gossip" not in narrow
     daemon.answers["status"]["traffic"] = {}
-    assert "out/in" not in shown(look(daemon, 1.0))
+    assert "out/in" not in shown(poll(daemon, 1.0))
 
 
 @pytest.mark.parametrize(("joules", "text"), [(None, ""), (0.0, "about 0.00 kWh"), (5.4e9, "about 1,500.00 kWh")])
 def test_electricity_is_told_where_the_device_reports_it(joules: float | None, text: str) -> None:
     daemon = Answering()
     daemon.answers["status"]["mine"]["energy_joules"] = joules
-    shown_now = shown(look(daemon, 1.0))
+    shown_now = shown(poll(daemon, 1.0))
     assert ("kWh" in shown_now) == (joules is not None)
     assert text in shown_now
 
@@ -141,7 +141,7 @@ def test_whoever_has_points_against_it_comes_first() -> None:
     daemon.answers["peers"]["peers"] = [
         PEER | {"peer_id": f"peer {number}", "points": 0.0, "is_member": number < 8} for number in range(9)
     ] + [PEER | {"peer_id": "liar", "points": 9.0, "is_member": False, "observed": {"malformed": 2, "late": 31}}]
-    text = shown(look(daemon, 1.0), width=200, height=20)
+    text = shown(poll(daemon, 1.0), width=200, height=20)
     assert text.index("liar") < text.index("peer 0")
     assert "late 31, malformed 2" in text
     assert "offered" in text
@@ -151,18 +151,18 @@ def test_whoever_has_points_against_it_comes_first() -> None:
 def test_alone_is_said_only_by_whoever_is() -> None:
     daemon = Answering()
     daemon.answers["peers"]["peers"] = []
-    assert "no peers yet" not in shown(look(daemon, 1.0))  # it has a peer, and does not tell of it
+    assert "no peers yet" not in shown(poll(daemon, 1.0))  # it has a peer, and does not tell of it
     daemon.answers["status"]["peers"] = []
-    assert "no peers yet" in shown(look(daemon, 1.0))
+    assert "no peers yet" in shown(poll(daemon, 1.0))
 
 
 def test_the_head_says_what_the_phase_waits_for() -> None:
     daemon = Answering()
-    assert "step 3" not in shown(look(daemon, 1.0))
+    assert "step 3" not in shown(poll(daemon, 1.0))
     daemon.answers["status"] |= {"phase": "train", "view": 0}
-    assert "step 3" in shown(look(daemon, 1.0))
+    assert "step 3" in shown(poll(daemon, 1.0))
     daemon.answers["status"] |= {"phase": "collect"}
-    assert "waiting for 1 contribution\n" in shown(look(daemon, 1.0))
+    assert "waiting for 1 contribution\n" in shown(poll(daemon, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_hours_are_exact_while_they_are_few() -> None:
 def test_any_width_holds_a_frame_and_many_peers_fit_the_height(width: int, peers: int) -> None:
     daemon = Answering()
     daemon.answers["peers"]["peers"] = [PEER | {"peer_id": f"12D3KooW{number:044}"} for number in range(peers)]
-    text = shown(look(daemon, 1.0), width=width, height=30)
+    text = shown(poll(daemon, 1.0), width=width, height=30)
     if width >= 40:
         assert len(text.splitlines()) <= 30
     assert ("more" in text) == (peers == 200)
@@ -192,9 +192,9 @@ def test_a_young_node_has_a_frame() -> None:
     daemon = Answering()
     daemon.answers["status"] |= {"loss": None, "swarm_tokens_per_second": None, "state_root": "", "is_member": False}
     daemon.answers["rounds"]["rounds"] = []
-    assert "- nats a token" in shown(look(daemon, 1.0))
+    assert "- nats a token" in shown(poll(daemon, 1.0))
     daemon.answers["rounds"]["rounds"] = [a_round(1) | {"loss": None}]
-    shown(look(daemon, 1.0))
+    shown(poll(daemon, 1.0))
 
 
 def test_what_a_terminal_would_obey_does_not_reach_it() -> None:
@@ -208,7 +208,7 @@ def test_what_a_terminal_would_obey_does_not_reach_it() -> None:
         "http": "\u202eptth",
         "traffic": {"\x1bc": {"sent": 1, "received": 1}},
     }
-    text = shown(look(daemon, 1.0), width=200)
+    text = shown(poll(daemon, 1.0), width=200)
     assert not any(char in text for char in "\x9b\u202e")
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -219,7 +219,7 @@ def test_an_older_daemon_that_knows_its_status_alone_has_a_frame() -> None:
     daemon = Answering()
     for name in ("peers", "rounds", "log"):
         del daemon.answers[name]
-    assert "round 8" in shown(look(daemon, 1.0))
+    assert "round 8" in shown(poll(daemon, 1.0))
     for name in (
         "quorum", "certified_round", "roots", "traffic", "counters", "since_applied_seconds", "admitted", "step",
         "waiting_for", "uptime_seconds", "release", "http", "same_model",
@@ -229,7 +229,7 @@ def test_an_older_daemon_that_knows_its_status_alone_has_a_frame() -> None:
         del daemon.answers["status"]["mine"][name]
     for phase in ("train", "collect", "agree"):
         daemon.answers["status"]["phase"] = phase
-        text = shown(look(daemon, 1.0))
+        text = shown(poll(daemon, 1.0))
         assert "round 8" in text
         assert "same model" not in text  # it cannot be known, and nothing is said of it
 
@@ -282,14 +282,14 @@ def test_the_verdict_says_what_was_signed_and_no_more(changes: dict[str, Any], v
     assert status.same_model == SameModel(verdict=verdict, text=text)  # type: ignore[arg-type]
     daemon.answers["status"] = status.model_dump(mode="json")
     for width in (60, 80, 200):  # none of its words is cut off
-        assert text.replace(" ", "") in re.sub(r"\s", "", shown(look(daemon, 1.0), width=width))
+        assert text.replace(" ", "") in re.sub(r"\s", "", shown(poll(daemon, 1.0), width=width))
 
 
 def test_own_results_that_were_wrong_are_told_where_there_are_any() -> None:
     daemon = Answering()
-    assert "Wrong results of this node: 2." in shown(look(daemon, 1.0), width=200)
+    assert "Wrong results of this node: 2." in shown(poll(daemon, 1.0), width=200)
     daemon.answers["status"]["counters"] = {}
-    assert "wrong" not in shown(look(daemon, 1.0), width=200)
+    assert "wrong" not in shown(poll(daemon, 1.0), width=200)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_a_low_screen_keeps_what_matters(width: int, height: int, missing: tuple
     daemon.answers["peers"]["peers"] = [PEER | {"peer_id": f"12D3KooW{number:044}"} for number in range(60)]
     daemon.answers["log"]["lines"] = [LINE] * 9
     daemon.answers["status"] = a_status(STATUS | LIARS).model_dump(mode="json")  # the longest verdict
-    text = shown(look(daemon, 1.0), width=width, height=height)
+    text = shown(poll(daemon, 1.0), width=width, height=height)
     assert len(text.splitlines()) <= height
     for part in ALWAYS:
         assert part in text
@@ -324,7 +324,7 @@ def test_complaints_take_the_place_of_what_matters_less() -> None:
     daemon.answers["status"] |= told_of(*(complaint(Code.DEGRADED, why=f"trouble {number}") for number in range(5)))
     daemon.answers["peers"]["peers"] = [PEER] * 60
     daemon.answers["log"]["lines"] = [LINE] * 9
-    text = shown(look(daemon, 1.0), width=80, height=24)
+    text = shown(poll(daemon, 1.0), width=80, height=24)
     assert len(text.splitlines()) <= 24
     assert "trouble 4" in text
     assert OTHER[-16:] in text

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon import Faces
+from p2ptrain.daemon import Outputs
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.observe.tensorboard import TensorBoard
 from p2ptrain.observe.tracking import WAITING_MAX, Tracking, line_of, tracked_of
 from tests.helpers.daemons import TEST_SECONDS, p2ptrain, swarm_in
+from tests.helpers.memory_swarm import swarm as memory_swarm
 from tests.helpers.net import skipping_time
-from tests.node.test_memory_swarm import swarm as memory_swarm
-from tests.observe.test_report import RUN, a_round
+from tests.helpers.records import RUN, a_round
 
 pytestmark_extra = [
     pytest.mark.tensorboard,
@@ -102,7 +102,7 @@ def test_a_slow_disk_costs_figures_and_no_time(
     monkeypatch.setattr(Listing, "write", slow)
     made = Tracking(Listing(tmp_path))
     try:
-        with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+        with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
             for number in range(WAITING_MAX + 5):
                 made.note(a_round(number % 200 + 1))
         assert made.lost == 5
@@ -118,7 +118,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
 ) -> None:
     (tmp_path / "file").touch()
     made = Tracking(Listing(tmp_path / "file"))
-    with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+    with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
         made.note(a_round(2))
         made._thread.submit(lambda: None).result()
@@ -133,7 +133,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
 @skipping_time
 async def test_each_new_round_of_a_node_is_heard_of(tmp_path: Path) -> None:
     heard: list[int] = []
-    async with memory_swarm(tmp_path / "swarm", Faces(hears=(lambda record: heard.append(record.round),))) as made:
+    async with memory_swarm(tmp_path / "swarm", Outputs(hears=(lambda record: heard.append(record.round),))) as made:
         await made.reach(6)
         rounds = made.nodes[0].daemon.records
         assert heard == [*range(heard[0], heard[-1] + 1)]

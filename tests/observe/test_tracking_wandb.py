@@ -24,7 +24,7 @@ from p2ptrain.observe import tracking, wandb_run
 from p2ptrain.observe.tracking import Tracking, tracked_of
 from p2ptrain.observe.wandb_run import WandbRun
 from tests.helpers.daemons import TEST_SECONDS, swarm_in
-from tests.observe.test_report import RUN, a_round
+from tests.helpers.records import RUN, a_round
 
 SECONDS = 60  # within which a process starts or ends, also on a busy machine
 with_wandb = [
@@ -35,7 +35,7 @@ NODE = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.observe.test_report import RUN, a_round
+from tests.helpers.records import RUN, a_round
 from p2ptrain.observe.tracking import Tracking
 from p2ptrain.observe.wandb_run import WandbRun
 made = Tracking(WandbRun(Path(sys.argv[1]), RUN))
@@ -143,7 +143,7 @@ class TestWithWandb:
     ) -> None:
         writer = WandbRun(tmp_path, RUN)
         made = Tracking(writer)
-        with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+        with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
             made.note(a_round(1))
             made._thread.submit(lambda: None).result()
             assert writer._child is not None
@@ -167,7 +167,7 @@ def test_a_process_that_ends_is_a_warning_in_its_own_words(
     program.write_text("import sys\nsys.stdin.readline()\nsys.exit('no such thing\\n')\n")
     writer = WandbRun(tmp_path, RUN)
     made = Tracking(writer)
-    with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+    with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
         made._thread.submit(lambda: writer._child and writer._child.wait(SECONDS)).result()
         for number in range(2, 6):
@@ -195,7 +195,7 @@ def test_what_a_process_says_is_bounded_and_ends_with_its_last_words(
     writer = WandbRun(tmp_path, RUN)
     made = Tracking(writer)
     size = lambda: os.fstat(writer._said.fileno()).st_size  # noqa: E731
-    with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+    with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
         deadline = time.monotonic() + SECONDS
         while not (tmp_path / "all said").exists() or size() > wandb_run.SAID_BYTES_MAX:
@@ -215,7 +215,7 @@ def test_a_process_that_does_not_end_is_killed(
     program.write_text("import threading\nthreading.Event().wait()\n")
     writer = WandbRun(tmp_path, RUN)
     made = Tracking(writer)
-    with caplog.at_level(logging.WARNING, "p2ptrain.daemon"):
+    with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         for number in range(1, 201):
             made.note(a_round(number))  # more than a pipe holds: its thread waits, and this one does not
         made.close()

@@ -1,4 +1,4 @@
-"""The benchmarks of daemons and of bulk transfer run, and their figures add up."""
+"""The benchmarks of daemons and of blobs run, and their figures add up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from p2ptrain.core.state import Taken
 from p2ptrain.observe.schema import RoundRecord
+from tests.helpers.benchmarks import load
 from tests.helpers.records import lived
-from tests.project.test_benchmarks import load
 
 
 @pytest.mark.timeout(300)
@@ -29,8 +29,8 @@ def test_the_daemons_benchmark_tells_where_a_round_goes(tmp_path: Path, monkeypa
     assert all(0 < share <= 1.05 for share in found["training_shares"])
 
 
-def test_the_bulk_benchmark_counts_what_the_author_sends_twice() -> None:
-    row = asyncio.run(load("bulk").measure(2, 2 * 2**20, 1))
+def test_the_benchmark_of_blobs_counts_what_the_author_sends_twice() -> None:
+    row = asyncio.run(load("blobs").measure(2, 2 * 2**20, 1))
     assert (row["others"], row["bytes"]) == (2, 2 * 2**20)
     assert 1 <= row["author_times"] <= 2
     assert row["author_times"] <= row["author_socket_times"] < 1.2 * row["author_times"]

@@ -225,6 +225,14 @@ def is_set(node: ast.expr) -> bool:
     return is_call or isinstance(node, ast.Set | ast.SetComp)
 
 
+def what_tests_share_lies_in_helpers(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
+    """Finds what a test takes from another test; the house rules are one test in several modules."""
+    if path.parts[0] == "tests" and path.parts[1] != "project":
+        for line, name in imports(path, tree):
+            if re.match(r"tests\.(\w+\.)?test_", name):
+                yield line, f"{name}: move it to tests/helpers"
+
+
 def tree_files() -> list[PurePosixPath]:
     """Yields every file of the project, except what git ignores: caches, build results and hidden folders of tools."""
     ignored = {"__pycache__", "dist", "out", "build"}
@@ -245,6 +253,7 @@ MODULE_RULES: list[Rule] = [
     errors_are_caught_by_name,
     no_test_sleeps,
     modules_say_what_they_are,
+    what_tests_share_lies_in_helpers,
 ]
 
 # ---------------------------------------------------------------------------------------------------
@@ -392,6 +401,7 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         ("tests/sim/test_b.py", "async def f():\n    await asyncio.sleep(delay)"),
     ],
     modules_say_what_they_are: [(CORE, "x = 1"), ("tests/test_a.py", ""), (CLI, '""" """')],
+    what_tests_share_lies_in_helpers: [("tests/core/test_a.py", "from tests.core.test_b import x")],
 }
 HARMLESS: dict[Rule, list[tuple[str, str]]] = {
     imports_follow_the_arrows: [
@@ -426,6 +436,7 @@ HARMLESS: dict[Rule, list[tuple[str, str]]] = {
         ("p2ptrain/daemon.py", "async def f():\n    await asyncio.sleep(1)"),
     ],
     modules_say_what_they_are: [(CORE, '"""What it is."""')],
+    what_tests_share_lies_in_helpers: [("tests/core/test_a.py", "from tests.helpers.core import x")],
 }
 
 

@@ -229,8 +229,8 @@ def test_an_attachment_is_held_by_whoever_receives_it() -> None:
         True,
         False,
     ]
-    assert name in cluster.nodes[1].shelf
-    assert name in cluster.nodes[2].shelf
+    assert name in cluster.nodes[1].held_payloads
+    assert name in cluster.nodes[2].held_payloads
 
 
 # ---------------------------------------------------------------------------------------------------

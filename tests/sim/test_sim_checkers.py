@@ -29,8 +29,7 @@ from p2ptrain.sim.ledger import Checker, Guarantee, Ledger, Violation, may_lie, 
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import scenario_of
 from p2ptrain.sim.watch import SWALLOWED_BETWEEN
-from tests.core.test_history_checker import judged_simulation
-from tests.helpers.sim import Log
+from tests.helpers.sim import Log, judged_simulation
 
 # ---------------------------------------------------------------------------------------------------
 # Each by itself

@@ -17,7 +17,7 @@ from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.cluster import TICKS_MAX, Cluster
 from p2ptrain.sim.disk import Disk, SavedState
 from p2ptrain.sim.executor import DIAL_SECONDS, HISTORY_SECONDS
-from p2ptrain.sim.machine import HELD_UP_MAX, Shelf
+from p2ptrain.sim.machine import HELD_UP_MAX, HeldPayloads
 from tests.helpers.sim import Script, announcement, begin_faults, do, of_kind, scripted, vote
 
 FIRST = SavedState(0, b"f" * 32, b"")
@@ -128,15 +128,15 @@ def test_a_checkpoint_that_is_not_on_the_saved_history_is_passed_over() -> None:
 
 
 def test_a_shelf_keeps_payloads_for_so_many_rounds_at_least() -> None:
-    shelf = Shelf(rounds=10)
-    shelf.add(b"a")
-    shelf.turn(10)
-    assert b"a" in shelf
-    shelf.add(b"b")
-    shelf.turn(19)
-    assert b"a" in shelf
-    shelf.turn(20)
-    assert [name in shelf for name in (b"a", b"b")] == [False, True]
+    held_payloads = HeldPayloads(rounds=10)
+    held_payloads.add(b"a")
+    held_payloads.turn(10)
+    assert b"a" in held_payloads
+    held_payloads.add(b"b")
+    held_payloads.turn(19)
+    assert b"a" in held_payloads
+    held_payloads.turn(20)
+    assert [name in held_payloads for name in (b"a", b"b")] == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
     cluster, scripts = scripted(4)
     keys = [node.key for node in cluster.nodes]
     name, _ = cluster.executor.payloads.make(cluster.nodes[3], 1, 0)
-    cluster.nodes[3].shelf.add(name)
+    cluster.nodes[3].held_payloads.add(name)
     cluster.kill(cluster.nodes[1])
     do(cluster, 0, ev.Fetch(name, 40, (keys[1], keys[2], keys[3])))
     cluster.run()
@@ -158,13 +158,13 @@ def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
     ]
     assert failed[0][0] >= DIAL_SECONDS
     assert [event for _, event in of_kind(scripts[0], ev.PayloadArrived)] == [ev.PayloadArrived(name, True, 40)]
-    assert name in cluster.nodes[0].shelf
+    assert name in cluster.nodes[0].held_payloads
 
 
 def test_a_bad_payload_arrives_as_bad() -> None:
     cluster, scripts = scripted()
     name, _ = cluster.executor.payloads.make(cluster.nodes[1], 1, 0, good=False)
-    cluster.nodes[1].shelf.add(name)
+    cluster.nodes[1].held_payloads.add(name)
     do(cluster, 0, ev.Fetch(name, 40, (cluster.nodes[1].key,)))
     cluster.run()
     assert scripts[0].heard[-1][1] == ev.PayloadArrived(name, False, 40)
@@ -175,7 +175,7 @@ def test_a_large_payload_takes_its_time() -> None:
     cluster, scripts = scripted(links=links, training={"payload_bytes": 2_000_000})
     name, payload = cluster.executor.payloads.make(cluster.nodes[1], 1, 0)
     assert payload.attachment == b""
-    cluster.nodes[1].shelf.add(name)
+    cluster.nodes[1].held_payloads.add(name)
     do(cluster, 0, ev.Fetch(name, 2_000_000, (cluster.nodes[1].key,)))
     cluster.run()
     assert scripts[0].heard[-1][0] == pytest.approx(2.02, abs=0.01)
@@ -307,7 +307,7 @@ def test_training_takes_its_time_and_ends_with_a_new_payload() -> None:
     assert (at, later) == (2.0, 6.0)
     assert (one.round, one.payload_bytes, len(one.attachment)) == (1, 40, 40)
     assert one.payload != other.payload
-    assert one.payload in cluster.nodes[0].shelf
+    assert one.payload in cluster.nodes[0].held_payloads
 
 
 def test_training_twice_at_a_time_is_caught() -> None:

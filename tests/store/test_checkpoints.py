@@ -21,7 +21,7 @@ from p2ptrain.digest import PIECE_BYTES, leaf_digests, leaves_of, merkle_root
 from p2ptrain.files import DiskError
 from p2ptrain.store import checkpoints as module
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints, NewerError
-from tests.helpers.store import KEPT, Power, folded, some_records
+from tests.helpers.store import KEPT, Power, folded, some_records, void
 
 RUN = b"r" * 32
 LOST = b"l" * 32  # a head that is on no history
@@ -47,10 +47,6 @@ def write(
     if root is None:
         root = b"x" * 32 if head == LOST else history()[0].roots.get(number, b"x" * 32)
     return checkpoints.write(number, RUN, head, root, 0, lambda path: void(path.write_bytes(content)), weights)
-
-
-def void(_: object) -> None:
-    return
 
 
 def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:

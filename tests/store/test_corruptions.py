@@ -1,6 +1,6 @@
 """Any damage to a node's files is detected or harmless: the node never continues with other bits.
 
-The node of test_crash_points.py, killed in the middle of a run; one of its files is damaged, and it starts again.
+The node of tests/helpers/lone_node.py, killed in the middle of a run; one of its files is damaged, and it starts again.
 It then ends with the bits of a run that was left alone, or says what is wrong, or waits for peers to give it what it
 lost, which a node that is a swarm by itself has not got, and says for what. Without its diary, it may have other things
 to tell: then the weights of the rounds that were agreed on are the same. And a state that an earlier life has begun to
@@ -32,9 +32,9 @@ from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 from tests.helpers.blobs import Node
 from tests.helpers.core import KEYS
-from tests.helpers.driver import STATE_BYTES, bench, doing, root_of
+from tests.helpers.driver import STATE_BYTES, a_dataset, bench, doing, root_of
+from tests.helpers.lone_node import ME, ROUNDS, Bits, lived
 from tests.helpers.net import SkippingLoop, some_bytes, until
-from tests.store.test_crash_points import ME, ROUNDS, Bits, dataset, lived  # noqa: F401  # a fixture
 
 KILLED_AFTER = 8  # rounds, the last checkpoint being of the sixth
 SEED = bytes(31) + b"\1"  # of the node's key
@@ -94,7 +94,7 @@ def lived_again(root: Path, manifest: str, rounds: int = ROUNDS) -> dict[int, Bi
     return lived(root, TokenDataset.open(root / "data", manifest), rounds, me)
 
 
-def killed(tmp_path: Path, dataset: TokenDataset, manifest: str) -> Path:  # noqa: F811
+def killed(tmp_path: Path, dataset: TokenDataset, manifest: str) -> Path:
     """Makes the directory of a node killed in the middle of a run, with every kind of file."""
     living, sound = tmp_path / "living", tmp_path / "sound"
     shutil.copytree(dataset.directory, living / "data")
@@ -124,7 +124,7 @@ def names_why(told: str, touched: set[Path], root: Path) -> bool:
 
 def corrupted(
     tmp_path: Path,
-    dataset: TokenDataset,  # noqa: F811
+    dataset: TokenDataset,
     count: int,
     caplog: pytest.LogCaptureFixture,
 ) -> Counter[tuple[str, str, str]]:
@@ -165,22 +165,14 @@ def corrupted(
     return outcomes
 
 
-def test_a_file_that_was_damaged_is_found_out_or_does_no_harm(
-    tmp_path: Path,
-    dataset: TokenDataset,  # noqa: F811
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    outcomes = corrupted(tmp_path, dataset, 60, caplog)
+def test_a_file_that_was_damaged_is_found_out_or_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = corrupted(tmp_path, a_dataset(tmp_path / "data"), 60, caplog)
     assert {outcome for *_, outcome in outcomes} >= {"refused", "the same bits", "waits for peers"}
 
 
 @pytest.mark.slow
-def test_a_thousand_corruptions_are_found_out_or_do_no_harm(
-    tmp_path: Path,
-    dataset: TokenDataset,  # noqa: F811
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    outcomes = corrupted(tmp_path, dataset, 1_000, caplog)
+def test_a_thousand_corruptions_are_found_out_or_do_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = corrupted(tmp_path, a_dataset(tmp_path / "data"), 1_000, caplog)
     print(*sorted(outcomes.items()), sep="\n")  # noqa: T201  # what it counts, with -s
     assert outcomes.total() == 1_000
     assert {place for place, *_ in outcomes} >= KINDS

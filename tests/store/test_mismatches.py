@@ -15,12 +15,11 @@ from p2ptrain.core import events as ev
 from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import DiskError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.data import TokenDataset
 from p2ptrain.store.mismatches import Mismatches
-from tests.cli.test_cli import p2ptrain
-from tests.helpers.driver import PEER, bench
+from tests.helpers.cli import p2ptrain
+from tests.helpers.driver import PEER, a_dataset, bench
+from tests.helpers.lone_node import lived
 from tests.helpers.net import skipping_time, until
-from tests.store.test_crash_points import dataset, lived  # noqa: F401  # a fixture
 
 
 @pytest.fixture
@@ -56,7 +55,8 @@ async def test_three_wrong_states_of_one_life_end_it(tmp_path: Path) -> None:
     assert raised.group_contains(HardwareError, match="in rounds 10, 60, 108,")
 
 
-def test_no_start_goes_on_until_the_owner_has_removed_the_note(tmp_path: Path, dataset: TokenDataset) -> None:  # noqa: F811
+def test_no_start_goes_on_until_the_owner_has_removed_the_note(tmp_path: Path) -> None:
+    dataset = a_dataset(tmp_path / "data")
     lived(tmp_path / "node", dataset, 2)
     (directory,) = (tmp_path / "node" / "runs").iterdir()
     note = directory / "mismatches"

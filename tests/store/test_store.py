@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import structlog
 
-from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Entry
 from p2ptrain.core.messages import payload_digest
@@ -24,19 +23,7 @@ from p2ptrain.files import DiskError
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import Store
-from tests.helpers.store import Power, folded, some_records
-
-ME = b"m" * 32
-
-
-def run_of(name: str = "test") -> RunConfig:
-    return RunConfig.model_validate({"name": name}).sealed(
-        manifest="ab" * 32, initial_root="cd" * 32, founders=["ef" * 32]
-    )
-
-
-def opened(root: Path, run: RunConfig | None = None, me: bytes = ME) -> Store:
-    return Store(root / "run", run or run_of(), some_records()[0], me, root / "identity.key")
+from tests.helpers.store import ME, Power, folded, named_run, opened, some_records
 
 
 def content_of(number: int) -> bytes:
@@ -96,7 +83,7 @@ def test_a_key_under_two_names_is_one_key(tmp_path: Path) -> None:
         with Lock.of_identity(names[0]), pytest.raises(ConfigError, match=f"the identity {names[1]} is in use by"):
             Lock.of_identity(names[1])
     for directory, name in (("run", link), ("again", key)):
-        with Store(tmp_path / directory, run_of(), some_records()[0], ME, name) as store:
+        with Store(tmp_path / directory, named_run(), some_records()[0], ME, name) as store:
             assert store.is_forgetful == (directory == "again")  # it has spoken, as whatever it was called
     circle = tmp_path / "circle.key"
     circle.symlink_to(circle)
@@ -264,7 +251,7 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         assert not store.is_forgetful
         assert store.newest_checkpoint() == made
-        expected = folded(base, records, run_of().agreement.history_rounds)
+        expected = folded(base, records, named_run().agreement.history_rounds)
         assert store.journal == expected
         assert store.saved(made) == expected.saved_at(state.round, root)
         assert len(expected.payloads) >= 20
@@ -339,7 +326,7 @@ def test_a_payload_that_comes_after_its_round_was_decided_lasts_too(tmp_path: Pa
 
 def test_an_identity_that_has_spoken_and_lost_its_log_knows_it(tmp_path: Path) -> None:
     opened(tmp_path).close()
-    assert (tmp_path / "identity.key.spoken" / run_of().run_id).read_bytes() == b""
+    assert (tmp_path / "identity.key.spoken" / named_run().run_id).read_bytes() == b""
     for _ in range(2):  # nothing was written in between, so it is as lost as before
         for path in (tmp_path / "run" / "wal").iterdir():
             path.unlink()
@@ -355,10 +342,10 @@ def test_an_identity_that_has_spoken_and_lost_its_log_knows_it(tmp_path: Path) -
 
 def test_in_another_run_the_identity_is_new(tmp_path: Path) -> None:
     opened(tmp_path).close()
-    with Store(tmp_path / "other", run_of("other"), some_records()[0], ME, tmp_path / "identity.key") as store:
+    with Store(tmp_path / "other", named_run("other"), some_records()[0], ME, tmp_path / "identity.key") as store:
         assert not store.is_forgetful
     moved = tmp_path / "moved"
-    with Store(moved, run_of(), some_records()[0], ME, tmp_path / "identity.key") as store:
+    with Store(moved, named_run(), some_records()[0], ME, tmp_path / "identity.key") as store:
         assert store.is_forgetful
 
 
@@ -382,7 +369,7 @@ def test_a_newcomer_whose_power_is_cut_is_a_newcomer_or_has_its_log(tmp_path: Pa
 @pytest.mark.usefixtures("_any_payload")
 def test_wherever_the_power_is_cut_what_was_said_has_its_payloads(tmp_path: Path) -> None:
     base, records = some_records(30)
-    kept = run_of().agreement.history_rounds
+    kept = named_run().agreement.history_rounds
     cuts = 0
     while True:
         root, after = tmp_path / f"{cuts}", tmp_path / f"{cuts} after"
@@ -410,7 +397,7 @@ def test_a_directory_of_another_run_or_identity_is_refused_and_left_alone(tmp_pa
     opened(tmp_path).close()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"}
     with pytest.raises(DataError, match=r"run\.json: damaged, or the directory is not of run other"):
-        opened(tmp_path, run_of("other"))
+        opened(tmp_path, named_run("other"))
     with pytest.raises(DataError, match=f"identity: damaged, or .* not of the identity {'6f' * 8}"):
         opened(tmp_path, me=b"o" * 32)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"} == before

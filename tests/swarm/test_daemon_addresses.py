@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from p2ptrain.net import questions
-from tests.helpers.daemons import TEST_SECONDS, Swarm, swarm_in
+from tests.helpers.daemons import TEST_SECONDS, Swarm
 from tests.helpers.p2pd import nodes_in
 
 ROUNDS = 3
@@ -16,12 +15,6 @@ QUIC = "/ip4/127.0.0.1/udp/0/quic-v1"
 ANSWERS = 50  # of which two thirds were once lost
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with swarm_in(tmp_path) as swarm:
-        yield swarm
 
 
 @pytest.mark.parametrize("listen", [(QUIC,), ("/ip4/127.0.0.1/tcp/0",), ()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -15,15 +14,9 @@ import p2ptrain as p2ptrain_package
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p.p2pd import P2pd
-from tests.helpers.daemons import LISTEN, TEST_SECONDS, Swarm, swarm_in
+from tests.helpers.daemons import LISTEN, TEST_SECONDS, Swarm
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with swarm_in(tmp_path) as swarm:
-        yield swarm
 
 
 def test_a_bootstrap_that_is_down_is_called_until_it_comes_up(swarm: Swarm) -> None:

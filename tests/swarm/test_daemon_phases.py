@@ -6,15 +6,13 @@ written. It says when to kill, and afterwards how far the victim really was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from time import monotonic
 
 import pytest
 
 from p2ptrain import replay
-from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, swarm_in
+from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm
 
 PHASES = ("train", "collect", "agree", "apply")
 KILLS_MAX = 5  # until one comes in time: some phases take a few milliseconds
@@ -44,12 +42,6 @@ class Shadow:
 
     def close(self) -> None:
         self._file.close()
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with swarm_in(tmp_path) as swarm:
-        yield swarm
 
 
 def killed_in(phase: str, victim: Daemon) -> bool:

@@ -12,10 +12,10 @@ from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.errors import DataError, DeviceError, TooLargeError, UnusableError
 from p2ptrain.files import DiskError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.data import TokenDataset
-from tests.cli.test_cli import p2ptrain
+from tests.helpers.cli import p2ptrain
 from tests.helpers.deploy import DEPLOY, read_yaml
-from tests.store.test_crash_points import dataset, lived  # noqa: F401  # a fixture
+from tests.helpers.driver import a_dataset
+from tests.helpers.lone_node import lived
 
 
 def damage_log(directory: Path) -> None:
@@ -40,10 +40,9 @@ def make_newer_diary(directory: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [damage_log, damage_trust, make_newer_checkpoint, make_newer_diary])
 def test_a_node_whose_files_no_start_can_go_on_with_ends_alike_each_time(
-    spoil: Callable[[Path], None],
-    tmp_path: Path,
-    dataset: TokenDataset,  # noqa: F811
+    spoil: Callable[[Path], None], tmp_path: Path
 ) -> None:
+    dataset = a_dataset(tmp_path / "data")
     lived(tmp_path / "node", dataset, 2)
     (directory,) = (tmp_path / "node" / "runs").iterdir()
     spoil(directory)
@@ -53,16 +52,14 @@ def test_a_node_whose_files_no_start_can_go_on_with_ends_alike_each_time(
 
 
 def test_a_disk_that_cannot_be_read_now_may_be_mended_meanwhile(
-    tmp_path: Path,
-    dataset: TokenDataset,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise DiskError(tmp_path, "cannot be read", OSError(5, "Input/output error"))
 
     monkeypatch.setattr("p2ptrain.node.assembly.Store", broken)
     with pytest.raises(DiskError):
-        lived(tmp_path / "node", dataset, 2)
+        lived(tmp_path / "node", a_dataset(tmp_path / "data"), 2)
 
 
 @pytest.mark.parametrize(

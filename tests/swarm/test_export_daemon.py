@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.helpers.daemons import RUN, TEST_SECONDS, Daemon, Swarm, p2ptrain, swarm_in
+from tests.helpers.daemons import RUN, TEST_SECONDS, Daemon, Swarm, p2ptrain
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with swarm_in(tmp_path) as swarm:
-        yield swarm
 
 
 def test_a_daemon_writes_what_its_checkpoint_writes_and_is_exported_while_it_runs(swarm: Swarm) -> None:

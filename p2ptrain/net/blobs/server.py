@@ -116,7 +116,7 @@ def decode_reply(data: bytes) -> Reply:
     return decode_strictly(_REPLY, data, "a reply")
 
 
-def bulk_protocol(run_id: bytes) -> str:
+def blob_protocol(run_id: bytes) -> str:
     return f"/p2ptrain/1/{run_id.hex()}/bulk"
 
 
@@ -146,7 +146,7 @@ class Server:
         upload: TokenBucket,
         blame: Callable[[bytes, str], None],
     ) -> None:
-        self.protocol = bulk_protocol(run_id)
+        self.protocol = blob_protocol(run_id)
         self._transport, self._catalog, self._upload, self._blame = transport, catalog, upload, blame
         self._turns, self._word_limit = Turns(upload), TokenBucket(0)
         self._word_turns = Turns(self._word_limit)

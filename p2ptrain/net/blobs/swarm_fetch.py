@@ -33,7 +33,7 @@ from p2ptrain.net.blobs.server import (
     Piece,
     Reply,
     Request,
-    bulk_protocol,
+    blob_protocol,
     decode_reply,
 )
 from p2ptrain.net.rate_limit import TokenBucket
@@ -154,7 +154,7 @@ class Sources:
         blame: Callable[[bytes, str], None],
         rng: Random,
     ) -> None:
-        self.protocol = bulk_protocol(run_id)
+        self.protocol = blob_protocol(run_id)
         self.transport, self.download, self.blame, self.rng = transport, download, blame, rng
         self.counts: Counter[str] = Counter()
         self.traffic: Counter[str] = Counter()  # bytes by direction and kind

@@ -159,7 +159,7 @@ async def _quic_answers(host: str, port: int) -> bool:
     loop = asyncio.get_running_loop()
     heard: asyncio.Future[bool] = loop.create_future()
     try:
-        transport, _ = await loop.create_datagram_endpoint(lambda: _Ear(heard), remote_addr=(host, port))
+        transport, _ = await loop.create_datagram_endpoint(lambda: _ReplyListener(heard), remote_addr=(host, port))
     except OSError:
         return False
     try:
@@ -173,7 +173,7 @@ async def _quic_answers(host: str, port: int) -> bool:
         transport.abort()
 
 
-class _Ear(asyncio.DatagramProtocol):
+class _ReplyListener(asyncio.DatagramProtocol):
     def __init__(self, heard: asyncio.Future[bool]) -> None:
         self._heard = heard
 

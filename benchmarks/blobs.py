@@ -1,6 +1,6 @@
 """The spread of a large payload from its author to several peers at once, over real p2pds.
 
-    OMP_NUM_THREADS=1 python benchmarks/bulk.py [--nodes N] [--megabytes N] [--repeats N] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/blobs.py [--nodes N] [--megabytes N] [--repeats N] [--json FILE]
 
 One process has the author and the others, each with a p2pd of its own on loopback and all connected; all fetch the
 payload at the same time, knowing only of the author. What the author sends over the payload's size is counted twice:
@@ -96,7 +96,7 @@ def p2pd_of(node: Node) -> int:
 
 async def measure(others: int, size: int, seed: int) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-bulk-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-blobs-")))
         author, *rest = await start(stack, directory, others + 1)
         blob = MemoryBlob.tree(Random(seed).randbytes(size))  # noqa: S311
         name = BlobName("payload", blob.name)

@@ -1,0 +1,101 @@
+"""One node that is a swarm by itself, with its real core, driver, store and log.
+
+Only its trainer is a chain of hashes, over all that was applied and all that was trained, on which data: whatever is
+lost, done twice or done in another order shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config.node import StorageConfig
+from p2ptrain.daemon import Daemon
+from p2ptrain.digest import digest
+from p2ptrain.errors import P2ptrainError
+from p2ptrain.identity import Identity
+from p2ptrain.learn.data import TokenDataset, manifest_digest
+from p2ptrain.learn.live import StepResult
+from p2ptrain.node.assembly import Launch
+from p2ptrain.observe.build import complaints_of
+from tests.helpers.driver import SEQUENCE, STATE, ChainTrainer, LoopDevice, root_of
+from tests.helpers.memory_network import Network
+from tests.helpers.net import SkippingLoop, until
+from tests.helpers.store import PowerCut
+
+ROUNDS = 13  # with a checkpoint in every third
+LIFE_SECONDS = 600.0  # of virtual time; the rounds take less than one
+Bits = tuple[bytes, bytes]  # the weights, and what is still to be told
+ME = Identity(bytes(31) + b"\1")
+
+
+class WatchedTrainer(ChainTrainer):
+    """Records its bits after each round: weights, residual, and contributions whose fate is open."""
+
+    def __init__(self, dataset: TokenDataset) -> None:
+        super().__init__(dataset)
+        self.bits: dict[int, Bits] = {}
+
+    def train(self, number: int, place: int, places: int, on_step: Callable[[StepResult], None]) -> list[StepResult]:
+        results = super().train(number, place, places, on_step)
+        assert self.dataset is not None
+        batch = self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)
+        self.residual = digest("test data", self.residual, batch.tobytes())
+        return results
+
+    def note(self) -> None:
+        self.bits[self.round] = self.state[:32], digest("test bits", self.residual, bytes(self.kept_rounds))
+
+
+async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME) -> dict[int, Bits]:
+    """Runs until some rounds are applied and recorded, and is then killed."""
+    run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(
+        manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
+    )
+    network, trainer = Network(), WatchedTrainer(dataset)
+    device = LoopDevice(trainer)
+    forget = trainer.forget
+
+    def forgotten(number: int) -> bool:  # the last step of a round: all of it has been applied
+        was_kept = forget(number)
+        trainer.note()
+        return was_kept
+
+    trainer.forget = forgotten  # type: ignore[method-assign]
+    transport = network.transport(me.key)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(transport.close)
+        stack.callback(device.close)
+        config = NodeConfig(storage=StorageConfig(directory=str(root), checkpoint_every_rounds=3))
+        daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), device=device)
+        running = asyncio.create_task(daemon.driver.run(daemon.started))
+        try:
+            async with asyncio.timeout(LIFE_SECONDS):
+                await until(lambda: running.done() or trainer.round >= rounds)
+            if running.done():
+                running.result()
+            await daemon.records.save(all_of_it=True)
+        except TimeoutError as error:  # what it says of itself meanwhile
+            driver = daemon.driver
+            found = [each.text for each in complaints_of(daemon)] if driver.has_begun.is_set() else ["it has not begun"]
+            raise TimeoutError("; ".join(found)) from error
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+    return trainer.bits
+
+
+def lived(root: Path, dataset: TokenDataset, rounds: int = ROUNDS, me: Identity = ME) -> dict[int, Bits]:
+    try:
+        with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+            return runner.run(live(root, dataset, rounds, me))
+    except BaseExceptionGroup as group:
+        ended, rest = group.split((PowerCut, TimeoutError, P2ptrainError))
+        assert rest is None and ended is not None, rest
+        first: BaseException = ended
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from group
