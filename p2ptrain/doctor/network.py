@@ -24,7 +24,7 @@ from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.blobs.blob import BlobName, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import FetchError
-from p2ptrain.net.libp2p.process import with_ports
+from p2ptrain.net.libp2p.process import Ports
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.observe import http
@@ -55,7 +55,7 @@ def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool =
     found = []
     for address in listen:
         try:
-            with_ports((address,))
+            Ports((address,)).close()
         except ConfigError as error:
             if is_running and "is in use" in error.problem:
                 found.append(Diagnosis("ports", "good", f"{address} is in use, as it should be: the node runs"))

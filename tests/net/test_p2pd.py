@@ -272,7 +272,7 @@ async def test_peers_know_one_another_by_addresses_that_can_be_called(make: Make
     nodes = [await make(), await make(("/ip6/::1/tcp/0", "/ip4/0.0.0.0/tcp/0"))]
     assert [address.split("/")[1:4:2] for address in nodes[0].addresses()] == [["ip4", "tcp"]]
     assert all("/127.0.0.1/" not in address and "/::1/" not in address for address in nodes[1].addresses())
-    by_ip6 = f"{nodes[1]._listen[0]}/p2p/{peer_id_of(nodes[1].me)}"
+    by_ip6 = f"{nodes[1]._ports.listen[0]}/p2p/{peer_id_of(nodes[1].me)}"
     assert await nodes[0].connect(by_ip6) == nodes[1].me
     assert list(await nodes[1].peers()) == [nodes[0].me]
     assert (await nodes[0].peers())[nodes[1].me][0] == by_ip6
@@ -291,7 +291,7 @@ async def test_addresses_that_lead_nowhere_are_refused_with_the_reason(make: Mak
         refusing = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{STRANGER.peer_id}"
         with pytest.raises(TransportError, match=f"cannot connect to {refusing}: nobody listens there"):
             await nodes[0].connect(refusing)
-    route = nodes[1]._listen[0]
+    route = nodes[1]._ports.listen[0]
     with pytest.raises(TransportError, match=rf"another peer answers there, {peer_id_of(nodes[1].me)}"):
         await nodes[0].connect(f"{route}/p2p/{STRANGER.peer_id}")
     for wrong in ["", "nonsense", route, f"/unix/tmp/x/p2p/{STRANGER.peer_id}", "/" * 10_000]:
@@ -307,8 +307,10 @@ async def test_addresses_that_lead_nowhere_are_refused_with_the_reason(make: Mak
 
 async def test_a_port_in_use_is_named_with_what_to_do(make: Make) -> None:
     node = await make()
-    with pytest.raises(ConfigError, match=rf"network.listen: {node._listen[0]} is in use by another program. Stop it"):
-        await make(node._listen)
+    with pytest.raises(
+        ConfigError, match=rf"network.listen: {node._ports.listen[0]} is in use by another program. Stop it"
+    ):
+        await make(node._ports.listen)
     with pytest.raises(ConfigError, match=r"/ip4/203.0.113.7/tcp/4001 is not an address of this machine"):
         await make(("/ip4/203.0.113.7/tcp/4001",))
 
@@ -318,13 +320,25 @@ async def test_a_port_in_use_that_nobody_chose_gives_way_and_the_other_is_told(
 ) -> None:
     caplog.set_level("INFO", "p2ptrain.net")
     first = await make()
-    second = await make((first._listen[0], "/ip4/127.0.0.1/tcp/0"), is_chosen=False)
-    assert (first._listen[0] not in second._listen, len(second._listen)) == (True, 2)
-    port, other = first._listen[0].rpartition("/")[2], second._listen[0]
+    second = await make((first._ports.listen[0], "/ip4/127.0.0.1/tcp/0"), is_chosen=False)
+    assert (first._ports.listen[0] not in second._ports.listen, len(second._ports.listen)) == (True, 2)
+    port, other = first._ports.listen[0].rpartition("/")[2], second._ports.listen[0]
     assert f"port {port} is taken, perhaps by another node: this one listens on {other}" in caplog.text
     assert await first.connect(f"{other}/p2p/{peer_id_of(second.me)}") == second.me
     with pytest.raises(ConfigError, match="is not an address of this machine"):
         await make(("/ip4/203.0.113.7/tcp/4001",), is_chosen=False)
+
+
+async def test_of_two_nodes_that_start_at_once_only_one_gets_the_default_port(make: Make) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        default = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+    nodes = await asyncio.gather(*(make((default,), is_chosen=False) for _ in range(3)))
+    listen = [node._ports.listen for node in nodes]
+    assert len(set(listen)) == 3
+    assert (default,) in listen
+    assert await nodes[0].connect(nodes[1].addresses()[0]) == nodes[1].me
+    assert await nodes[0].connect(nodes[2].addresses()[0]) == nodes[2].me
 
 
 async def test_others_are_told_what_the_config_announces(make: Make) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
 from p2ptrain.net import frames
 from p2ptrain.net.libp2p import p2pd, supervisor
@@ -90,7 +89,7 @@ async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = await make()
-    _, _, host, _, port = node._listen[0].split("/")
+    _, _, host, _, port = node._ports.listen[0].split("/")
     os.kill(node._supervisor.process.pid, signal.SIGSTOP)
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -273,24 +272,27 @@ async def test_p2pd_is_told_of_the_relays_that_answer_at_each_of_its_starts(make
         assert told_relays(await make(nat=False, trusted_relays=relays)) == []
 
 
-async def test_a_port_that_is_taken_while_relays_are_tried_is_not_shared(
+async def test_nobody_can_take_a_port_while_relays_are_tried_or_p2pd_is_started_again(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = await make()
-    with socket.socket() as taken:
-        port = 0
+    refused = []
 
-        async def slow(_: object) -> list[str]:
-            taken.bind(("127.0.0.1", port))
-            taken.listen()
-            return []
+    async def trying(_: object) -> list[str]:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            refused.append(port)
+        return []
 
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        monkeypatch.setattr(p2pd, "relays_to_use", slow)
-        with pytest.raises(ConfigError, match=f"/ip4/127.0.0.1/tcp/{port} is in use"):
-            await make((f"/ip4/127.0.0.1/tcp/{port}",), nat=True, trusted_relays=tuple(first.addresses()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(p2pd, "relays_to_use", trying)
+    node = await make((f"/ip4/127.0.0.1/tcp/{port}",))
+    os.kill(node._supervisor.process.pid, signal.SIGKILL)
+    await until(lambda: node.counters()["p2pd restarts"] == 1)
+    assert refused == [port, port]
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(make: Make) -> None:

@@ -30,7 +30,7 @@ from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_m
 from p2ptrain.net.libp2p.autorelay import RelayLoss, relays_to_use
 from p2ptrain.net.libp2p.dht import STORED_KEYS_MAX, Dht, RecordValidator, Storage
 from p2ptrain.net.libp2p.dht_records import ANNOUNCE_SECONDS_MAX, VALUE_BYTES_MAX
-from p2ptrain.net.libp2p.process import Process, make_arguments, with_ports
+from p2ptrain.net.libp2p.process import Ports, Process, make_arguments
 from p2ptrain.net.libp2p.pubsub import Gossip, TopicQueue
 from p2ptrain.net.libp2p.reconnect import Routes
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
@@ -194,7 +194,7 @@ class P2pd:
     ) -> None:
         self.me = identity.key
         self._identity_file, self._network = identity_file, network
-        self._listen = with_ports(network.listen, gives_way=not network.has_chosen_port)
+        self._ports = Ports(network.listen, gives_way=not network.has_chosen_port)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter end with this p2pd
@@ -227,6 +227,7 @@ class P2pd:
         The sockets are in `directory`, which must be ours alone: anyone who can open them can act as this node.
         """
         self = cls(Identity.load(identity_file), identity_file, network, directory, on_crash)
+        self._closing.callback(self._ports.close)
         self._closing.callback(self._sockets.close)
         self._closing.push_async_callback(self._supervisor.close)
         is_up = False
@@ -249,8 +250,10 @@ class P2pd:
         self._relay_loss.p2pd_started()
         await self._sockets.open()
         control = self._sockets.control
-        with_ports(self._listen)  # checked last: p2pd would share a port that is taken
-        process = await Process.start(make_arguments(control, self._identity_file, self._listen, self._network, usable))
+        self._ports.take_again()  # right before p2pd does
+        process = await Process.start(
+            make_arguments(control, self._identity_file, self._ports.listen, self._network, usable)
+        )
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self._control.guardian())

@@ -7,7 +7,7 @@ and then executes p2pd. The kernel closes a dead process' files from the highest
 to the meshes of topics whose subscriptions end; peers would then keep us out of these for a minute. So our end has a
 higher descriptor than any subscription.
 
-Ports are tested before p2pd gets them. p2pd sets SO_REUSEPORT, so a second p2pd of the same user would bind a port that
+Ports are taken before p2pd gets them. p2pd sets SO_REUSEPORT, so a second p2pd of the same user would bind a port that
 is taken, without an error, and each would receive half of the connections.
 """
 
@@ -25,7 +25,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -203,37 +203,72 @@ def make_arguments(
     return values + [f"-{name}={str(value).lower()}" for name, value in switches.items()]
 
 
-def with_ports(listen: tuple[str, ...], *, gives_way: bool = False) -> tuple[str, ...]:
-    """Replaces port 0 by a free port, to be kept over restarts; also a port in use, if it `gives_way`: there may be
-    several nodes on a machine. ConfigError if we cannot listen on an address.
+class Ports:
+    """The addresses that p2pd listens on; their TCP ports are held, so that no other program can take one meanwhile.
+
+    p2pd may share a held port, because both allow it (SO_REUSEPORT) and belong to one user; another node's test binds
+    without it, and fails. A UDP port is not held: our socket would get half of its packets.
     """
-    return tuple(_try_to_listen(address, gives_way) for address in listen)
 
+    def __init__(self, listen: tuple[str, ...], *, gives_way: bool = False) -> None:
+        """Replaces port 0 by a free port, to be kept over restarts; also a port in use, if it `gives_way`: there may be
+        several nodes on a machine. ConfigError if we cannot listen on an address.
+        """
+        self._held: list[socket.socket] = []
+        try:
+            self.listen = tuple(self._take(address, gives_way) for address in listen)
+        except ConfigError:
+            self.close()
+            raise
 
-def _try_to_listen(address: str, gives_way: bool) -> str:
-    match = LISTEN.fullmatch(address)
-    assert match, "NetworkConfig accepts no other"
-    family, kind = (socket.AF_INET, socket.AF_INET6)[match[1] == "6"], match[3]
-    try:
-        with socket.socket(family, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as probe:
-            if match[1] == "6":
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
+    def take_again(self) -> None:
+        """Raises ConfigError if another program has got in: p2pd would share its port."""
+        self.close()
+        for address in self.listen:
+            self._take(address, gives_way=False)
+
+    def close(self) -> None:
+        for each in self._held:
+            each.close()
+        self._held.clear()
+
+    def _take(self, address: str, gives_way: bool) -> str:
+        match = LISTEN.fullmatch(address)
+        assert match, "NetworkConfig accepts no other"
+        family, kind = (socket.AF_INET, socket.AF_INET6)[match[1] == "6"], match[3]
+        with ExitStack() as stack:
+            taken = stack.enter_context(
+                socket.socket(family, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM)
+            )
+            try:
+                if match[1] == "6":
+                    taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
+                if kind == "tcp":
+                    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore old connections in TIME_WAIT
+                taken.bind((match[2], int(match[4])))
+            except (OSError, OverflowError) as error:
+                if gives_way and getattr(error, "errno", 0) == errno.EADDRINUSE:
+                    other = self._take(f"/ip{match[1]}/{match[2]}/{kind}/0{match[5] or ''}", gives_way=False)
+                    logger.info("port %s is taken, perhaps by another node: this one listens on %s", match[4], other)
+                    return other
+                raise _cannot_listen(address, error) from error
+            port = taken.getsockname()[1]
             if kind == "tcp":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore old connections in TIME_WAIT
-            probe.bind((match[2], int(match[4])))
-            port = probe.getsockname()[1]
-    except (OSError, OverflowError) as error:
-        if gives_way and getattr(error, "errno", 0) == errno.EADDRINUSE:
-            other = _try_to_listen(f"/ip{match[1]}/{match[2]}/{kind}/0{match[5] or ''}", gives_way=False)
-            logger.info("port %s is taken, perhaps by another node: this one listens on %s", match[4], other)
-            return other
-        what, fix = {
-            errno.EADDRINUSE: (
-                "is in use by another program",
-                "Stop it (perhaps another node of yours), or choose another port",
-            ),
-            errno.EADDRNOTAVAIL: ("is not an address of this machine", "Use one of its own, or /ip4/0.0.0.0 for all"),
-            errno.EACCES: ("needs a port that this user may not open", "Choose a port from 1024 up"),
-        }.get(getattr(error, "errno", 0) or 0, (f"cannot be listened on: {error}", "Choose another address"))
-        raise ConfigError(f"{address} {what}", key="network.listen", fix=fix) from error
-    return f"/ip{match[1]}/{match[2]}/{kind}/{port}{match[5] or ''}"
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or another test would succeed
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                stack.pop_all()
+                self._held.append(taken)
+        return f"/ip{match[1]}/{match[2]}/{kind}/{port}{match[5] or ''}"
+
+
+def _cannot_listen(address: str, error: Exception) -> ConfigError:
+    number = getattr(error, "errno", 0) or 0
+    what, fix = {
+        errno.EADDRINUSE: (
+            "is in use by another program",
+            "Stop it (perhaps another node of yours), or choose another port",
+        ),
+        errno.EADDRNOTAVAIL: ("is not an address of this machine", "Use one of its own, or /ip4/0.0.0.0 for all"),
+        errno.EACCES: ("needs a port that this user may not open", "Choose a port from 1024 up"),
+    }.get(number, (f"cannot be listened on: {error}", "Choose another address"))
+    return ConfigError(f"{address} {what}", key="network.listen", fix=fix)
