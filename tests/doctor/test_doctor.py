@@ -24,7 +24,7 @@ from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import MemoryDemand, need_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.store.lock import LOCK_NAME, Lock
-from tests.cli.test_cli import p2ptrain
+from tests.helpers.cli import p2ptrain
 
 RUN = RunConfig.model_validate({"name": "test", "recipe": {"name": "local"}})
 NEED = need_of(RUN)
