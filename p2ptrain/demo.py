@@ -25,7 +25,6 @@ from rich.live import Live
 from rich.table import Table
 
 from p2ptrain.errors import DataError, P2ptrainError
-from p2ptrain.net.libp2p.process import BECOME
 from p2ptrain.node.control import ask
 from p2ptrain.visible import count_of
 
@@ -63,6 +62,11 @@ STOP_SECONDS = 20.0  # for a node to leave properly
 POLL_SECONDS = 0.5
 LINES_SECONDS = 5.0  # between lines where there is no terminal
 SAMPLE_TOKENS = 240
+BECOME = (  # a small interpreter, because Python in a fork of a process with threads may hang
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent is gone already: the signal would never come
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 
 @dataclass(slots=True)
