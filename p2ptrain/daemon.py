@@ -71,7 +71,7 @@ class Lag:
             await asyncio.sleep(LAG_SECONDS)
             self._looks = [*self._looks[-LAG_KEPT + 1 :], max(0.0, loop.time() - due)]
             if (gap := _since_boot() - looked_at) > STOOD_STILL_SECONDS:
-                log.warning("nothing ran here for %.0f s: asleep or stopped; catching up", gap)
+                log.warning("nothing ran for %.0f s: the machine slept or the process was stopped; catching up", gap)
 
 
 def _since_boot() -> float:
@@ -127,7 +127,7 @@ class Daemon:
 
     @property
     def since_applied(self) -> float | None:
-        """Seconds since a round was applied; None if none was since the start."""
+        """Seconds since a round was applied; None if there was none since the start."""
         at = self.driver.applied_at
         return None if at is None else round(max(0.0, asyncio.get_running_loop().time() - at), 3)
 
@@ -224,7 +224,7 @@ class Daemon:
 
 
 def end_soon() -> None:
-    """Ends this process soon in any case, even if a thread is writing a checkpoint or the disk hangs.
+    """Makes sure that this process ends soon, even if a thread is writing a checkpoint or the disk hangs.
 
     The disk is consistent at any moment, as after a kill.
     """
@@ -280,7 +280,7 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
         try:
             progress.tell()
             beat.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
-        except ValidationError as error:  # our bug, but no reason to end the node
+        except ValidationError as error:  # our bug, but the node goes on
             log.error("cannot report the status: %s", error)
 
 
@@ -300,7 +300,7 @@ async def _remember(daemon: Daemon) -> None:
 
 
 async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
-    if addresses:  # while no peer is reachable, the earlier addresses are the best there are
+    if addresses:  # while no peer is reachable, the earlier addresses are the best known ones
         await edges.persistence.remember(addresses, {peer_id_of(peer) for peer in edges.connections.linked})
 
 

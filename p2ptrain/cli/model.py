@@ -59,9 +59,9 @@ def export(
     typer.echo(f"{_which(found)}: {out}")
 
 
-def generate(  # noqa: PLR0913, PLR0917  # a command has its options
+def generate(  # noqa: PLR0913, PLR0917  # a command has many options
     prompt: Annotated[str, typer.Argument(metavar="TEXT", help=f"The text to continue; {STDIN} reads it from stdin.")],
-    tokens: Annotated[int, typer.Option(help="How many to generate at most; fewer if the model ends the text.")] = 100,
+    tokens: Annotated[int, typer.Option(help="The maximum number of tokens; fewer if the model ends the text.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the random choices.")] = 0,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest tokens, 1 samples from the model's distribution.")
@@ -88,7 +88,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has its options
 
 
 def _text(content: bytes) -> str:
-    """Decodes a prompt. One that is over the limit was cut off anywhere, and its length is refused later."""
+    """Decodes a prompt. One over the limit may have been cut within a character; its length is refused later."""
     from p2ptrain.learn.sample import PROMPT_BYTES_MAX
 
     try:

@@ -9,7 +9,7 @@ import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 
-MODE = 0o644  # the page is meant to be shared
+MODE = 0o644  # the page may be shared
 
 
 def report(

@@ -1,4 +1,4 @@
-"""All checks of one machine and one config, in order; each with its deadline."""
+"""Runs all checks of a machine and a config in order, each with its deadline."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from p2ptrain.node.find import ask_around, check_addresses, stored_runs
 from p2ptrain.observe.top_frame import troubles
 from p2ptrain.store.records import remembered_peers
 
-DAEMON_SECONDS = 5.0  # for a daemon that runs to answer
-QUICK_SECONDS = 10.0  # for what asks the system only
-TORCH_SECONDS = 120.0  # for torch to be loaded from a slow disk, and a driver to wake up
+DAEMON_SECONDS = 5.0  # for a running daemon to answer
+QUICK_SECONDS = 10.0  # for checks that only ask the system
+TORCH_SECONDS = 120.0  # to load torch from a slow disk, and wake up a driver
 DISK_SECONDS = 120.0  # 64 MiB at half a megabyte a second
-NETWORK_SECONDS = 90.0  # for p2pd to start, peers to be asked at once, and 4 s of bandwidth
-CONTRIBUTORS_USUAL = 8  # where nobody tells how many there are; a guess
+NETWORK_SECONDS = 90.0  # to start p2pd, ask peers in parallel, and measure bandwidth for 4 s
+CONTRIBUTORS_USUAL = 8  # if their number is unknown; a guess
 
 
 @dataclass(slots=True)
@@ -49,11 +49,11 @@ class Patient:
 
     config: NodeConfig
     config_file: Path | None
-    is_asked_outside: bool  # a bootstrap was named on the command line: it may cost others some megabytes
+    is_asked_outside: bool  # a bootstrap was named on the command line: checks may cost others some megabytes
     run: RunConfig | None = None
     members: int = 0
-    status: dict[str, Any] | None = None  # of the daemon that runs here
-    is_answering: bool = False  # it may have just started, and have no status yet
+    status: dict[str, Any] | None = None  # of the daemon running here
+    is_answering: bool = False  # a daemon that has just started answers without a status
     sights: list[network.Sight] = field(default_factory=list)
     need: Need | None = None
     hardware: machine.Hardware = field(default_factory=lambda: machine.Hardware("", ""))
@@ -70,7 +70,7 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
     """
     patient = Patient(config, config_file, is_asked_outside)
     check_addresses(config.network)
-    yield Diagnosis("config", "good", f"{config_file}: right" if config_file else "no file: the defaults apply")
+    yield Diagnosis("config", "good", f"{config_file}: valid" if config_file else "no file; the defaults apply")
     yield from within(Check("daemon", lambda: look_for_daemon(patient), 2 * DAEMON_SECONDS, "warning"))
     yield from within(Check("python", lambda: look_at_programs(patient), QUICK_SECONDS))
     yield from within(Check("device", lambda: look_at_device(patient), TORCH_SECONDS))
@@ -91,7 +91,7 @@ def look_for_daemon(patient: Patient) -> list[Diagnosis]:
         return [Diagnosis("daemon", level, str(error), "See its log, or end it and start it again" if is_hung else "")]
     except P2ptrainError as error:
         patient.is_answering = True
-        return [Diagnosis("daemon", "good", f"it runs: {error}")]
+        return [Diagnosis("daemon", "good", f"running, but: {error}")]
     patient.is_answering = True
     status = patient.status
     patient.members = len(status["roster"])
@@ -129,7 +129,7 @@ def look_at_directory(patient: Patient) -> list[Diagnosis]:
 def look_at_ports(patient: Patient) -> list[Diagnosis]:
     url = patient.status["http"] if patient.status else None
     if patient.is_answering and patient.status is None:
-        return [Diagnosis("ports", "good", "not tried: the node is about to start")]
+        return [Diagnosis("ports", "good", "not checked: the node is about to start")]
     named = patient.config.network
     return [
         *network.check_listen(named.listen, patient.is_answering, gives_way=not named.has_chosen_port),
@@ -142,23 +142,22 @@ def look_at_ports(patient: Patient) -> list[Diagnosis]:
 
 
 def look_at_run(patient: Patient) -> list[Diagnosis]:
-    """Compares the run's needs with this machine: the run of the daemon here, of a named peer, or the largest of
-    those on the disk."""
+    """Compares a run's needs with this machine: the daemon's run, a named peer's, or else the largest on disk."""
     if patient.run is None:
         stored = stored_runs(patient.config)
         if patient.status is not None:
             stored = [run for run in stored if run.run_id == patient.status["run_id"]]
         needs = [(need_of(run), run) for run in stored]
         if not needs:
-            fix = "Name a node of the run with --bootstrap, to learn what it takes"
-            return [Diagnosis("run", "warning", "none is known yet: memory and disk space are not compared", fix)]
+            fix = "Name a node of the run with --bootstrap to find out what it needs"
+            return [Diagnosis("run", "warning", "none is known yet: memory and disk space are not checked", fix)]
         patient.need, patient.run = max(needs, key=lambda each: each[0].parameters)
     else:
         patient.need = need_of(patient.run)
     need, run, config = patient.need, patient.run, patient.config
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
-        taken = _taken_by(patient.directory) if patient.is_answering else None  # what it has taken is its own
+        taken = _taken_by(patient.directory) if patient.is_answering else None  # its own share counts as available
         found += machine.check_memory(rooms_of(run, config.device, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
@@ -178,7 +177,7 @@ def _taken_by(directory: Path) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    """Adds up the files in a directory, without those that vanish meanwhile."""
+    """Adds up the files in a directory; skips those that vanish meanwhile."""
     total = 0
     for path in directory.rglob("*") if directory.exists() else ():
         try:
@@ -194,11 +193,11 @@ def look_at_speed(patient: Patient) -> list[Diagnosis]:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Outside
+# Other nodes
 
 
 def look_outside(patient: Patient) -> list[Diagnosis]:
-    """Asks peers about time and addresses; remembered ones only for the time, unless others are named."""
+    """Asks peers about time and addresses; if no node is named, asks remembered peers for the time only."""
     addresses = list(patient.config.network.bootstrap) or _remembered(patient)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
     told = patient.status["addresses"] if patient.status else None
@@ -228,7 +227,7 @@ def look_outside(patient: Patient) -> list[Diagnosis]:
         return asyncio.run(look())
     except TimeoutError:
         fix = "Look at this machine's connection, and try again"
-        return [Diagnosis("peers", "warning", f"not done within {NETWORK_SECONDS:.0f} s", fix)]
+        return [Diagnosis("peers", "warning", f"not finished within {NETWORK_SECONDS:.0f} s", fix)]
     except (TransportError, ConfigError) as error:
         return [Diagnosis("peers", "failed", f"p2pd cannot be used: {error}")]
 
@@ -245,14 +244,14 @@ async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
 
     sockets = stack.enter_context(private_directory())
     identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
-    Identity.make(identity)  # one for these questions alone: the node's own may be in use
+    Identity.make(identity)  # only for these questions: the node's own may be in use
     transport = await P2pd.start(identity, network.asking_network(config.network), sockets)
     stack.push_async_callback(transport.close)
     return transport
 
 
 async def _look_at_offers(patient: Patient, transport: Transport, addresses: Sequence[str]) -> list[Diagnosis]:
-    """Finds the named nodes' run and measures how fast they send."""
+    """Finds the run of the named nodes, and measures how fast they send."""
     found, _ = await ask_around(transport, addresses)
     if not found:
         return [Diagnosis("bandwidth", "warning", "not measured: the named nodes take part in no run")]

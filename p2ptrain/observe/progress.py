@@ -25,7 +25,7 @@ log = logging.getLogger("p2ptrain.progress")
 
 
 def line_of(status: Status) -> str:
-    """Describes a node in one line. That a run is small does not count as a complaint."""
+    """Describes a node in one line. Leaves out the complaint that a run is small."""
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     found = [each.text for each in status.complaints if each.code != Code.CRASH_ONLY]
     health = f" · {found[0]}" if found else ""
@@ -95,7 +95,7 @@ class ProgressLine:
 
 
 def lines_of(status: dict[str, Any]) -> str:
-    """Describes a node in some lines, for `p2ptrain status`."""
+    """Describes a node in a few lines, for `p2ptrain status`."""
     tolerance = status["fault_tolerance"]
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f} nats a token"
     rows = {

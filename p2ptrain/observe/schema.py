@@ -65,12 +65,12 @@ class Stored(Part):
 
     @classmethod
     def of_rows(cls, rows: Iterable[dict[str, Any]]) -> Iterator[Self]:
-        """Reads the rows that fit. One that does not, of another release perhaps, is no reason not to start."""
+        """Reads the rows that fit the schema; others, perhaps from another release, must not prevent a start."""
         for row in rows:
             try:
                 yield cls.of(row)
             except (ValidationError, TypeError) as error:
-                log.warning("a row of the records is left out: %s", str(error).partition("\n")[0])
+                log.warning("skipping a row of the records: %s", str(error).partition("\n")[0])
 
     @property
     def row(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`p2ptrain top`: the dashboard in a terminal, over the daemon's control socket.
 
-A frame (top_frame.py) shows one look at the daemon; rates come from the difference to the previous one. If the daemon
+A frame (top_frame.py) shows the daemon at one moment; rates come from the difference to the previous one. If the daemon
 goes away, the last frame stays on the screen under a line that says so, until the daemon is back.
 """
 

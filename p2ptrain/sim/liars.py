@@ -83,5 +83,5 @@ KINDS: dict[str, Kind] = {
 
 
 def make(name: str, rng: Random, signer: FakeSigner) -> Liar:
-    """Make a liar of this kind."""
+    """Makes a liar of this kind."""
     return KINDS[name].make(rng, signer)

@@ -88,8 +88,8 @@ def test_bytes_that_are_no_state_are_refused_and_change_nothing(dataset: TokenDa
     spoiled[len(spoiled) // 2] = value
     size = trainer.state_size
     for state, why in [
-        (spoiled.tobytes(), "state with a weight that is not finite"),
-        (good[:-1], f"state of {size - 1} bytes, this run's has {size}"),
+        (spoiled.tobytes(), "the state has a weight that is not finite"),
+        (good[:-1], f"the state has {size - 1} bytes; this run's has {size}"),
         (good + b"\0", f"state of {size + 1} bytes, this run's has {size}"),
         (b"", f"state of 0 bytes, this run's has {size}"),
     ]:

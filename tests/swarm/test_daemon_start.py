@@ -92,7 +92,7 @@ def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
         each.signal(number)
         assert each.until_ended(SECONDS_TO_END) == status
         lines = [line for line in each.text.splitlines() if "in a browser" not in line]
-        assert all(line.endswith("; will go on trying") for line in lines), each.text
+        assert all(line.endswith("; the node keeps trying") for line in lines), each.text
 
 
 def test_a_first_start_may_be_killed_anywhere(swarm: Swarm) -> None:

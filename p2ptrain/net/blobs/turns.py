@@ -24,7 +24,7 @@ PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
 TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
 TURNS_MAX = 1_024  # peers whose last turn is remembered
 OVERDUE_SECONDS = 8.0  # so even a busy source sends one piece in this time
-BACKGROUND_AT_ONCE = 4  # peers being sent such a piece: these bytes go out before a payload's
+BACKGROUND_AT_ONCE = 4  # peers being sent a background piece: a payload has to wait for these bytes
 BACKGROUND_BYTES_PER_SECOND = 2**22  # 34 Mbit/s from each source; eight saturate a newcomer's link and one core
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("p2ptrain.net")
 START_SECONDS = 15.0  # it takes 0.1 s, more on a busy machine
 IDLE_SECONDS = 20  # longer than START_SECONDS
 STOP_SECONDS = 3.0  # from SIGTERM to SIGKILL
-LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output are kept for error messages
+LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # kept of its output, for error messages
 TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # worth showing; a stack or options follow
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # above the high mark p2pd prunes down to the low one
@@ -43,7 +43,7 @@ CONNECTIONS_GRACE_SECONDS = 20  # a new connection is not pruned this long
 LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 BECOME = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent is gone already: the signal would never come
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent has gone already: the signal would never come
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
@@ -205,7 +205,7 @@ def _try_to_listen(address: str, gives_way: bool) -> str:
     except (OSError, OverflowError) as error:
         if gives_way and getattr(error, "errno", 0) == errno.EADDRINUSE:
             other = _try_to_listen(f"/ip{match[1]}/{match[2]}/{kind}/0{match[5] or ''}", gives_way=False)
-            logger.info("port %s is taken, perhaps by another node: this one listens on %s", match[4], other)
+            logger.info("port %s is taken, perhaps by another node: this node listens on %s", match[4], other)
             return other
         what, fix = {
             errno.EADDRINUSE: (
