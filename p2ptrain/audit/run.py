@@ -50,7 +50,7 @@ def find_directory(directory: Path, wanted: str | None) -> Path:
         raise ConfigError(f"{directory} is not a directory", key="DIR", fix="Name a node's data directory")
     if _is_run(directory):
         if wanted and not directory.name.startswith(wanted[:NAME_LENGTH]):
-            raise ConfigError(f"{directory} belongs to another run than {wanted}", key="--run", fix="Leave it out")
+            raise ConfigError(f"{directory} does not belong to run {wanted}", key="--run", fix="Leave it out")
         return directory
     inside = listed(directory / "runs", RUNS_MAX)
     found = [path for path, kind in inside if stat.S_ISDIR(kind.st_mode) and _is_run(path)]

@@ -76,7 +76,7 @@ def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
 
     try:
         status = ask(data_directory(node), {"do": "status"})
-    except P2ptrainError:  # no daemon runs, or it is starting
+    except P2ptrainError:  # no daemon is running, or it is starting
         return
     if status["run_id"] == run.run_id and last_round < status["round"]:
         what = f"round {last_round} is over: the run is in round {status['round']}"

@@ -74,7 +74,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
 ) -> None:
     """Continue TEXT with the trained model.
 
-    Uses the local daemon's model, or that of the newest certified checkpoint if no daemon runs.
+    Uses the local daemon's model, or that of the newest certified checkpoint if no daemon is running.
     """
     from p2ptrain.learn.sample import PROMPT_BYTES_MAX, Wish, check
 
@@ -100,7 +100,7 @@ def _text(content: bytes) -> str:
 def _from_daemon(node: NodeConfig, run: str | None, wish: Wish) -> tuple[str | None, str]:
     """Returns the daemon's text, or None and why the daemon does not answer, if it hangs.
 
-    The reason is empty if no daemon runs, or if it takes part in another run.
+    The reason is empty if no daemon is running, or if it takes part in another run.
     """
     import msgspec
 

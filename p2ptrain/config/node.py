@@ -51,7 +51,7 @@ def _written_out(path: str) -> str:
     try:
         return str(Path(path).expanduser())
     except RuntimeError as error:
-        raise ValueError("expected a path that begins with ~ for a home directory that is known") from error
+        raise ValueError("expected a path whose ~ stands for a known home directory") from error
 
 
 FilePath = Annotated[

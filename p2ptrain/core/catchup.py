@@ -306,7 +306,7 @@ class CatchingUp:
             self._stay(asked, history, first[0])
 
     def _ask_again(self, asked: HistoryRequest, branch: bytes, point: int) -> None:
-        """Sends one follow-up from another point. With a third request, a liar could occupy the only slot for ever."""
+        """Sends one follow-up from another point. With a third request, a liar could occupy the only slot forever."""
         if not asked.is_second:
             self._ask(asked.peer, branch, point, is_second=True)
             return

@@ -323,7 +323,7 @@ class Node:
 
     def _go_on(self) -> None:
         """Does everything that can be done now."""
-        if self.trust is not None:  # until then, only look for a history, or leave
+        if self.trust is not None:  # until then, it only looks for a history, or leaves
             self.trust.tick()
             self.membership.tick(self.chain.state, is_current=False)
             self._rest(self.trust.deadline, self.membership.deadline(self.chain.state))

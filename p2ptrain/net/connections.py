@@ -425,7 +425,7 @@ class Connections:
 
 
 def tell(told: dict[str, float], problem: str, now: float) -> None:
-    """Logs a problem: at once if it is new, and then now and again."""
+    """Logs a problem: at once if it is new, and then from time to time."""
     if now < told.get(problem, now):
         return
     told[problem] = now + TELL_SECONDS

@@ -168,7 +168,7 @@ def stored_runs(config: NodeConfig) -> list[RunConfig]:
 
 
 def check_addresses(network: NetworkConfig) -> None:
-    """Raises ConfigError for a malformed address, which would otherwise be tried for ever."""
+    """Raises ConfigError for a malformed address, which would otherwise be tried forever."""
     for key, addresses in (("bootstrap", network.bootstrap), ("trusted_relays", network.trusted_relays)):
         for address in addresses:
             try:

@@ -212,7 +212,7 @@ class Connection(web.RequestHandler):
         return bool(self._request_count)
 
     def stays(self) -> None:
-        """Lifts the time limit for a long answer, whose writer watches that the client reads."""
+        """Lifts the time limit for a long answer; its writer checks that the client keeps reading."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

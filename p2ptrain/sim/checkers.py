@@ -128,7 +128,7 @@ class RealQuorums(Checker):
         if len(set(step.signers)) < quorum(len(step.members)) or not set(step.signers) <= set(step.members):
             raise Violation(f"{what} is signed by {len(set(step.signers))} of {len(step.members)} members")
         if not set(step.members) <= set(self.ledger.rosters[step.parent]):
-            raise Violation(f"{what} has members that were none before")
+            raise Violation(f"{what} has members that were not members before")
         fields = ("regroup", step.parent_branch, step.parent, step.attempt, step.members)
         self._verify(cluster, what, fields, step.signers, step.signatures)
 
@@ -404,7 +404,7 @@ class Recovered(Checker):
             line.add(head)
         for index, state in heads.items():
             if state.head not in line:
-                raise Violation(f"node {index} is in round {state.round} of another history than node {first}")
+                raise Violation(f"node {index} is in round {state.round} of a different history from node {first}")
 
 
 def standard() -> list[Checker]:

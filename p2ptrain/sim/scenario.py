@@ -1,9 +1,9 @@
 """Scenarios: simulations as data, with a file format.
 
-A scenario is a sentence that says what it shows, a swarm, a network, faults, and expectations.
+A scenario has a sentence that says what it shows, a swarm, a network, faults and expectations.
 It is written as TOML and read strictly, so that a typo is an error and not a fault that never happened. Times are
-virtual seconds since the start. Nodes are numbered from 0; those that join later are numbered on from there. Where a
-key takes nodes, it takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
+virtual seconds since the start. Nodes are numbered from 0; those that join later get the next numbers. A key
+for nodes takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
 """
 
 from __future__ import annotations

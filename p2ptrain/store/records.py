@@ -354,7 +354,7 @@ def _code_of(error: sqlite3.Error) -> int:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is at fault: not an sqlite file, corrupt, or with other tables than ours."""
+    """Whether the file is at fault: not an sqlite file, corrupt, or with different tables."""
     return _code_of(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 

@@ -495,6 +495,6 @@ def test_a_directory_without_a_run_and_one_with_several_are_the_users_error(dire
     assert find_directory(tmp_path, "ab" * 32).name == "ab" * 8
     with pytest.raises(ConfigError, match="no run cd in"):
         find_directory(tmp_path, "cd")
-    with pytest.raises(ConfigError, match="belongs to another run than cd"):
+    with pytest.raises(ConfigError, match="does not belong to run cd"):
         find_directory(directory, "cd")
     assert "damaged, or from another run" in only(audit(directory.parent / ("ab" * 8)))

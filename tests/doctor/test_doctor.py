@@ -425,7 +425,7 @@ def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
     found, answers = asked(SilentDaemonError("the daemon does not answer; it may be suspended"))
     assert (level_of(found), answers) == (WARNING, False)
-    found, answers = asked(NoDaemonError("no daemon runs there"))
+    found, answers = asked(NoDaemonError("no daemon is running there"))
     assert (level_of(found), answers) == (GOOD, False)
     found, answers = asked(P2ptrainError("it is starting"))
     assert (level_of(found), answers) == (GOOD, True)

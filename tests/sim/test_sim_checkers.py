@@ -136,7 +136,10 @@ def test_a_branch_that_its_members_did_not_sign_is_seen(ran: Ran) -> None:
     assert shown(signers=members[:1]) == f"{what} is signed by 1 of 3 members"
     assert shown(signers=(members[0], bytes(32))) == f"{what} is signed by 2 of 3 members"
     assert shown(members=(*members, bytes(32))).startswith(f"{what} is signed by 2 of 4 members")
-    assert shown(members=(bytes(32), *members[1:]), signers=members[1:]) == f"{what} has members that were none before"
+    assert (
+        shown(members=(bytes(32), *members[1:]), signers=members[1:])
+        == f"{what} has members that were not members before"
+    )
 
 
 def test_roots_that_differ_or_come_from_nowhere_are_seen(ran: Ran) -> None:
@@ -292,7 +295,7 @@ def test_two_histories_in_the_end_are_seen(ran: Ran) -> None:
     assert isinstance(other, Certified)
     node.disk.history[-1] = other
     ledger.guarantees[other.state.head] = Guarantee.EVERYTHING
-    with pytest.raises(Violation, match="of another history than node"):
+    with pytest.raises(Violation, match="of a different history from node"):
         ran.checker(ck.Recovered).at_end(ran.cluster)
 
 

@@ -121,7 +121,7 @@ def test_what_a_killed_process_left_for_its_sockets_is_removed(swarm: Swarm) -> 
 def test_without_a_daemon_it_is_said_so(tmp_path: Path) -> None:
     for command in ("status", "peers", "leave"):
         status, out, err = p2ptrain(command, "--data-dir", tmp_path)
-        assert (status, out, err) == (3, "", f"no daemon runs in {tmp_path}\n")
+        assert (status, out, err) == (3, "", f"no daemon is running in {tmp_path}\n")
 
 
 def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:

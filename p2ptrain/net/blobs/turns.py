@@ -5,7 +5,7 @@ nothing takes nothing from others.
 
 A round waits for payloads, while a newcomer can wait for its state. So states and training data are sent only when no
 payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster
-than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not block them for ever: a piece that has waited
+than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not block them forever: a piece that has waited
 for OVERDUE_SECONDS goes in between, and is paid for with half of what the upload limit allows afterwards.
 """
 
