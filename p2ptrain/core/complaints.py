@@ -143,8 +143,8 @@ MEANINGS: dict[Code, Meaning] = {
     ),
     Code.UNTRUSTED: Meaning(
         "warning", True, "untrusted: waiting for a history with head {head}; {others} of {peers} peers have others. "
-        "If this lasts, the head belongs to a different history or is older than peers keep: ask your source for a newer "
-        "one",
+        "If this lasts, the head belongs to a different history or is older than peers keep: ask your source for a "
+        "newer one",
         "Looking for the trusted history",
         "No peer has shown a history with the head given to --trust yet.",
         "found the trusted history",
