@@ -348,7 +348,7 @@ def test_steps_are_reported_as_they_happen(dataset: TokenDataset) -> None:
 def test_a_device_that_is_not_there_is_named_with_the_fix() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    with pytest.raises(DeviceError, match=r"device cuda:3 is not there \(0 CUDA devices found\). Set device\.name"):
+    with pytest.raises(DeviceError, match=r"device cuda:3 not found \(0 CUDA devices found\). Set device\.name"):
         open_device(DeviceConfig(name="cuda:3"))
 
 
