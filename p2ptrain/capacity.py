@@ -55,7 +55,7 @@ def _shares() -> Iterator[float]:
 
 
 def _rests() -> Iterator[int]:
-    """Yields the bytes left to each group with a limit; the page cache counts as free."""
+    """Yields the bytes left in each group with a limit; the page cache counts as free."""
     for group in _groups("memory"):
         for limit, used, kept in LIMITS:
             match _numbers(group, limit), _numbers(group, used):

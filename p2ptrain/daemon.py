@@ -100,7 +100,7 @@ class Daemon:
 
     @property
     def since_applied(self) -> float | None:
-        """Seconds since a round was applied; None if none was since the start."""
+        """Seconds since a round was applied; None if there was none since the start."""
         at = self.driver.applied_at
         return None if at is None else round(max(0.0, asyncio.get_running_loop().time() - at), 3)
 
@@ -197,7 +197,7 @@ class Daemon:
 
 
 def end_soon() -> None:
-    """Ends this process soon in any case, even if a thread is writing a checkpoint or the disk hangs.
+    """Makes sure that this process ends soon, even if a thread is writing a checkpoint or the disk hangs.
 
     The disk is consistent at any moment, as after a kill.
     """
@@ -253,7 +253,7 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
         try:
             progress.tell()
             notifier.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
-        except ValidationError as error:  # our bug, but no reason to end the node
+        except ValidationError as error:  # our bug, but the node goes on
             log.error("cannot report the status: %s", error)
 
 
@@ -273,7 +273,7 @@ async def _remember(daemon: Daemon) -> None:
 
 
 async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
-    if addresses:  # while no peer is reachable, the earlier addresses are the best there are
+    if addresses:  # while no peer is reachable, the earlier addresses are the best known ones
         await edges.persistence.remember(addresses, {peer_id_of(peer) for peer in edges.connections.linked})
 
 

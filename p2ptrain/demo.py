@@ -55,12 +55,12 @@ settle_seconds = 4
 probation_rounds = 1
 """
 LISTEN = "/ip4/127.0.0.1/tcp/0"
-START_SECONDS = 90.0  # until a node answers: four imports of torch share two cores
-STUCK_SECONDS = 120.0  # without a new round the demo has failed
-DOWN_SECONDS = 5.0  # for which the killed node stays away
+START_SECONDS = 90.0  # for a node to answer: four imports of torch share two cores
+STUCK_SECONDS = 120.0  # the demo fails after this long without a new round
+DOWN_SECONDS = 5.0  # how long the killed node stays away
 STOP_SECONDS = 20.0  # for a node to leave properly
 POLL_SECONDS = 0.5
-LINES_SECONDS = 5.0  # between lines where there is no terminal
+LINES_SECONDS = 5.0  # between progress lines without a terminal
 SAMPLE_TOKENS = 240
 BECOME = (  # a small interpreter, because Python in a fork of a process with threads may hang
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
@@ -90,7 +90,7 @@ class DemoNode:
         self.arguments += more
         self.note, self.sent_before, self.status = "", self.sent, {}
         own = {"OMP_NUM_THREADS": "1", "P2PTRAIN_DEVICE__NAME": "cpu", "P2PTRAIN_DEVICE__THREADS": "1"}
-        own |= {"P2PTRAIN_NETWORK__NAT": "false"}  # loopback: nothing to ask a router for
+        own |= {"P2PTRAIN_NETWORK__NAT": "false"}  # loopback needs no port mapping
         own |= {"P2PTRAIN_HTTP__HOST": "127.0.0.1", "P2PTRAIN_HTTP__PORT": "0"}
         command = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), sys.executable, "-m", "p2ptrain"]
         command += [*self.arguments, "--data-dir", str(self.directory)]
@@ -141,14 +141,14 @@ class Demo:
         self.nodes = [DemoNode("node 1", directory / "node1", ["start", str(run)])]
         self.nodes += [DemoNode(f"node {n}", directory / f"node{n}", ["join"]) for n in range(2, size + 1)]
         self.roots: dict[int, set[tuple[str, str]]] = defaultdict(set)  # by round: pairs of node and root
-        self.losses: list[tuple[int, float]] = []  # of the first node, by round
+        self.losses: list[tuple[int, float]] = []  # the first node's, by round
         self.began = monotonic()
         self.moved_at, self.newest = monotonic(), 0
         self.live: Live | None = None
         self.told_at = 0.0
 
     # -----------------------------------------------------------------------------------------------
-    # Looking
+    # Watching
 
     def look(self) -> None:
         for node in self.nodes:
@@ -162,7 +162,7 @@ class Demo:
         if newest > self.newest:
             self.newest, self.moved_at = newest, monotonic()
         if monotonic() - self.moved_at > STUCK_SECONDS:
-            raise DataError(f"nothing has moved for {STUCK_SECONDS:.0f} s; the logs are in {self.directory}")
+            raise DataError(f"no progress for {STUCK_SECONDS:.0f} s; the logs are in {self.directory}")
         self._show()
 
     def _show(self) -> None:
@@ -280,10 +280,10 @@ class Demo:
         if size > 1:
             count = f"{compared} rounds compared, {by_all} of them between all {size}"
             say(f"              {count}: {len(differing)} differ")
-        say(f"payload       {status['payload_bytes']:,} bytes a node and round; the gradient in fp32 {state:,}")
+        say(f"payload       {status['payload_bytes']:,} bytes per node and round; the gradient in fp32 {state:,}")
         say("sent          " + ", ".join(f"{node.name} {count_of(node.sent)}" for node in self.nodes))
         if size > 1:
-            say("              (each message once: gossip passes it on to several)")
+            say("              (each message counts once: gossip passes it on to several peers)")
             say(f"              a ring all-reduce in fp32 would have sent {count_of(reduced)} from each in this time")
         say(f"text          {text!r}")
         say(f"took          {monotonic() - self.began:.0f} s")
@@ -292,7 +292,7 @@ class Demo:
         elif differing:
             say(f"REPLICAS DIFFER in rounds {differing[:10]}")
         else:
-            say("all replicas are the same bits" if compared else "NO ROUND WAS SEEN BY TWO NODES")
+            say("all replicas are bit-identical" if compared else "NO ROUND WAS SEEN BY TWO NODES")
         return not differing and (compared > 0 or size == 1)
 
     def _late_loss(self) -> float:
@@ -304,7 +304,7 @@ class Demo:
         return str(ask(self.nodes[0].directory, request, seconds=120.0)["text"])
 
     def close(self) -> None:
-        """Lets the nodes leave one after the other, since the remaining ones have to agree; kills those that do not."""
+        """Lets the nodes leave one after another, since the others have to agree to it; kills those that stay."""
         for node in reversed(self.nodes):
             node.end(signal.SIGTERM)
             if node.process is not None:
@@ -327,7 +327,7 @@ def _as_ctrl_c(*_: object) -> None:
 
 
 def run_demo(nodes: int, rounds: int, keep: Path | None) -> bool:
-    """Runs the demo. Returns whether all replicas were bit for bit the same."""
+    """Runs the demo; returns whether all replicas were bit-identical."""
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-demo-")) if keep is None else keep
     directory.mkdir(parents=True, exist_ok=True)
     demo = Demo(directory, nodes, rounds)
@@ -341,5 +341,5 @@ def run_demo(nodes: int, rounds: int, keep: Path | None) -> bool:
         if keep is None and is_good:
             shutil.rmtree(directory, ignore_errors=True)
         elif keep is None:
-            demo.console.print(f"kept for a look: {directory}", highlight=False)
+            demo.console.print(f"kept for inspection: {directory}", highlight=False)
     return is_good

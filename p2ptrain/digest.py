@@ -32,7 +32,7 @@ def piece_count(size: int) -> int:
 
 
 def piece_bytes(size: int, index: int) -> int:
-    """The length of a piece of `size` bytes: all have a mebibyte but the last."""
+    """Returns the length of a piece of `size` bytes: a mebibyte, except for the last one."""
     return min(PIECE_BYTES, size - index * PIECE_BYTES)
 
 
@@ -58,12 +58,12 @@ def merkle_root(leaves: Sequence[bytes], size: int) -> bytes:
 
 
 def leaf(leaves: bytes, index: int) -> bytes:
-    """One of `leaves`, the digests of all pieces in a row."""
+    """Returns one of `leaves`, the concatenated digests of all pieces."""
     return leaves[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
 
 def is_piece(leaves: bytes, size: int, index: int, piece: bytes) -> bool:
-    """Whether these bytes are what the tree says."""
+    """Whether these bytes are this piece of the tree."""
     return len(piece) == piece_bytes(size, index) and leaf_digest(index, piece) == leaf(leaves, index)
 
 
@@ -75,6 +75,6 @@ def proves(leaves: bytes, size: int, root: bytes) -> bool:
 
 
 def leaves_of(data: bytes | memoryview, root: bytes) -> bytes:
-    """The digests of the pieces in a row; nothing if they do not lead to this root."""
+    """Returns the concatenated digests of the pieces; empty if they do not lead to this root."""
     leaves = b"".join(leaf_digests(data))
     return leaves if proves(leaves, memoryview(data).nbytes, root) else b""

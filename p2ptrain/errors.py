@@ -54,7 +54,7 @@ class TooLargeError(DeviceError):
 
 
 class HardwareError(P2ptrainError):
-    """This machine computes different results than all others; says how we know and what its owner can do."""
+    """This machine computes different results from all others; says how we know and what its owner can do."""
 
 
 class TrainingError(P2ptrainError):

@@ -7,7 +7,7 @@ Errors of the system become a `DiskError`, which names the file and says what to
 `read` and `entries` are for files that a node wrote itself. They follow links, since the owner may have moved a file or
 a directory to another disk and left a link.
 
-`open_regular`, `read_regular` and `listed` are for files that may come from someone else: a pipe would block for ever,
+`open_regular`, `read_regular` and `listed` are for files that may come from someone else: a pipe would block forever,
 a link could lead anywhere, opening a device could trigger it, and a file could be larger than memory. Audit, export and
 data sets use these, since they read directories of others.
 """
@@ -146,9 +146,9 @@ def cut(path: Path, size: int) -> None:
 
 
 def forget(path: Path) -> None:
-    """Removes a file or directory that only takes space. Ignores errors; after a crash it may be there again.
+    """Removes a file or directory that only takes up space. Ignores errors; after a crash it may exist again.
 
-    A directory is whole under its name until it is gone: somebody else may be reading it.
+    A directory stays complete under its name until it is gone, because somebody else may be reading it.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -219,7 +219,7 @@ def read_regular(path: Path, bytes_max: int) -> bytes | None:
         with file:
             size = os.fstat(file.fileno()).st_size
             if size > bytes_max:
-                raise DataError(f"{path}: {size:,} bytes, the limit is {bytes_max:,}")
+                raise DataError(f"{path}: {size:,} bytes; the limit is {bytes_max:,}")
             return file.read(size)
 
 

@@ -99,7 +99,7 @@ class RunSigner:
 
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
         if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
-            return False  # other splits into parts would have the same digest
+            return False  # a different split into parts would have the same digest
         name = digest("verified signature", key, signature, signed)
         if name in self._verified:
             return True

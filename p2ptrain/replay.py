@@ -67,7 +67,7 @@ def effects_digest(effects: Sequence[object]) -> str:
 
 
 class EventLog:
-    """A file to which a node's events are written."""
+    """Writes a node's events to a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -125,7 +125,7 @@ class LoggedSigner:
 
 
 def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None = None) -> Replayed:
-    """Replays the events of a log; `signers` makes signers of kinds other than a daemon's."""
+    """Replays the events of a log; `signers` makes signers of other kinds than a daemon's."""
     node: Node | None = None
     signer: Signer | None = None
     events = lives = 0

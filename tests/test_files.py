@@ -19,7 +19,7 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_regular(path, 5) is None
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
-    with pytest.raises(DataError, match=r"a: 5 bytes, the limit is 4"):
+    with pytest.raises(DataError, match=r"a: 5 bytes; the limit is 4"):
         read_regular(path, 4)
     path.write_bytes(b"")
     assert read_regular(path, 0) == b""

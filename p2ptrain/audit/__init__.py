@@ -1,7 +1,7 @@
 """Verifies a run's history from the files that a node has kept, without the node, its peers or the network.
 
 The audit does not trust the directory's own claims: it derives the agreed states from the manifests, starting at
-genesis, and applies the rounds again. It only reads and takes no lock, so that it may examine the directory of a
+genesis, and applies the rounds again. It only reads and takes no lock, so it can examine the directory of a
 running node.
 
     findings.py   the findings and their summary
@@ -10,7 +10,7 @@ running node.
     tensors.py    the weights in a trainer's file
     run.py        a directory from one end to the other
 
-What it cannot see: the availabilities of decided rounds are not kept, so whether a quorum left something out that it
-should have taken stays open (`core.manifest.contradiction` says how far it looks). And if a quorum has signed two
-histories, each of them verifies: compare a state root with somebody who should have the same.
+Its limits: the availabilities of decided rounds are not kept, so it cannot tell whether a quorum left out something
+that it should have taken (`core.manifest.contradiction` says how far it looks). And if a quorum has signed two
+histories, each of them verifies: compare a state root with somebody who should have the same one.
 """

@@ -1,4 +1,4 @@
-"""An audit's findings, one for each thing that it looked at, and their summary.
+"""An audit's findings, one for each thing that it examined, and their summary.
 
 "Wrong" and "not checkable" are not the same. Wrong data contradicts a signature or its own digest; data that cannot be
 checked may be right, but there is nothing to compare it with.
@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 
 from p2ptrain.visible import visible
 
-FINDINGS_MAX = 1_000  # reported; of a million foreign files nobody reads more
-TEXT_MAX = 2_000  # characters of a text, of which both ends are shown: the longest path has 4,096
+FINDINGS_MAX = 1_000  # findings reported; nobody reads more about a million stray files
+TEXT_MAX = 2_000  # characters; of a longer text both ends are shown: the longest path has 4,096
 
 
 class Grade(StrEnum):
     HOLDS = "ok"
     WRONG = "wrong"
     OPEN = "not checkable"
-    NOTE = "note"  # nothing to hold against anybody
+    NOTE = "note"  # worth knowing, but nothing wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     verdict: Grade
-    subject: str  # a file, a round, or what else was looked at
+    subject: str  # a file, a round or whatever else was examined
     what: str
     fix: str = ""
 
@@ -57,8 +57,8 @@ class Report:
     run_name: str = ""
     findings: list[Finding] = field(default_factory=list)
     counts: Counter[Grade] = field(default_factory=Counter)  # including findings beyond the limit
-    signatures: int = 0  # that were verified
-    certified: tuple[int, int] | None = None  # the first and the last round whose certificate holds
+    signatures: int = 0  # verified ones
+    certified: tuple[int, int] | None = None  # the first and the last round with a valid certificate
     replayed: Replay | None = None
 
     def note(self, verdict: Grade, subject: object, what: str, fix: str = "") -> None:
@@ -86,7 +86,7 @@ class Report:
         """Formats the report for a person."""
         found = [str(finding) for finding in self.findings]
         if left_out := self.counts.total() - len(found):
-            found.append(f"and {left_out:,} findings more, of the same directory")
+            found.append(f"and {left_out:,} more findings in the same directory")
         rounds = "no certified round"
         if self.certified is not None:
             rounds = f"rounds {self.certified[0]} to {self.certified[1]} certified"
@@ -95,7 +95,7 @@ class Report:
             first, last, final_root, number = self.replayed
             replayed = (
                 f"replayed from the state of round {first} to round {last}, whose state root is {final_root}; the "
-                f"newest certified root that came out so is of round {'none' if number is None else number}"
+                f"newest certified root that it reproduced is of round {'none' if number is None else number}"
             )
         ends = f"{self.count(Grade.WRONG)} wrong, {self.count(Grade.OPEN)} not checkable"
         return [

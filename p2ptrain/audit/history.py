@@ -1,9 +1,9 @@
-"""The log of a node, verified: every certificate by the roster that came before it, and every roster from genesis.
+"""Verifies a node's log: every certificate against the roster before it, and every roster from genesis on.
 
-The write-ahead log holds certified steps with the agreed state that the node says each led to. Here the steps are
-followed again by the core's own rules (`follow`, `jump`), and what comes out is compared with what was written.
-What lies before the first step that is kept is proved as for a newcomer (core/history.py): the changes of the roster
-lead from genesis to a roster, and a certificate of that roster names the digest of the state.
+The write-ahead log holds certified steps, each with the agreed state that, so the node says, it led to. This module
+follows the steps again by the core's own rules (`follow`, `jump`) and compares the results with the log. Everything
+before the first kept step is proved as for a newcomer (core/history.py): the roster changes lead from genesis to a
+roster, and a certificate of that roster names the digest of the state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESTORE_FIX = "Restore the directory from a copy, or move it away and join again
 
 
 class CountingVerifier:
-    """Checks signatures of one run, and counts those that hold."""
+    """Checks one run's signatures, and counts the valid ones."""
 
     def __init__(self, run_id: bytes) -> None:
         self.run_id, self.count = run_id, 0
@@ -56,16 +56,16 @@ class LogContents:
 
     path: Path
     journal: Journal
-    said: list[Said] = field(default_factory=list)  # all of the segment
+    said: list[Said] = field(default_factory=list)  # everything in the segment
 
 
 @dataclass(slots=True)
 class ProvedLog:
     """The part of a log that was verified."""
 
-    states: list[AgreedState] = field(default_factory=list)  # the first is that before the first entry
+    states: list[AgreedState] = field(default_factory=list)  # the first one precedes the first entry
     entries: list[Entry] = field(default_factory=list)
-    kept_from: int = 0  # the round after which the node has to have the payloads
+    kept_from: int = 0  # the node has to have the payloads of all rounds after this one
 
     @property
     def certified(self) -> tuple[int, int] | None:
@@ -79,11 +79,11 @@ class ProvedLog:
 
     @property
     def newest_root(self) -> int:
-        """The round of the last root that is certified; of later rounds, payloads may be on their way to a node."""
+        """The last round whose root is certified; payloads of later rounds may still be on their way to the node."""
         return self.states[-1].root_round if self.states else -1
 
     def state_at(self, number: int) -> AgreedState | None:
-        """Returns the newest state with this round number: a round after which a branch begins has two."""
+        """Returns the newest state with this round number; a round after which a branch begins has two states."""
         return next((state for state in reversed(self.states) if state.round == number), None)
 
 
@@ -96,7 +96,7 @@ def read_log(directory: Path, run: RunConfig, verifier: CountingVerifier, report
         report.open(where, str(error))
         return None
     if found is None:
-        report.open(where, "there is no log, and so no history", RESTORE_FIX)
+        report.open(where, "there is no log, and therefore no history", RESTORE_FIX)
         return None
     path, data = found
     return _fold(path, data, run, verifier, report)
@@ -119,7 +119,7 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, r
         for at, body in rest:
             record = decoded(path, at, body)
             if isinstance(record, Snapshot) or not _follows(kept.journal, record):
-                what = f"the record at byte {at} does not follow what stands before it"
+                what = f"the record at byte {at} does not follow from those before it"
                 report.wrong(path, what, RESTORE_FIX)
                 return kept
             if isinstance(record, Said):
@@ -133,8 +133,8 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, r
         return None
     report.holds(path, f"{len(bodies)} records, each what was written")
     if end < len(data):
-        what = f"{len(data) - end} bytes at the end are of a record that is not whole"
-        report.note(Grade.NOTE, path, what, "That is usual after a crash, and while a node is writing")
+        what = f"{len(data) - end} bytes at the end belong to an incomplete record"
+        report.note(Grade.NOTE, path, what, "This is normal after a crash, and while a node is writing")
     return kept
 
 
@@ -146,13 +146,13 @@ def _reader(verifier: CountingVerifier) -> Callable[[bytes], Message]:
 
 
 def _follows(journal: Journal, record: Record) -> bool:
-    """Whether a journal accepts a record; it does not itself check that a step follows one that it holds."""
+    """Whether a journal accepts a record. The journal itself does not check that a step follows one that it holds."""
     if not isinstance(record, Certified):
         return True
     parent = record.step.parent if isinstance(record.step, Beginning) else record.step.manifest.parent
     if record.trunk is not None and record.trunk.base is not None:
         return record.trunk.base.head == parent
-    # The last one is the usual parent; a forged log must not make every step search all of them.
+    # The parent is usually the last one; a forged log must not make every step search all of them.
     return any(parent == each.state.head for each in reversed(journal.history)) or parent == journal.base.head
 
 
@@ -162,21 +162,21 @@ def _short(error: DataError, path: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Who we are, and what we said
+# The owner and its messages
 
 
 def check_said(kept: LogContents, me: bytes | None, run_id: bytes, report: Report) -> None:
-    """Checks that all messages are the directory's owner's; their signatures were checked on reading."""
+    """Checks that all messages are by the directory's owner; their signatures were checked on reading."""
     authors = {_author(said, run_id) for said in kept.said} - {b""}
     if me is None:
         return
     if not authors:
-        report.note(Grade.NOTE, "identity", "the log holds nothing signed by which to tell")
+        report.note(Grade.NOTE, "identity", "the log holds no signed message to tell by")
     elif authors == {me}:
         report.holds("identity", f"it signed the {len(kept.said)} messages of the log")
     else:
         others = ", ".join(sorted(author.hex()[:16] for author in authors - {me}))
-        report.wrong("identity", f"the messages of the log are not of {me.hex()[:16]} but of {others}", RESTORE_FIX)
+        report.wrong("identity", f"the messages in the log are not by {me.hex()[:16]} but by {others}", RESTORE_FIX)
 
 
 def _author(said: Said, run_id: bytes) -> bytes:
@@ -185,7 +185,7 @@ def _author(said: Said, run_id: bytes) -> bytes:
 
 
 class _AcceptsAll:
-    """Stands in for a verifier where signatures were checked before."""
+    """Accepts every signature: stands in for a verifier where they have been checked already."""
 
     def __init__(self, run_id: bytes) -> None:
         self.run_id = run_id
@@ -221,7 +221,7 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
         before = proved.states[-1]
         if isinstance(step, Entry):
             if why := contradiction(step.manifest, before, run, run_id):
-                report.wrong(where, f"its manifest is certified, and no availabilities lead to it: {why}", SIGNED_FIX)
+                report.wrong(where, f"its manifest is certified, but no availabilities lead to it: {why}", SIGNED_FIX)
             if not is_named and is_led_to:
                 report.holds("agreed state", f"that of round {base.round} is the one that the manifest after it names")
             is_named = True
@@ -231,10 +231,10 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
         proved.states.append(state)
     if not is_named:
         report.open(
-            "agreed state", f"no certificate names that of round {base.round}", "Let the node get a round further"
+            "agreed state", f"no certificate names that of round {base.round}", "Let the node finish one more round"
         )
     if not is_led_to:
-        proved.states, proved.entries = [], []  # by whose quorum, nobody knows
+        proved.states, proved.entries = [], []  # nobody knows by whose quorum
     if proved.certified is not None:
         first, last = proved.certified
         report.holds("certificates", f"rounds {first} to {last}, each by a quorum of the roster before it")
@@ -244,20 +244,20 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
 
 
 def _check_changes(kept: LogContents, beginning: AgreedState, verifier: CountingVerifier, report: Report) -> bool:
-    """Checks that the kept changes lead from genesis to the roster of the base."""
+    """Checks that the kept roster changes lead from genesis to the base's roster."""
     journal, base = kept.journal, kept.journal.base
     inside = {_name(each.step) for each in journal.history}
     changes: list[Step] = []
     for change in journal.trunk.changes if journal.trunk is not None else ():
         if _name(change) in inside:
-            break  # from here on the steps are followed one by one
+            break  # from here on, each step is followed
         changes.append(change)
     what = f"{len(changes)} changes lead from genesis to the {len(base.members)} members of round {base.round}"
     try:
         jump(beginning, tuple(changes), base, verifier)
     except RemoteProtocolError as error:
         if journal.trunk is not None and len(journal.trunk.changes) >= CHANGES_MAX:
-            report.open("roster", f"more than {CHANGES_MAX} changes: the first of them are not kept", "")
+            report.open("roster", f"more than {CHANGES_MAX} changes: the first ones are not kept", "")
         else:
             report.wrong(
                 "roster", f"its changes do not lead from genesis to round {base.round}: {error.why}", SIGNED_FIX
@@ -272,21 +272,21 @@ def _name(step: Step) -> bytes:
 
 
 def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState, report: Report) -> None:
-    """Checks that the permanent records list every roster change, and every branch in the order in which they began."""
+    """Checks that the permanent records list every roster change, and all branches in the order in which they began."""
     changes = list(trunk.changes) if trunk is not None else []
     named = {_name(change) for change in changes}
     for step in steps:
         if (isinstance(step, Beginning) or step.manifest.changes_roster) and _name(step) not in named:
             number = step.round if isinstance(step, Beginning) else step.manifest.round
             report.wrong(
-                "roster", f"the change of round {number} is not among those that are kept for ever", RESTORE_FIX
+                "roster", f"the change of round {number} is not among those that are kept forever", RESTORE_FIX
             )
     if trunk is None:
         return
     begun = [BranchStart(change.branch, change.round) for change in changes if isinstance(change, Beginning)]
     lineage = [BranchStart(beginning.branch, 0), *begun][-STAGES_MAX:]
     if list(trunk.lineage) != lineage and len(changes) < CHANGES_MAX:
-        report.wrong("branches", "the log lists other branches than were begun", RESTORE_FIX)
+        report.wrong("branches", "the log does not list the branches that were begun", RESTORE_FIX)
     elif len(lineage) > 1:
         report.holds("branches", f"{len(lineage) - 1}, each begun by a quorum of its own members")
 
@@ -295,4 +295,4 @@ def _check_halt(halted: Halted | None, report: Report) -> None:
     if halted is not None:
         number = halted.first.manifest.round
         what = f"two manifests of round {number} were certified, so that more members lied than may"
-        report.wrong(f"round {number}", what, "Nothing that was certified since is proved; see `p2ptrain status`")
+        report.wrong(f"round {number}", what, "Nothing that was certified since then is proved; see `p2ptrain status`")

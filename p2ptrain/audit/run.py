@@ -1,7 +1,7 @@
-"""Audits a run's directory from one end to the other.
+"""Audits a run's directory from beginning to end.
 
-Somebody else may have prepared it. So nothing in it is opened before it was looked at, and only files are, no links,
-pipes or devices; each kind has a size beyond which it is not read (files.py: `read_regular`, `listed`).
+Somebody else may have prepared it. So everything is inspected before it is opened, and only regular files are opened,
+no links, pipes or devices; each kind has a size limit beyond which it is not read (files.py: `read_regular`, `listed`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from p2ptrain.files import listed, read_regular, trouble
 from p2ptrain.store.diary import read_entries
 from p2ptrain.visible import visible
 
-TRIES = 5  # while a running node changes something; each takes a second for a small model
+TRIES = 5  # audits in a row while a running node changes something; each takes a second for a small model
 NAME_LENGTH = 16  # characters of a run's id in its directory's name
-PARTS = ("run.json", "wal", "checkpoints")  # by which a run's directory is known, also if some are missing
+PARTS = ("run.json", "wal", "checkpoints")  # by which a run's directory is recognised, even if some are missing
 MISSING = "missing"
 RUNS_MAX = 1_024  # in a node's data directory; nobody takes part in more
 IDENTITY_BYTES = 2 * KEY_BYTES + 1
@@ -51,7 +51,7 @@ def find_directory(directory: Path, wanted: str | None) -> Path:
         raise ConfigError(f"{directory} is not a directory", key="DIR", fix="Name a node's data directory")
     if _is_run(directory):
         if wanted and not directory.name.startswith(wanted[:NAME_LENGTH]):
-            raise ConfigError(f"{directory} is of another run than {wanted}", key="--run", fix="Leave it out")
+            raise ConfigError(f"{directory} does not belong to run {wanted}", key="--run", fix="Leave it out")
         return directory
     inside = listed(directory / "runs", RUNS_MAX)
     found = [path for path, kind in inside if stat.S_ISDIR(kind.st_mode) and _is_run(path)]
@@ -62,7 +62,7 @@ def find_directory(directory: Path, wanted: str | None) -> Path:
     if matching:
         raise ConfigError(f"there are {len(found)} runs: {names}", key="--run", fix="Name one of them")
     if found:
-        raise ConfigError(f"no run {wanted} in {directory}, but {names}", key="--run", fix="Name one of them")
+        raise ConfigError(f"no run {wanted} in {directory}, only {names}", key="--run", fix="Name one of them")
     fix = "Name a node's data directory, or one of a run in it"
     raise ConfigError(f"no run in {directory}", key="DIR", fix=fix)
 
@@ -72,7 +72,7 @@ def _is_run(directory: Path) -> bool:
 
 
 def audit(directory: Path) -> Report:
-    """Audits a run's directory; looks again at what a running node has just replaced."""
+    """Audits a run's directory; tries again if a running node changes it meanwhile."""
     for _ in range(TRIES):
         before = _look(directory)
         report = _audit(directory, Report(str(directory)))
@@ -82,7 +82,7 @@ def audit(directory: Path) -> Report:
 
 
 def _look(directory: Path) -> list[tuple[str, int]]:
-    """Lists names and sizes, to notice changes. What cannot be listed is reported where it is needed."""
+    """Lists names and sizes, to notice changes. Anything that cannot be listed is reported where it is needed."""
     found: list[tuple[str, int]] = []
     for name in ("wal", "checkpoints", "payloads"):
         with suppress(DataError):
@@ -107,9 +107,9 @@ def _audit(directory: Path, report: Report) -> Report:
             check_said(kept, me, run_id, report)
             proved = prove(kept, run, verifier, report)
         payloads.check(proved, report)
-        if 2 * model.state_bytes > (free := free_memory_bytes()):  # the weights, and what an update works with
-            what = f"the run's state has {model.state_bytes:,} bytes, and {free:,} bytes of memory are free here"
-            report.open("checkpoints", f"{what}, so that nothing is replayed", LARGER_FIX)
+        if 2 * model.state_bytes > (free := free_memory_bytes()):  # the weights, and an update's working memory
+            what = f"the run's state has {model.state_bytes:,} bytes, but only {free:,} bytes of memory are free here"
+            report.open("checkpoints", f"{what}: nothing is replayed", LARGER_FIX)
         else:
             states = check_checkpoints(found, directory, model, proved, report)
             replayed = replay(states, payloads, model, proved, report)
@@ -133,8 +133,8 @@ def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:
         return None
     is_named = re.fullmatch(rf"[0-9a-f]{{{NAME_LENGTH}}}", name) is not None
     if not run.is_sealed or (is_named and not found.startswith(name)):
-        what = f"its id is {found[:NAME_LENGTH]}, and the directory is of {name}" if run.is_sealed else "not sealed"
-        report.wrong(path, f"damaged, or of another run: {what}; nothing else can be checked with it", RESTORE_FIX)
+        what = f"its id is {found[:NAME_LENGTH]}, but the directory is named {name}" if run.is_sealed else "not sealed"
+        report.wrong(path, f"damaged, or from another run: {what}; nothing else can be checked with it", RESTORE_FIX)
         return None
     report.holds(path, f"run {run.name}, whose id is the digest of this config: {found}")
     return run
@@ -153,12 +153,12 @@ def _read_identity(path: Path, report: Report) -> bytes | None:
     if content is not None and re.fullmatch(rb"[0-9a-f]{%d}\n" % (2 * KEY_BYTES), content):
         return bytes.fromhex(content.decode())
     what = why if content is None else "damaged: this is not a public key"
-    report.wrong(path, f"{what}, so that nobody can say whose directory this is", RESTORE_FIX)
+    report.wrong(path, f"{what}, so nobody can say whose directory this is", RESTORE_FIX)
     return None
 
 
 def _check_hints(directory: Path, report: Report) -> None:
-    """Checks files that the node could do without; nothing of the history rests on them."""
+    """Checks files that the node could do without; the history does not depend on them."""
     path = directory / "diary.jsonl"
     content, why = _read(path, DIARY_BYTES_MAX)
     if content is None and why != MISSING:
@@ -166,14 +166,14 @@ def _check_hints(directory: Path, report: Report) -> None:
     lines = content or b""
     try:
         trainings, whole = read_entries(path, lines)
-    except DataError as error:  # of a later release
+    except DataError as error:  # from a later release
         report.wrong(path, str(error))
         return
     if whole != lines and b"\n" not in lines[len(whole) :]:
-        what = "its last line is not whole: that is usual after a crash, or while it is written"
+        what = "its last line is incomplete: this is normal after a crash, or while it is being written"
         report.note(Grade.NOTE, path, what)
     elif whole != lines:
-        fix = "A part of what the last contributions carried is sent twice, and nothing else is lost"
-        report.wrong(path, f"damaged behind the {len(trainings)} trainings that can be read", fix)
+        fix = "Part of what the last contributions carried is sent twice; nothing else is lost"
+        report.wrong(path, f"damaged after the first {len(trainings)} trainings", fix)
     elif lines:
         report.holds(path, f"{len(trainings)} trainings")

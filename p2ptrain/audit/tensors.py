@@ -1,7 +1,7 @@
-"""The weights in a trainer's file, compared with those of the state beside it.
+"""Compares the weights in a trainer's file with those in the state beside it.
 
-The file is read a piece at a time and not mapped into memory, as the safetensors library does: one that is cut short
-meanwhile would end the process. Of its header only what is asked for is believed, and only inside the file.
+The file is read a piece at a time and not mapped into memory, as the safetensors library does, because truncating a
+mapped file would kill the process. Of its header only the entries that are needed are used, within the file's bounds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from p2ptrain.files import READ_BYTES, open_regular, trouble
 from p2ptrain.learn.root import FLOAT_BYTES, octets
 from p2ptrain.store.checkpoints import STATE_NAME
 
-LENGTH_BYTES = 8  # of the header's length, before it
+LENGTH_BYTES = 8  # of the length that precedes the header
 HEADER_BYTES_MAX = 2**24  # 1,024 layers with five copies of nine parameters take 6 MB
 
 
 class _TensorPlace(Struct):
-    """A tensor's place, counted from the end of the header."""
+    """A tensor's place in the file, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,15 +37,15 @@ class _Metadata(Struct):
 
 
 def differs(path: Path, number: int, weights: Iterable[tuple[str, Tensor, Sequence[int]]]) -> str | None:
-    """Returns why a trainer's file is not of this round and these weights, given as name, flat values and shape.
-    `DataError`: it cannot be read as such a file."""
+    """Returns why a trainer's file does not belong to this round and these weights (name, flat values, shape), if so.
+    Raises `DataError` if it cannot be read as a trainer's file."""
     with trouble(path, "cannot be read"), open_regular(path) as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
         length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
         begin = LENGTH_BYTES + length
         if length > HEADER_BYTES_MAX or begin > size:
-            raise DataError(f"{path}: its header would have {length:,} bytes")
+            raise DataError(f"{path}: its header claims {length:,} bytes")
         try:
             header = msgspec.json.decode(os.pread(descriptor, length, LENGTH_BYTES), type=dict[str, msgspec.Raw])
             for name, values, shape in weights:
@@ -54,11 +54,11 @@ def differs(path: Path, number: int, weights: Iterable[tuple[str, Tensor, Sequen
                 is_inside = 0 <= first <= last <= size - begin
                 is_like_it = (found.dtype, found.shape) == ("F32", tuple(shape)) and is_inside
                 if not (is_like_it and _are_there(descriptor, begin + first, last - first, values)):
-                    return f"{path.name} has other weights ({name}) than {STATE_NAME}"
+                    return f"{path.name} and {STATE_NAME} have different weights ({name})"
             told = msgspec.json.decode(header.get("__metadata__", b"{}"), type=_Metadata).round
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise DataError(f"{path}: its header is not one of safetensors ({error})") from error
-    return None if told == str(number) else f"{path.name} is of another round"
+            raise DataError(f"{path}: it has no valid safetensors header ({error})") from error
+    return None if told == str(number) else f"{path.name} belongs to another round"
 
 
 def _are_there(descriptor: int, start: int, size: int, values: Tensor) -> bool:
@@ -73,10 +73,10 @@ def _are_there(descriptor: int, start: int, size: int, values: Tensor) -> bool:
 
 
 def read_flat(path: Path, size: int) -> Tensor:
-    """Reads the fp32 values of a file of exactly so many bytes into an array of its own; `DataError` otherwise."""
+    """Reads a file of exactly `size` bytes as fp32 values; raises `DataError` if it has another size."""
     values = torch.empty(size // FLOAT_BYTES, dtype=torch.float32)
     with trouble(path, "cannot be read"), open_regular(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found != size or file.readinto(octets(values)) != size:
-            raise DataError(f"{path}: {found:,} bytes, where the state has {size:,}")
+            raise DataError(f"{path}: {found:,} bytes, but the state has {size:,}")
     return values

@@ -1,9 +1,9 @@
 """Checks payloads and checkpoints, and replays the certified rounds.
 
-It starts with the weights of the oldest checkpoint for which all later payloads are present, applies the payloads of
-each certified round after it (learn/aggregate.py), and compares the resulting state root with the one that later
-manifests certify, and with every other checkpoint on the way. A single wrong bit anywhere changes the root of the next
-certified round.
+The replay starts with the weights of the oldest checkpoint for which all later payloads are present. It applies the
+payloads of each certified round after it (learn/aggregate.py), and compares the resulting state root with the one that
+later manifests certify, and with every other checkpoint on the way. A single wrong bit anywhere changes the root of the
+next certified round.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from p2ptrain.store.store import CHECKPOINTS_NAME
 PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
 LARGER_FIX = "Audit it on a larger machine, or allow the container more"
 CHECKPOINT_FIX = "Remove the directory: an older checkpoint or a peer's state takes its place"
-MISSING_TOLD = 8  # rounds whose payloads are missing; of more, only the number is told
-PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors, and a run keeps 256 rounds as a rule
-CHECKPOINTS_MAX = 4_096  # directories: a node keeps 1,000 at most, and as many again of a branch that was left
-SMALL_BYTES = 2**20  # up to which a file is read without asking how much memory is free, which takes 2 ms
-TRAINER_STATES_MAX = 256  # times the state: copies of it, and up to 128 contributions that each take no more than one
+MISSING_TOLD = 8  # rounds with missing payloads that are listed; the others are only counted
+PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors; a run normally keeps 256 rounds
+CHECKPOINTS_MAX = 4_096  # directories: a node keeps at most 1,000, and as many of an abandoned branch
+SMALL_BYTES = 2**20  # up to this size a file is read without checking the free memory, which takes 2 ms
+TRAINER_STATES_MAX = 256  # times the state's size: copies of it, and up to 128 contributions, none larger
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class Model:
-    """The shapes of a run's weights, with layout, payload format and size."""
+    """The shapes of a run's weights, with their layout, payload format and size."""
 
     def __init__(self, run: RunConfig) -> None:
-        with torch.device("meta"):  # shapes alone
+        with torch.device("meta"):  # shapes only
             named = list(Transformer(run.model).named_parameters())
         self.run = run
         self.names = [name for name, _ in named]
@@ -66,7 +66,7 @@ class Model:
         return sum(self.counts) * FLOAT_BYTES
 
     def root(self, weights: Tensor, number: int, manifest: bytes) -> bytes:
-        """As `Trainer.root`: the manifest draws the sample of a large state."""
+        """Computes the root as `Trainer.root` does: the manifest draws the sample of a large state."""
         return state_root(weights, covered_pieces(self.state_bytes, self.run.state, number, manifest))
 
     def apply(self, weights: Tensor, number: int, payloads: list[bytes]) -> None:
@@ -78,7 +78,7 @@ class Model:
 
 @dataclass(slots=True)
 class State:
-    """A checkpoint whose files are what was written."""
+    """A checkpoint whose files are intact."""
 
     checkpoint: Checkpoint
     is_proved: bool  # its root is certified
@@ -89,7 +89,7 @@ class State:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether it was adopted from others: the node needed nothing of the rounds before it."""
+        """Whether it was adopted from others, so that the node needed no round before it."""
         return not self.checkpoint.stamp.branch
 
 
@@ -98,7 +98,7 @@ class State:
 
 
 class PayloadFiles:
-    """The payloads in a directory, each read when it is needed."""
+    """The payloads in a directory, each read only when it is needed."""
 
     def __init__(self, directory: Path, model: Model) -> None:
         self.directory, self.model = directory, model
@@ -116,16 +116,16 @@ class PayloadFiles:
             return
         for path, kind in found:
             if not _NAME.fullmatch(path.name):
-                report.note(Grade.NOTE, path, "not a payload: a crash may have left it")
+                report.note(Grade.NOTE, path, "not a payload; perhaps left by a crash")
                 continue
             name = bytes.fromhex(path.name)
             if stat.S_ISREG(kind.st_mode) and kind.st_size > self.bytes_max and name not in taken:
                 self.bad.add(name)
-                report.note(Grade.NOTE, path, "larger than this run's payloads are, so that no round has applied it")
+                report.note(Grade.NOTE, path, "larger than this run's payloads, so no round has applied it")
                 continue
             if kind.st_size > SMALL_BYTES and kind.st_size > (free := free_memory_bytes()):
                 self.bad.add(name)
-                what = f"it has {kind.st_size:,} bytes, and {free:,} bytes of memory are free here"
+                what = f"it has {kind.st_size:,} bytes, but only {free:,} bytes of memory are free here"
                 report.open(path, what, LARGER_FIX)
                 continue
             try:
@@ -135,27 +135,27 @@ class PayloadFiles:
                 report.wrong(path, str(error).removeprefix(f"{path}: "), PAYLOAD_FIX)
                 continue
             if content is None:
-                continue  # a running node has forgotten it
+                continue  # a running node has just removed it
             if payload_digest(content) != name:
                 self.bad.add(name)
-                report.wrong(path, "damaged: it is not what its name says", PAYLOAD_FIX)
+                report.wrong(path, "damaged: it does not match its name", PAYLOAD_FIX)
             elif why := self._refused(content, taken.get(name)):
                 self.bad.add(name)
                 report.wrong(path, why, SIGNED_FIX)
             else:
                 whole += 1
-        report.holds(self.directory, f"{whole} payloads are what their names say, and decode")
+        report.holds(self.directory, f"{whole} payloads match their names, and decode")
 
     def _refused(self, content: bytes, taken: Taken | None) -> str | None:
-        """Returns why an honest swarm would not have applied it. One that no round took may be a peer's lie, kept."""
+        """Returns why an honest swarm would not have applied a payload. One that no round took may be a peer's lie."""
         if taken is None:
             return None
         if len(content) != taken.payload_bytes:
-            return f"round {taken.round} took it as {taken.payload_bytes} bytes, and it has {len(content)}"
+            return f"round {taken.round} took it as {taken.payload_bytes} bytes, but it has {len(content)}"
         try:
             unpack(content, self.model.form)
         except RemoteProtocolError as error:
-            return f"it was applied, and the strict decoder refuses it: {error.why}"
+            return f"it was applied, but the strict decoder refuses it: {error.why}"
         return None
 
     def has(self, name: bytes) -> bool:
@@ -169,7 +169,7 @@ class PayloadFiles:
                 return None
             try:
                 content = read_regular(self.directory / taken.payload.hex(), self.bytes_max)
-            except DataError:  # it was exchanged since it was checked
+            except DataError:  # it was replaced since it was checked
                 return None
             if content is None or payload_digest(content) != taken.payload:
                 return None
@@ -185,7 +185,7 @@ class PayloadFiles:
 
 
 def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[Checkpoint | DataError]:
-    """Lists the checkpoints. Call it before the log is read: later ones may be of rounds that are not in it."""
+    """Lists the checkpoints. Call it before reading the log: later checkpoints may be of rounds that the log lacks."""
     try:
         listed(directory / CHECKPOINTS_NAME, CHECKPOINTS_MAX)
     except DataError as error:
@@ -197,7 +197,7 @@ def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[C
 def check_checkpoints(
     found: list[Checkpoint | DataError], directory: Path, model: Model, proved: ProvedLog, report: Report
 ) -> list[State]:
-    """Returns the checkpoints that are whole and on the history, by round."""
+    """Returns the intact checkpoints that are on the history, by round."""
     checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(model.run.run_id))
     states = []
     for each in found:
@@ -221,10 +221,10 @@ def check_checkpoints(
 def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
     """Returns how the sizes in a checkpoint's stamp contradict this run's model; None if they agree."""
     if checkpoint.state_bytes != model.state_bytes:
-        return f"{STATE_NAME} has {checkpoint.state_bytes} bytes, and this run's state {model.state_bytes}"
+        return f"{STATE_NAME} has {checkpoint.state_bytes} bytes, but this run's state has {model.state_bytes}"
     size, size_max = checkpoint.stamp.trainer.bytes, TRAINER_STATES_MAX * model.state_bytes + HEADER_BYTES_MAX
     if size > size_max:
-        return f"{TRAINER_NAME} has {size} bytes, and no trainer of this run more than {size_max}"
+        return f"{TRAINER_NAME} has {size} bytes, but a trainer of this run has at most {size_max}"
     return None
 
 
@@ -233,47 +233,47 @@ def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
     try:
         weights = read_flat(checkpoint.path / STATE_NAME, model.state_bytes)
         if model.root(weights, checkpoint.round, checkpoint.head) != checkpoint.root:
-            return f"{STATE_NAME} has another root than its stamp says"
+            return f"the root of {STATE_NAME} is not the one in its stamp"
         named = zip(model.names, torch.split(weights, model.counts), model.shapes, strict=True)
         return differs(checkpoint.trainer_path, checkpoint.round, named)
     except DataError as error:
-        return f"not readable as saved state ({error})"
+        return f"not a saved state ({error})"
 
 
 def _place(checkpoint: Checkpoint, proved: ProvedLog, report: Report) -> State | None:
     """Places a checkpoint on the history; None if it cannot be used."""
     path, number, certified = checkpoint.path, checkpoint.round, proved.roots
     if not proved.states:
-        report.open(path, "there is no proved history to hold it against")
+        report.open(path, "there is no proved history to compare it with")
         return None
     first, last = proved.states[0].round, proved.states[-1].round
     is_proved = certified.get(number) == checkpoint.root
     if number in certified and not is_proved:
-        what = f"of another history: round {number} was certified with the root {certified[number].hex()[:16]}"
-        report.wrong(path, f"{what}, and this one has {checkpoint.root.hex()[:16]}", CHECKPOINT_FIX)
+        what = f"from another history: round {number} was certified with the root {certified[number].hex()[:16]}"
+        report.wrong(path, f"{what}, but this one has {checkpoint.root.hex()[:16]}", CHECKPOINT_FIX)
     elif number < first:
         what = "its root is certified" if is_proved else "only its digests can be checked"
-        report.note(Grade.NOTE, path, f"whole, and older than the history, which begins after round {first}: {what}")
+        report.note(Grade.NOTE, path, f"intact, but older than the history, which begins after round {first}: {what}")
     elif number > last:
-        report.open(path, f"of round {number}, and the certified history ends with {last}", CHECKPOINT_FIX)
+        report.open(path, f"of round {number}, but the certified history ends with {last}", CHECKPOINT_FIX)
     elif checkpoint.stamp.branch and not is_proved and checkpoint.head != _head_of(proved, number):
-        report.open(path, f"of another history: it was made after another manifest of round {number}", CHECKPOINT_FIX)
+        report.open(path, f"from another history: it follows a different manifest of round {number}", CHECKPOINT_FIX)
     else:
         report.holds(
-            path, f"whole, of round {number}, " + ("whose root is certified" if is_proved else "on the history")
+            path, f"intact, of round {number}, " + ("whose root is certified" if is_proved else "on the history")
         )
         return State(checkpoint, is_proved)
     return None
 
 
 def _head_of(proved: ProvedLog, number: int) -> bytes:
-    """Returns the digest of a round's manifest; before the first, the agreed state's head."""
+    """Returns the digest of a round's manifest, or the agreed state's head before the first round."""
     found = [entry.manifest.digest for entry in proved.entries if entry.manifest.round == number]
     return found[0] if found else proved.states[0].head
 
 
 # ---------------------------------------------------------------------------------------------------
-# The rounds again
+# The replay
 
 
 def replay(
@@ -283,7 +283,7 @@ def replay(
     last = proved.entries[-1].manifest.round if proved.entries else 0
     if not states:
         if proved.states:
-            report.open("replay", "no checkpoint to begin with", "Let the node save one, and try again")
+            report.open("replay", "no checkpoint to start from", "Let the node save one, and try again")
         return None
     try:
         check_exactness(model.run.recipe.chunk, torch.device("cpu"))
@@ -296,8 +296,8 @@ def replay(
     start = next((state for state in states if state.round >= behind), states[-1])
     weights = read_flat(start.checkpoint.path / STATE_NAME, model.state_bytes)
     if model.root(weights, start.round, start.checkpoint.head) != start.checkpoint.root:
-        what = f"{start.checkpoint.path} has changed since it was checked"
-        report.open("replay", what, "Stop what writes there first")
+        what = f"{start.checkpoint.path} changed after it was checked"
+        report.open("replay", what, "First stop whatever writes there")
         return None
     done = Replay(start.round, start.round, start.checkpoint.root.hex(), start.round if start.is_proved else None)
     saved = {state.round: state for state in states if state.round > start.round}
@@ -316,10 +316,10 @@ def replay(
             return done
         done = done._replace(last=number, final_root=root.hex())
     if done.proved_round is None:
-        what = f"no root of round {start.round} or later is certified yet, so that nothing is proved by it"
-        report.open("replay", what, "Let the node get a few rounds further")
+        what = f"no root of round {start.round} or later is certified yet, so it proves nothing"
+        report.open("replay", what, "Let the node finish a few more rounds")
     elif not last > start.round:
-        report.holds("replay", f"the state of round {start.round} is the certified one, and no round follows it")
+        report.holds("replay", f"the state of round {start.round} is the certified one; no round follows it")
     else:
         report.holds("replay", f"rounds {start.round + 1} to {last} give the certified roots, and the saved states")
     return done
@@ -328,17 +328,19 @@ def replay(
 def _content(
     entry: Entry, so_far: str, payloads: PayloadFiles, proved: ProvedLog, report: Report
 ) -> list[bytes] | None:
-    """Returns the payloads that a round took; None, with a finding, where the replay ends."""
+    """Returns the payloads that a round took; if the replay cannot go on, reports why and returns None."""
     number, size = entry.manifest.round, payloads.bytes_max * len(entry.manifest.taken)
     if size > (free := free_memory_bytes()):
-        what = f"{so_far}: round {number} has {size:,} bytes of payloads, and there are {free:,} of memory"
+        what = f"{so_far}: round {number} has {size:,} bytes of payloads, but only {free:,} bytes of memory are free"
         report.open("replay", what, "Audit it on a larger machine")
         return None
     content = payloads.of(entry)
     if content is None and number > proved.newest_root:
-        report.note(Grade.NOTE, "replay", f"{so_far}: payloads of round {number} are not here, and no root of it yet")
+        report.note(
+            Grade.NOTE, "replay", f"{so_far}: payloads of round {number} are missing, and its root is not certified yet"
+        )
     elif content is None:
-        fix = "If the node is running, try again; else start it, and it fetches them"
+        fix = "If the node is running, try again; otherwise start it, and it fetches them"
         report.open("replay", f"{so_far}: payloads of round {number} are not here", fix)
     return content
 
@@ -347,24 +349,28 @@ def _compare(number: int, root: bytes, start: State, saved: State | None, proved
     """Compares the root of a replayed round with the certified one and the saved one."""
     certified = proved.roots.get(number)
     if certified is not None and certified != root:
-        what = f"it gives the state root {root.hex()[:16]}, and {certified.hex()[:16]} was certified"
+        what = f"it gives the state root {root.hex()[:16]}, but {certified.hex()[:16]} was certified"
         from_where = "a certified" if start.is_proved else "an uncertified"
-        report.wrong(f"round {number}", f"{what}; begun with {from_where} state of round {start.round}", SIGNED_FIX)
+        report.wrong(
+            f"round {number}", f"{what}; the replay started from {from_where} state of round {start.round}", SIGNED_FIX
+        )
         return False
     if saved is not None and saved.checkpoint.root != root:
         what = f"of another history: round {number} gives the state root {root.hex()[:16]}"
-        report.wrong(saved.checkpoint.path, f"{what}, and its is {saved.checkpoint.root.hex()[:16]}", CHECKPOINT_FIX)
+        report.wrong(
+            saved.checkpoint.path, f"{what}, but this checkpoint has {saved.checkpoint.root.hex()[:16]}", CHECKPOINT_FIX
+        )
     return True
 
 
 def _tell_missing(states: list[State], payloads: PayloadFiles, proved: ProvedLog, report: Report) -> None:
-    """Reports missing payloads that the node promises to keep, from the last adopted state on."""
+    """Reports missing payloads that the node promises to keep, since the last adopted state."""
     adopted = [state.round for state in states if state.is_adopted]
     needed = max(max(adopted, default=states[0].round), proved.kept_from)
     missing = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
-    promised = [number for number in missing if needed < number <= proved.newest_root]  # later ones may be on their way
+    promised = [number for number in missing if needed < number <= proved.newest_root]  # later ones may still arrive
     for number in promised[:MISSING_TOLD]:
-        report.open(f"round {number}", "payloads that it took are not here, or damaged", RESTORE_FIX)
+        report.open(f"round {number}", "some of its payloads are missing or damaged", RESTORE_FIX)
     if len(promised) > MISSING_TOLD:
         report.open("payloads", f"of {len(promised) - MISSING_TOLD} more rounds some are not here", RESTORE_FIX)
     if before := [number for number in missing if number <= needed]:

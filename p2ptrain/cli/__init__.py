@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from p2ptrain.config import RunConfig
 
-# Help is plain text: rich alone would use half of the time budget of --help.
+# Help is plain text: importing rich would take half of the time budget of --help.
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, invoke_without_command=True, pretty_exceptions_enable=False
 )
@@ -125,17 +125,17 @@ def _help_without_command(context: typer.Context) -> None:
 # p2ptrain config
 
 
-ConfigFile = Annotated[Path, typer.Argument(help="A run's or a node's config; its keys tell which.")]
+ConfigFile = Annotated[Path, typer.Argument(help="A run's or a node's config; its keys tell which it is.")]
 
 
 @config_app.command()
 def check(file: ConfigFile) -> None:
-    """Check FILE, and say what to change if it is wrong."""
+    """Check FILE, and say what to fix if it is wrong."""
     from p2ptrain.config import RunConfig, load_config
 
     config = load_config(file)
     if not isinstance(config, RunConfig):
-        typer.echo(f"{file}: OK, the settings of a node")
+        typer.echo(f"{file}: OK, a node's settings")
         return
     from p2ptrain.learn.model import parameter_count
 
@@ -171,7 +171,7 @@ def schema(kind: Annotated[Literal["run", "node"], typer.Argument(help="Which co
 def show(
     file: ConfigFile,
     canonical: Annotated[
-        bool, typer.Option("--canonical", help="Print the exact bytes that a run's id is the hash of.")
+        bool, typer.Option("--canonical", help="Print the exact bytes whose hash is the run's id.")
     ] = False,
 ) -> None:
     """Print FILE with all defaults and explanations."""

@@ -95,7 +95,7 @@ def export(
 
 @app.command()
 def prune(
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest intact ones to keep.")] = 1,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest intact checkpoints to keep.")] = 1,
     config: NodeFile = None,
     data_dir: DataDir = None,
     run: Run = None,

@@ -9,7 +9,7 @@ import typer
 from p2ptrain.cli.node import DataDir, NodeFile, data_dir_of
 from p2ptrain.errors import ConfigError
 
-RATE_MAX = 10**12  # bytes a second, as in the config
+RATE_MAX = 10**12  # bytes per second, as in the config
 Rate = Annotated[
     int | None, typer.Option(metavar="BYTES", min=0, max=RATE_MAX, help="Bytes per second; 0 means no limit.")
 ]
@@ -38,7 +38,7 @@ def resume(config: NodeFile = None, data_dir: DataDir = None) -> None:
     typer.echo("\n".join(left) if left else "resumed: training starts with the next round at the latest")
 
 
-def limit(  # noqa: PLR0913, PLR0917  # a command has its options
+def limit(  # noqa: PLR0913, PLR0917  # a command has many options
     upload: Rate = None,
     download: Rate = None,
     hours: Annotated[
@@ -46,7 +46,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     ] = None,
     percent: Annotated[
         int | None,
-        typer.Option(metavar="PERCENT", min=1, max=100, help="Share of the time in which the device may work."),
+        typer.Option(metavar="PERCENT", min=1, max=100, help="Percentage of the time in which the device may work."),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=1_024, help="Torch's threads for training.")
@@ -77,7 +77,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has its options
     from p2ptrain.config import LimitsConfig
     from p2ptrain.node.limits import changed
 
-    changed(LimitsConfig(), order)  # reports the user's mistakes even if no daemon runs
+    changed(LimitsConfig(), order)  # reports the user's mistakes even if no daemon is running
     limits = ask(data_dir_of(data_dir, config), {"do": "limit", **order})
     rows = {
         "upload": _rate(limits["upload_bytes_per_second"]),

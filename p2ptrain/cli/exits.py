@@ -21,7 +21,7 @@ class ExitStatus(IntEnum):
 
 # The cause of each status, and the remedy.
 MEANINGS: dict[ExitStatus, tuple[str, str]] = {
-    ExitStatus.DONE: ("success; for `start` and `join`: the node was asked to end, and did", "nothing"),
+    ExitStatus.DONE: ("success; for `start` and `join`: the node was asked to stop, and did", "nothing"),
     ExitStatus.FAILED: (
         "failure of a disk, a device or a peer; or a bug in p2ptrain, with a traceback",
         "do what the message says, or try again; report a traceback together with the log. Some commands use this "
@@ -36,7 +36,7 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
         "start it, or give its `--data-dir`; if it runs but does not answer, read its log, and restart it",
     ),
     ExitStatus.HARDWARE: (
-        "for `start` and `join`: this machine repeatedly computed other results than all others",
+        "for `start` and `join`: this machine repeatedly computed different results from all others",
         "test its memory and turn off overclocking, then remove the file that the message names; until then the node "
         "does not start",
     ),
@@ -47,14 +47,14 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
     ),
     ExitStatus.INTERRUPTED: (
         "Ctrl-C, or a second SIGTERM before the node had left",
-        "nothing; when started again, a node continues from its disk",
+        "nothing; a node continues from its disk when it is started again",
     ),
 }
 # The meaning of status 1 for these commands, and the remedy.
 FOUND: dict[str, tuple[str, str]] = {
     "audit": (
         "some of the node's data is wrong",
-        "remove the file that it names; the node then fetches it from its peers",
+        "remove the file that the audit names; the node then fetches it from its peers",
     ),
     "checkpoint verify": (
         "a checkpoint is damaged",

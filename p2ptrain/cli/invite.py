@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig, RunConfig
     from p2ptrain.identity import Identity
 
-SERIAL_BYTES = 16  # the size in a ticket
+SERIAL_BYTES = 16  # a serial's size in a ticket
 ROUND_MAX = 2**48 - 1  # the limit of messages
 
 
@@ -70,13 +70,13 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
 
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
-    """Rejects a round that the daemon, if one runs, knows to be over: members would silently refuse the invitation."""
+    """Rejects a round that a running daemon knows to be over: members would silently refuse the invitation."""
     from p2ptrain.node.control import ask
     from p2ptrain.node.directories import data_directory
 
     try:
         status = ask(data_directory(node), {"do": "status"})
-    except P2ptrainError:  # no daemon runs, or it is starting
+    except P2ptrainError:  # no daemon is running, or it is starting
         return
     if status["run_id"] == run.run_id and last_round < status["round"]:
         what = f"round {last_round} is over: the run is in round {status['round']}"
@@ -84,7 +84,7 @@ def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
 
 
 def _write_for_me_alone(path: Path, text: str) -> None:
-    """Writes a file that only its owner can read, because anybody who has the invitation can use it."""
+    """Writes a file that only its owner can read, because anyone who has the invitation can use it."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -59,9 +59,9 @@ def export(
     typer.echo(f"{_which(found)}: {out}")
 
 
-def generate(  # noqa: PLR0913, PLR0917  # a command has its options
+def generate(  # noqa: PLR0913, PLR0917  # a command has many options
     prompt: Annotated[str, typer.Argument(metavar="TEXT", help=f"The text to continue; {STDIN} reads it from stdin.")],
-    tokens: Annotated[int, typer.Option(help="How many to generate at most; fewer if the model ends the text.")] = 100,
+    tokens: Annotated[int, typer.Option(help="The maximum number of tokens; fewer if the model ends the text.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the random choices.")] = 0,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest tokens, 1 samples from the model's distribution.")
@@ -74,7 +74,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has its options
 ) -> None:
     """Continue TEXT with the trained model.
 
-    Uses the local daemon's model, or that of the newest certified checkpoint if no daemon runs.
+    Uses the local daemon's model, or that of the newest certified checkpoint if no daemon is running.
     """
     from p2ptrain.learn.sample import PROMPT_BYTES_MAX, SampleRequest, check
 
@@ -88,7 +88,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has its options
 
 
 def _text(content: bytes) -> str:
-    """Decodes a prompt. One that is over the limit was cut off anywhere, and its length is refused later."""
+    """Decodes a prompt. One over the limit may have been cut within a character; its length is refused later."""
     from p2ptrain.learn.sample import PROMPT_BYTES_MAX
 
     try:
@@ -100,7 +100,7 @@ def _text(content: bytes) -> str:
 def _from_daemon(node: NodeConfig, run: str | None, request: SampleRequest) -> tuple[str | None, str]:
     """Returns the daemon's text, or None and why the daemon does not answer, if it hangs.
 
-    The reason is empty if no daemon runs, or if it takes part in another run.
+    The reason is empty if no daemon is running, or if it takes part in another run.
     """
     import msgspec
 

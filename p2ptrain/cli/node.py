@@ -104,7 +104,7 @@ def start(
     begin(what, node, data)
 
 
-def join(  # noqa: PLR0913, PLR0917  # a command has its options
+def join(  # noqa: PLR0913, PLR0917  # a command has many options
     bootstrap: Bootstrap = None,
     run: Annotated[str | None, typer.Option("--run", metavar="ID", help="The run, if the nodes know several.")] = None,
     ticket: Annotated[
@@ -142,7 +142,7 @@ def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Looking
+# Watching
 
 
 def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 
-MODE = 0o644  # the page is meant to be shared
+MODE = 0o644  # the page may be shared
 
 
 def report(
@@ -47,7 +47,7 @@ def report(
     else:
         try:
             status = ask(data_directory(node), {"do": "status"})
-        except P2ptrainError:  # no daemon runs, or it is busy: the page omits its status
+        except P2ptrainError:  # no daemon is running, or it is busy: the page omits its status
             status = None
         text = exported(recorded_run, status if status and status["run_id"] == chosen.run_id else None)
     replace_file(path, text.encode(), mode=MODE)

@@ -59,7 +59,7 @@ def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> 
 
 
 def load_config(path: Path) -> RunConfig | NodeConfig:
-    """Loads a config of either kind, judged by its top-level keys."""
+    """Loads a config of either kind, recognised by its top-level keys."""
     table = _read(path)
     if _resemblance(table, RunConfig) > _resemblance(table, NodeConfig):
         return _run_config(table, path)
@@ -132,7 +132,7 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
 
 
 def _variables() -> Iterator[tuple[str, str, str]]:
-    """Yields name, section and key of every environment variable that is meant for us.
+    """Yields name, section and key of every environment variable that is meant for p2ptrain.
 
     It must name a section or contain two underscores: an orchestrator that runs a service named p2ptrain sets
     variables such as P2PTRAIN_SERVICE_HOST in every container.

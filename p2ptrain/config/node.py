@@ -20,7 +20,7 @@ from p2ptrain.config.fields import Accepts, FromArray, Section
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
-ADDRESSES_MAX = 64  # with more, the owner has probably pasted a list of peers
+ADDRESSES_MAX = 64  # more than this is probably a pasted list of peers
 
 ListenAddress = Annotated[
     str,
@@ -51,7 +51,7 @@ def _written_out(path: str) -> str:
     try:
         return str(Path(path).expanduser())
     except RuntimeError as error:
-        raise ValueError("expected a path that begins with ~ for a home directory that is known") from error
+        raise ValueError("expected a path whose ~ stands for a known home directory") from error
 
 
 FilePath = Annotated[
@@ -74,19 +74,19 @@ class NetworkConfig(Section):
     listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
         ("/ip4/0.0.0.0/tcp/4001",),
         max_length=ADDRESSES_MAX,
-        description="addresses to listen on; /ip4/0.0.0.0 and /ip6/:: are all of the machine's; empty: none; "
+        description="addresses to listen on; /ip4/0.0.0.0 and /ip6/:: mean all of the machine's; empty: none; "
         "the default port gives way to a free one if it is taken and no address is announced",
     )
     announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="addresses to publish; empty: those that others see"
     )
     bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
-        (), max_length=ADDRESSES_MAX, description="nodes to contact first; empty: those remembered from the last time"
+        (), max_length=ADDRESSES_MAX, description="nodes to contact first; empty: those remembered from the last start"
     )
     nat: bool = Field(
-        True, description="check whether others can reach this node, open a port on the router, punch holes"
+        True, description="check whether others can reach this node, open a port on the router, use hole punching"
     )
-    relay: bool = Field(True, description="connect through relays where there is no direct way")
+    relay: bool = Field(True, description="connect through relays where no direct connection is possible")
     trusted_relays: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
         (),
         max_length=ADDRESSES_MAX,
@@ -95,7 +95,7 @@ class NetworkConfig(Section):
     )
     relay_for_others: bool = Field(
         True,
-        description="relay connections of nodes that have no direct way, outside the byte limits; "
+        description="relay connections of nodes that cannot connect directly, outside the byte limits; "
         "false: at most 128 KiB and two minutes each; with relay = false: none",
     )
 
@@ -118,7 +118,7 @@ class DeviceConfig(Section):
         description="torch threads; 0: one less than the cores that the process may use, at least one",
     )
     autocast: Literal["auto", "off", "bf16"] = Field(
-        "auto", description="auto: bf16 where the device has it in hardware"
+        "auto", description="auto: bf16 if the device supports it in hardware"
     )
     sequences_per_pass: int = Field(
         0,
@@ -155,7 +155,7 @@ class LimitsConfig(Section):
         100,
         ge=1,
         le=100,
-        description="share of its training time in which the device works; the rest of the time it idles",
+        description="percentage of its training time in which the device works; the rest of the time it idles",
     )
     on_battery: Literal["pause", "train"] = Field(
         "pause", description="whether to train while the machine runs on battery"
@@ -197,7 +197,7 @@ def is_loopback(host: str) -> bool:
 class HttpConfig(Section):
     """The dashboard, and status and metrics for other programs; all of it is read-only."""
 
-    enabled: bool = Field(True, description="whether to serve it at all")
+    enabled: bool = Field(True, description="whether to serve them")
     host: Annotated[
         str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,253}$"), Accepts("an address or a host name of this machine")
     ] = Field("127.0.0.1", description="address to listen on; any but loopback requires a token_file")
@@ -210,7 +210,7 @@ class HttpConfig(Section):
     allowed_hosts: Annotated[tuple[HostName, ...], FromArray] = Field(
         (),
         max_length=ADDRESSES_MAX,
-        description="names under which browsers may reach it, besides host and loopback's; without a port: any port",
+        description="names by which browsers may reach it, besides host and loopback names; without a port: any port",
     )
 
     @model_validator(mode="after")
@@ -274,7 +274,7 @@ class NodeConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Reads the environment first, then the file, and nothing else."""
+        """Uses the environment first, then the file, and no other source."""
         return _Environment(settings_cls), init_settings
 
 

@@ -26,15 +26,13 @@ PROTOCOL_VERSION: Final = 1
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
-EXACT_MAX = 2**53  # up to here, every integer is exact in float64
+EXACT_MAX = 2**53  # up to this, every integer is exact in float64
 
 
 class ModelConfig(Section):
     """The built-in decoder-only transformer; a preset supplies every size that is not given."""
 
-    preset: str = Field(
-        "custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all written here"
-    )
+    preset: str = Field("custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all given here")
     vocab_size: int = Field(256, ge=2, le=2**20, description="tokens the model knows")
     dim: int = Field(128, ge=8, le=65_536, description="width of the residual stream")
     layers: int = Field(4, ge=1, le=1_024, description="transformer blocks")
@@ -103,7 +101,7 @@ class DataConfig(Section):
     manifest: Annotated[
         str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Accepts("embedded, or 64 hexadecimal digits in lower case")
     ] = Field(
-        "embedded", description="digest that `p2ptrain data prepare` printed; embedded: the text every Python carries"
+        "embedded", description="digest that `p2ptrain data prepare` printed; embedded: text that every Python has"
     )
 
 
@@ -120,16 +118,16 @@ class RecipeSpec:
     """All that is special about a recipe; no other code looks at a recipe's name."""
 
     made_by: str  # "package.module:Name" of its class, so that a config can be read without torch
-    is_scaled: bool  # whether its contributions carry a power-of-two scale a tensor
+    is_scaled: bool  # whether its contributions carry a power-of-two scale per tensor
     defaults: Mapping[str, object] = field(default_factory=dict)  # for settings that are not given
     limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
     # Copies of the weights, 4 bytes per parameter each. A plug-in recipe is assumed to need as many as `local`.
     copies: int = 4  # in memory, in addition to the live weights and their gradient
-    copies_saved: int = 2  # of them, the number that its `state` adds to a checkpoint
+    copies_saved: int = 2  # of these, the number that its `state` adds to a checkpoint
 
 
-_SIGNS_ALONE = Limit(1, "sends signs alone", "use 1 or recipe demo")
-_ONE_STEP = Limit(1, "takes one step a round", "use passes_per_step or recipe local")
+_SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
+_ONE_STEP = Limit(1, "takes one step per round", "use passes_per_step or recipe local")
 RECIPES: dict[str, RecipeSpec] = {
     "distro": RecipeSpec(
         made_by="p2ptrain.learn.recipes:GradientRecipe",
@@ -174,7 +172,7 @@ class RecipeConfig(Section):
     chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
     k: int = Field(32, ge=1, le=512, description="coefficients kept of each chunk")
     value_bits: int = Field(
-        1, ge=1, le=4, description="bits of a coefficient's value, its sign included; 1: the sign alone"
+        1, ge=1, le=4, description="bits of a coefficient's value, including its sign; 1: only the sign"
     )
     decay: Rational = Field(Fraction(999, 1000), ge=0, le=1, description="share of the residual that stays each round")
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
@@ -190,8 +188,10 @@ class RecipeConfig(Section):
     inner_beta2: Rational = Field(
         Fraction(95, 100), ge=0, lt=1, description="AdamW's memory of their squares, for recipes with local steps"
     )
-    inner_weight_decay: Rational = Field(Fraction(0), ge=0, description="AdamW's, for recipes with local steps")
-    learning_rate: Rational = Field(Fraction(1, 1000), ge=0, description="of the outer update, at its highest")
+    inner_weight_decay: Rational = Field(
+        Fraction(0), ge=0, description="AdamW's weight decay, for recipes with local steps"
+    )
+    learning_rate: Rational = Field(Fraction(1, 1000), ge=0, description="highest learning rate of the outer update")
     schedule: Literal["constant", "linear", "wsd"] = Field(
         "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
     )
@@ -254,7 +254,7 @@ class StateConfig(Section):
         2**30, ge=2**20, le=2**50, description="up to this size every root covers everything; in bytes"
     )
     partial_root_leaves: int = Field(64, ge=1, le=65_536, description="pieces of 1 MiB that a partial root covers")
-    full_root_rounds: int = Field(50, ge=1, le=2**20, description="every so many rounds the root covers everything")
+    full_root_rounds: int = Field(50, ge=1, le=2**20, description="rounds between roots that cover everything")
 
 
 class AgreementConfig(Section):
@@ -266,7 +266,9 @@ class AgreementConfig(Section):
         le=64,
         description="non-empty manifests that may lie between a contribution's base and the round that takes it",
     )
-    overlap_rounds: int = Field(0, ge=0, le=1, description="1: train while the last round is agreed on; costs loss")
+    overlap_rounds: int = Field(
+        0, ge=0, le=1, description="1: train while the last round is agreed on; costs some loss"
+    )
     inline_bytes_max: int = Field(
         16_384, ge=0, le=262_144, description="payloads up to this size ride along with the announcement; in bytes"
     )
@@ -274,10 +276,10 @@ class AgreementConfig(Section):
     view_seconds: int = Field(2, ge=1, le=600, description="length of the first view")
     view_seconds_max: int = Field(60, ge=1, le=3_600, description="views double up to this length")
     idle_round_seconds: int = Field(
-        60, ge=1, le=86_400, description="rounds without a contribution close at most this often"
+        60, ge=1, le=86_400, description="shortest time between rounds without a contribution"
     )
     stall_seconds: int = Field(
-        120, ge=1, le=86_400, description="without an applied round for so long, the quorum counts as lost"
+        120, ge=1, le=86_400, description="after this long without an applied round, the quorum counts as lost"
     )
     settle_seconds: int = Field(10, ge=1, le=600, description="quiet time before a set of survivors is signed")
     on_quorum_loss: Literal["regroup", "halt"] = Field(
@@ -308,7 +310,7 @@ class AdmissionConfig(Section):
     """Who may contribute, and who gets a vote."""
 
     policy: Literal["open", "invite", "allowlist"] = Field(
-        "open", description="open: anyone, after probation; invite: a token; allowlist: keys"
+        "open", description="open: anyone, after probation; invite: holders of an invitation; allowlist: listed keys"
     )
     keys: Annotated[tuple[Digest, ...], FromArray] = Field(
         (), max_length=640, description="allowlist: admitted public keys; invite: keys that may sign invitations"
@@ -324,7 +326,7 @@ class AdmissionConfig(Section):
         2, ge=0, le=1_024, description="manifests that took a newcomer's contribution before it gets a seat"
     )
     absence_rounds_max: int = Field(10, ge=1, le=65_536, description="rounds unheard before a member loses its seat")
-    leave_seconds: int = Field(30, ge=0, le=600, description="how long a leaver goes on voting")
+    leave_seconds: int = Field(30, ge=0, le=600, description="how long a leaving member keeps voting")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -382,7 +384,7 @@ class RunConfig(Section):
         """Returns this run with its data, first weights and founders filled in, so that it has an id."""
         raw = self.model_dump()
         raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
-        raw["admission"]["founders"] = tuple(sorted(founders))  # the order does not make another run
+        raw["admission"]["founders"] = tuple(sorted(founders))  # the order must not make a different run
         return RunConfig.model_validate(raw)
 
     def canonical(self) -> bytes:
@@ -394,7 +396,7 @@ class RunConfig(Section):
     def run_id(self) -> str:
         if not self.is_sealed:
             raise ConfigError(
-                "the run has no id yet", key="state.initial_root", fix="Start it: that makes the first weights"
+                "the run has no id yet", key="state.initial_root", fix="Start it first, which makes the first weights"
             )
         return digest("run id", self.canonical()).hex()
 
@@ -402,7 +404,7 @@ class RunConfig(Section):
     def from_canonical(cls, encoded: bytes) -> RunConfig:
         """Decodes a run's config that a peer has sent. Only the canonical encoding is accepted."""
         if len(encoded) > CONFIG_BYTES_MAX:
-            raise RemoteProtocolError(f"run config of {len(encoded)} bytes, the limit is {CONFIG_BYTES_MAX}")
+            raise RemoteProtocolError(f"run config of {len(encoded)} bytes; the limit is {CONFIG_BYTES_MAX}")
         try:
             config = cls.model_validate_json(encoded)
         except ValidationError as error:

@@ -174,8 +174,9 @@ class Agreement:
         return Heard.NEW
 
     def _count(self, view: View, votes: dict[bytes, Received], vote: Vote) -> None:
-        """Counts a vote, including a liar's second one: the quorum behind a proposal that we have not seen may include
-        it, and two quorums share an honest member all the same."""
+        """Counts a vote, even a liar's second one: the quorum behind a proposal that we have not seen may include it,
+        and two quorums share an honest member anyway.
+        """
         ballot, quorum = vote.ballot, self.roster.quorum
         tally = view.tallies[ballot]
         count = tally[vote.manifest] = tally.get(vote.manifest, 0) + 1
@@ -187,7 +188,7 @@ class Agreement:
     def some_prevote(self, number: int, but: bytes, rng: Random) -> Received | None:
         """Draws a member's prevote to show to a peer, which can prove a lie if it has received a conflicting one.
 
-        A member that votes differently towards each half would otherwise be found out only by accident, because nobody
+        Otherwise a member that votes differently towards each half would be caught only by accident, because nobody
         asks for a vote that it already has.
         """
         prevotes = self.views[number].prevotes

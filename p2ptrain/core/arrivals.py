@@ -4,8 +4,8 @@ Rounds take as long as training does, a second or ten minutes, so nothing here i
 estimate uses each author's last arrival, measured from the start of the round that the contribution was for; a late
 contribution counts with its true time. The deadline is the members' median arrival plus a multiple of the median
 absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Authors that are expected later, or were
-silent last time, are not waited for, so a straggler or a crash costs the others nothing. A member that we have never
-heard gets three times the median, once: a lower bound would let empty rounds pass before every slow contribution.
+silent last time, are not waited for, so a straggler or a crash costs the others nothing. A member never heard from
+gets three times the median, once: with less, empty rounds would pass before every slow contribution.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from p2ptrain.core.messages import ADMITTED_MAX
 
 DEVIATIONS = 4.0  # one in 140 normal arrivals is later: a median deviation is 0.67 standard deviations
 SLACK = 0.25  # of the median, at least: identical arrivals would leave no room for a hiccup
-STRANGERS = 3.0  # medians to wait for a member that was never heard; a guess
+STRANGERS = 3.0  # medians to wait for a member never heard from; a guess
 STARTS_MAX = 64  # rounds whose start is remembered: a machine 50 times slower still gets its true time
 SILENT = float("inf")
 
@@ -46,7 +46,7 @@ class Arrivals:
             self.offsets[author] = now - start
         elif number > max(self.starts, default=0):  # we are behind, so keep the previous estimate if there is one
             self.offsets.setdefault(author, 0.0)
-        else:  # too old for its start to be known: it is at least this late
+        else:  # so old that its start is unknown: it is at least this late
             self.offsets[author] = now - min(self.starts.values())
 
     def missed(self, author: bytes) -> None:
@@ -54,7 +54,7 @@ class Arrivals:
         self.offsets[author] = SILENT
 
     def forget(self, authors: Iterable[bytes]) -> None:
-        """Forgets all authors but these."""
+        """Forgets all authors except these."""
         kept = set(authors)
         self.offsets = {author: offset for author, offset in self.offsets.items() if author in kept}
         self.noted = {author: number for author, number in self.noted.items() if author in kept}
@@ -75,7 +75,7 @@ class Arrivals:
         return usual is not None and self.offsets.get(author, SILENT) <= usual
 
     def expected(self, members: Iterable[bytes], others: Iterable[bytes], patience: float) -> set[bytes]:
-        """Returns the authors to wait for: those that were in time, and members that were never heard."""
+        """Returns the authors to wait for: those that were in time, and members never heard from."""
         in_time = {key for key in others if self.offsets.get(key, SILENT) <= patience}
         return in_time | {key for key in members if self.offsets.get(key, patience) <= patience}
 

@@ -42,11 +42,11 @@ from p2ptrain.errors import RemoteProtocolError
 PATIENCE_SECONDS = 0.5  # how long the certificate may take to arrive by itself when a peer is ahead
 ANSWER_SECONDS = 10.0  # timeout of a request; then another peer is asked
 AHEAD_MAX = 64  # peers known to be ahead or on another branch; the oldest are forgotten, strangers first
-LOST_SECONDS = 60.0  # until a branch that lost is checked again: more signatures for it may have turned up
+LOST_SECONDS = 60.0  # until a branch that lost is checked again: there may be more signatures for it
 LOST_MAX = 64
-SPLIT_SECONDS = 3.0 * LOST_SECONDS  # a split not seen for so long is over: the other side is checked more often
-SPLITS_MAX = 64  # branches of our chain after which others went another way
-RETRY_SECONDS = 2.0  # until a peer that was asked in vain is asked again; doubles each time
+SPLIT_SECONDS = 3.0 * LOST_SECONDS  # a split unseen for this long is over: the other side is checked more often
+SPLITS_MAX = 64  # branches of our chain after which others diverged
+RETRY_SECONDS = 2.0  # until a peer asked in vain is asked again; doubles each time
 RETRY_SECONDS_MAX = 30.0  # short, because in a small swarm only this peer may have what we lack
 RETRIES_MAX = 1_024  # peers that were asked in vain: as many as can be admitted; strangers are forgotten first
 
@@ -61,7 +61,7 @@ class HistoryRequest:
     until: float
     is_second: bool  # a follow-up: the first answer said where to start
     mine: AgreedState  # the head of our chain when we asked
-    cut_at: float | None = None  # when to ask a member instead that is ahead, too
+    cut_at: float | None = None  # when to ask instead a member that is also ahead
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class CatchingUp:
         self.asked: HistoryRequest | None = None
         self.ask_at: float | None = None
         self.retries: dict[bytes, tuple[int, float]] = {}  # by peer: failures, and when to ask again
-        self.was_in_vain = False  # the last request failed, and no peer has proved since that it is ahead
+        self.was_in_vain = False  # the last request failed, and no peer has since proved that it is ahead
         self.lost: dict[bytes, float] = {}  # branches that lost to ours, and when we checked
         self.cut_short: bytes | None = None  # the peer whose request was dropped; its next one is not
         self.splits: dict[bytes, tuple[bytes, float]] = {}  # by common branch: our branch after it, and when we noticed
@@ -102,8 +102,8 @@ class CatchingUp:
     def is_behind(self) -> bool:
         """Whether to assume that others are ahead.
 
-        Claims of strangers, and of no more members than may lie, count until a request was in vain: otherwise any two
-        keys could keep a newcomer from asking for admission for ever, each with a claim of its own.
+        Claims of strangers, and of no more members than may lie, count only until a request was in vain: otherwise any
+        two keys could keep a newcomer from asking for admission forever, by taking turns.
         """
         if not self.was_in_vain:
             return bool(self.ahead)
@@ -112,7 +112,7 @@ class CatchingUp:
 
     @property
     def is_split(self) -> bool:
-        """Whether another branch parted from ours too long ago to be settled, and a peer was on it lately."""
+        """Whether another branch diverged from ours too long ago to be settled, and a peer was on it lately."""
         return any(self.context.now - at < SPLIT_SECONDS for _, at in self.splits.values())
 
     def has_lost(self, branch: bytes) -> bool:
@@ -176,7 +176,7 @@ class CatchingUp:
     def _cut_short(self, asked: HistoryRequest) -> None:
         """Drops the request to a stranger, which may be stalling us, in favour of a member that is ahead.
 
-        This happens once per stranger, or members could take turns in keeping strangers from ever answering.
+        This happens once per stranger: otherwise members could take turns to keep strangers from ever answering.
         """
         asked.cut_at = None
         if any(peer in self.chain.state.place for peer in self.ahead):
@@ -241,8 +241,9 @@ class CatchingUp:
         self.ask_at = self.context.now if self.ahead else None
 
     def _stay(self, asked: HistoryRequest, history: History, beginning: Beginning) -> None:
-        """Remembers as lost a branch whose beginning was verified, and the peer's current branch if that descends from
-        it. Other branches are not recorded, because the peer may have made them up."""
+        """Remembers that a branch whose beginning was verified has lost, and so has the peer's current branch if it
+        descends from that one. Other branches are not recorded, because the peer may have made them up.
+        """
         begun = {beginning.branch}
         for step in (*history.changes, *history.steps):
             if isinstance(step, Beginning) and step.parent_branch in begun:
@@ -256,7 +257,7 @@ class CatchingUp:
             del self.lost[next(iter(self.lost))]
 
     def _part(self, common: bytes) -> None:
-        """Records a split: others parted from our chain after this branch, and no rule can settle it any more."""
+        """Records a split: others diverged from our chain after this branch, and no rule can settle it any more."""
         mine = self.chain.successor_of(common)
         assert mine is not None, "a split follows a branch that our chain has left"
         self.splits.pop(common, None)
@@ -271,7 +272,7 @@ class CatchingUp:
         chain = self.chain
         common = common_branch(chain.lineage, history.lineage)
         if common is None:
-            raise RemoteProtocolError("the history is of another run")
+            raise RemoteProtocolError("the history belongs to another run")
         branch = common.branch
         place = history.lineage.index(common)
         their_next = history.lineage[place + 1] if place + 1 < len(history.lineage) else None
@@ -291,7 +292,7 @@ class CatchingUp:
             return verified
         first = (*verified.changes, *(step for step, _ in verified.steps))[0]  # their first step after the fork
         if isinstance(first, Entry) or self._beats_mine(branch, my_next.branch, first, verified.point):
-            return verified  # the old roster's quorum, or the larger part of it, is with them
+            return verified  # the old roster's quorum, or the larger part of the roster, is with them
         self._stay(asked, history, first)
         return None
 
@@ -310,7 +311,7 @@ class CatchingUp:
             self._stay(asked, history, first[0])
 
     def _ask_again(self, asked: HistoryRequest, branch: bytes, point: int) -> None:
-        """Sends one follow-up from another point. With a third request, a liar could occupy the only slot for ever."""
+        """Sends one follow-up from another point. With a third request, a liar could occupy the only slot forever."""
         if not asked.is_second:
             self._ask(asked.peer, branch, point, is_second=True)
             return
@@ -325,7 +326,7 @@ class CatchingUp:
                 self._part(branch)
             return None
         start = state
-        settled = state if state is not self.chain.state else None  # a branch that begins there is settled by rule
+        settled = state if state is not self.chain.state else None  # a rule settles a branch that begins there
         self._look_for_lies(state, history)
         if history.base is not None:
             jump(state, history.changes, history.base, self.context.signer)
@@ -349,7 +350,7 @@ class CatchingUp:
         return Verified(start, changes, history.base, steps) if steps else None
 
     def _may_jump(self, state: AgreedState, changes: tuple[Step, ...], settled: AgreedState | None) -> bool:
-        """Whether every branch of a jump binds us: a few liars could also begin theirs in the part that is left out."""
+        """Whether every branch of a jump binds us: a few liars could have begun one in the part that is left out."""
         roster = state.roster
         for place, change in enumerate(changes):
             if isinstance(change, Entry):

@@ -33,7 +33,7 @@ class Chain:
         self.steps: deque[Certified] = deque()
         self.forks: dict[bytes, AgreedState] = {}  # by branch: the state from which it began
         self.beginnings: dict[bytes, Beginning] = {}
-        self.changes: list[Step] = []  # rounds that changed the roster, and beginnings, each with the round before
+        self.changes: list[Step] = []  # rounds that changed the roster, and beginnings, each with the round before it
         self.lineage: list[BranchStart] = [BranchStart(run_id, 0)]
         self.has_new_trunk = False  # the trunk has changed since the last call of `trunk`
 
@@ -54,7 +54,7 @@ class Chain:
         return chain
 
     def trunk(self, base: AgreedState | None = None) -> Trunk:
-        """Returns the part that is kept for ever."""
+        """Returns the part that is kept forever."""
         self.has_new_trunk = False
         return Trunk(tuple(self.lineage), tuple(self.changes), tuple(self.forks.values()), base)
 
@@ -232,7 +232,7 @@ def wins(other: Beginning, mine: Beginning) -> bool:
 
 
 def are_level(other: Beginning, mine: Beginning) -> bool:
-    """Whether only their ids decide between two branches."""
+    """Whether only the ids decide between two branches."""
     theirs, ours = set(other.members), set(mine.members)
     return len(theirs - ours) == len(ours - theirs)
 

@@ -110,7 +110,7 @@ MEANINGS: dict[Code, Meaning] = {
         "no longer stalled: the quorum is back",
     ),
     Code.FEW_HEARD: Meaning(
-        "error", True, "few heard: {heard} of {members} members in the last {seconds} s, the quorum is {quorum}",
+        "error", True, "few heard: {heard} of {members} members in the last {seconds} s; the quorum is {quorum}",
         "Too few members are heard",
         "No round is decided until enough members are heard again. Check your own connection first, and then the other "
         "nodes.",
@@ -123,13 +123,13 @@ MEANINGS: dict[Code, Meaning] = {
         "connected to peers",
     ),
     Code.CHECKPOINTS_NOT_SAVED: Meaning(
-        "error", False, "checkpoints are not saved: {why}", "Checkpoints are not saved",
+        "error", False, "checkpoints are not being saved: {why}", "Checkpoints are not being saved",
         "The node takes part, but after a restart it would begin at an older state and replay the rounds since. Check "
         "disk space and memory; the node keeps retrying.",
         "checkpoints are saved again",
     ),
     Code.RECORDS_NOT_WRITTEN: Meaning(
-        "error", False, "records are not written: {why}", "Records are not written",
+        "error", False, "records are not being written: {why}", "Records are not being written",
         "Training is not affected, but the history of these rounds will be missing. Check the disk; the node keeps "
         "retrying.",
         "records are written again",
@@ -143,14 +143,15 @@ MEANINGS: dict[Code, Meaning] = {
     ),
     Code.UNTRUSTED: Meaning(
         "warning", True, "untrusted: waiting for a history with head {head}; {others} of {peers} peers have others. "
-        "If this lasts, the head is of another history or older than peers keep: ask your source for a newer one",
+        "If this lasts, the head belongs to a different history or is older than peers keep: ask your source for a "
+        "newer one",
         "Looking for the trusted history",
         "No peer has shown a history with the head given to --trust yet.",
         "found the trusted history",
     ),
     Code.CATCHING_UP: Meaning(
         "warning", True, "catching up", "Catching up",
-        "Others are some rounds ahead. It fetches the missing rounds, and then trains along again.",
+        "Others are some rounds ahead. It fetches the missing rounds, and then trains again.",
         "caught up",
     ),
     Code.SILENT: Meaning(

@@ -103,9 +103,9 @@ class Context:
     def enter(self, branch: bytes, number: int) -> None:
         """Enters a round, and drops the backing of our messages in earlier rounds of its branch, which are certified.
 
-        The cost: if those certificates were lost everywhere and we were in such a round again, we would still be
-        locked, but could not propose our locked manifest ourselves; a member that still has it would have to. A round
-        that we leave by leaving its branch keeps its backing.
+        The cost: if those certificates were lost everywhere and we entered such a round again, we would still be
+        locked, but could not propose our locked manifest; only a member that still has it could. A round that we leave
+        by leaving its branch keeps its backing.
         """
         self.here = branch, number
         for (at, place), words in self.said.items():

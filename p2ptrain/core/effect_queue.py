@@ -22,7 +22,7 @@ class EffectQueue(Generic[E]):
     def __init__(self) -> None:
         self.writing: list[Record] = []  # records being written to the disk
         self._waiting: deque[E] = deque()
-        self._on_disk = 0  # how many `Persist` at the front are on the disk already
+        self._on_disk = 0  # how many `Persist` effects at the front are on the disk already
         self._is_carrying = False
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class EffectQueue(Generic[E]):
         return self.writing
 
     def written(self) -> None:
-        """Marks the records being written as written."""
+        """Records that the write in progress has finished."""
         self._on_disk, self.writing = len(self.writing), []
 
     def clear(self) -> None:

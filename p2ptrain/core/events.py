@@ -34,10 +34,10 @@ class Said(Struct, frozen=True, tag=True):
 
 
 class Trunk(Struct, frozen=True):
-    """The part of a chain that is kept for ever: the proof of its roster, and its branch points."""
+    """The part of a chain that is kept forever: the proof of its roster, and its branch points."""
 
     lineage: tuple[BranchStart, ...]
-    changes: tuple[Step, ...]  # rounds that changed the roster, and beginnings, each with the round before
+    changes: tuple[Step, ...]  # rounds that changed the roster, and beginnings, each with the round before it
     forks: tuple[AgreedState, ...]  # the last states from which branches began
     base: AgreedState | None = None  # after a jump: the state before the step; older history can go
 
@@ -45,7 +45,7 @@ class Trunk(Struct, frozen=True):
 class Certified(Struct, frozen=True, tag=True):
     """A decided round or the beginning of a branch, with the agreed state after it.
 
-    If it does not follow the last one, it replaces everything after the one that it does follow.
+    If it does not follow the last record, it replaces everything after the one that it follows.
     """
 
     step: Step
@@ -284,19 +284,19 @@ class Train(Struct, frozen=True, tag=True):
 
 
 class Apply(Struct, frozen=True, tag=True):
-    """Apply a manifest, whose payloads are all here, and forget the own contributions that it takes."""
+    """Apply a manifest, whose payloads are all here, and forget this node's contributions that it takes."""
 
     manifest: Manifest
 
 
 class Return(Struct, frozen=True, tag=True):
-    """Add the own contribution of this round, which can no longer be taken, back to the residual."""
+    """Add this node's contribution of this round, which can no longer be taken, back to the residual."""
 
     round: int
 
 
 class NoteWrongState(Struct, frozen=True, tag=True):
-    """Note that the own state after this round differs from the certified one."""
+    """Note that this node's state after this round differs from the certified one."""
 
     round: int
 

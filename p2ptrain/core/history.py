@@ -41,8 +41,8 @@ from p2ptrain.errors import RemoteProtocolError
 if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
 
-ENTRIES_MAX = 64  # per answer: 8 MB at 1,024 contributors; for more, a peer asks again
-CHANGES_MAX = 4_096  # that a node keeps and an answer contains; anything older needs a trusted checkpoint
+ENTRIES_MAX = 64  # per answer: 8 MB at 1,024 contributors; a peer that needs more asks again
+CHANGES_MAX = 4_096  # kept by a node and sent in an answer; anything older needs a trusted checkpoint
 STAGES_MAX = 1_024  # successive branches
 HISTORY_BYTES_MAX = 64 * 2**20  # of an encoded answer, checked before it is decoded
 
@@ -111,7 +111,7 @@ def encode_answer(history: History) -> bytes | None:
 def decode_history(data: bytes) -> History:
     """Decodes a history; only `follow` verifies it."""
     if len(data) > HISTORY_BYTES_MAX:
-        raise RemoteProtocolError(f"a history of {len(data)} bytes, the limit is {HISTORY_BYTES_MAX}")
+        raise RemoteProtocolError(f"a history of {len(data)} bytes; the limit is {HISTORY_BYTES_MAX}")
     return decode_strictly(_HISTORY, data, "a history")
 
 
@@ -145,7 +145,7 @@ def check_certificate(entry: Entry, roster: Roster, verifier: Verifier) -> None:
     if signers is None or len(signers) != len(certificate.signatures):
         raise RemoteProtocolError("the certificate names seats that do not exist")
     if len(signers) < roster.quorum:
-        raise RemoteProtocolError(f"the certificate has {len(signers)} signatures, the quorum is {roster.quorum}")
+        raise RemoteProtocolError(f"the certificate has {len(signers)} signatures; the quorum is {roster.quorum}")
     for key, signature in zip(signers, certificate.signatures, strict=True):
         vote = Vote(
             certificate.branch, certificate.round, certificate.view, Ballot.PRECOMMIT, certificate.manifest, key

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 OF_A_ROUND = (Availability, Proposal, Vote)
 EARLY_OF_AUTHOR_MAX = 6  # messages for the next round: an availability, a proposal, two votes, and conflicting ones
-LATE_SECONDS = 0.25  # after a round began: messages of the previous one were in flight, and their author not behind
+LATE_SECONDS = 0.25  # after a round began: messages of the last one may be in flight, and their author is not behind
 
 
 class Inbox:
@@ -104,7 +104,7 @@ class Inbox:
     def _heard(self, heard: Heard, author: bytes, sender: bytes, received: Received) -> None:
         """Acts on the outcome of a proposal or vote.
 
-        A new one shows that its author is alive, a conflicting one is turned into evidence, any other was useless.
+        A new one shows that its author is alive, a conflicting one becomes evidence, and any other is useless.
         """
         if heard is Heard.NEW:
             self.context.heard_at[author] = self.context.now
@@ -358,7 +358,7 @@ class Inbox:
         if sender in context.peers and context.reputation.is_greylisted(sender, context.now):
             context.counters["disconnected"] += 1
             del context.peers[sender]  # once is enough, however many of its messages are still queued
-            context.emit(Disconnect(sender, "its messages are of no use"))
+            context.emit(Disconnect(sender, "its messages are useless"))
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of each buffer."""

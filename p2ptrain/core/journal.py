@@ -114,7 +114,7 @@ class Journal:
         return {state.root_round: state.root for state in self.states}
 
     def write(self, record: Record, message: Message | None) -> None:
-        """Folds in a record; `message` is the decoded message of a `Said`."""
+        """Adds a record; `message` is the decoded message of a `Said`."""
         match record:
             case Certified():
                 self._certify(record)

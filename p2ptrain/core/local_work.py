@@ -22,7 +22,7 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
 from p2ptrain.core.round import Round
 
-REPLAY_ROUNDS_MAX = 32  # beyond that, fetching the state is cheaper than fetching every round's payloads; a guess
+REPLAY_ROUNDS_MAX = 32  # above this, fetching the state is cheaper than fetching every round's payloads; a guess
 FETCH_TRIES_MAX = 5  # for a certified payload; then the state itself is fetched
 ROOTS_MAX = 128  # rounds whose own root is remembered: a manifest certifies one of the last few
 RETRY_SECONDS = 1.0
@@ -61,7 +61,7 @@ class LocalWork:
         self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
         self.is_quarantined = False  # our root is not the certified one
         self.is_stopping = False
-        self.catching: dict[int, bytes] | None = None  # the roots of which one is being fetched
+        self.catching: dict[int, bytes] | None = None  # the candidate roots of the state being fetched
         self.attempt = -1  # number of the last fetch of a state: the chain may change before an earlier one ends
         self.fetched_round = -1  # of the state that was fetched last
         self.retry_at: float | None = None

@@ -3,7 +3,7 @@
 It contains exactly what q - f of the q named availabilities attest: contributions in the order of their authors' keys,
 payloads that were found bad, joins, leaves, evidence, members that were not heard, and the newest state root. The
 proposer only chooses which q availabilities to name. So every node computes the manifest itself, and a proposal carries
-only its digest. Anything that every honest member attests gets in, and nothing that no honest member attests.
+only its digest. Everything that every honest member attests gets in, and nothing that no honest member attests.
 
 If two contributions of one author for one round are attested, the author has lied: neither is taken, and the author is
 banned. So are authors of payloads that q - f members refuse, and authors that evidence convicts.
@@ -149,7 +149,7 @@ def manifest_of(
     }
     absent = _unheard(named, roster.size, least)
     unseated = _unseated(state, run, banned | leaves, absent)
-    if len(unseated) == roster.size:  # a roster never becomes empty: rather nobody leaves it
+    if len(unseated) == roster.size:  # a roster must not become empty: in that case nobody leaves it
         banned, leaves, unseated = banned - unseated, leaves - unseated, set()
     gone = banned | leaves
     taken = _oldest_of_each(offer for offer in candidates if offer.author not in gone | liars)
@@ -176,8 +176,8 @@ def manifest_of(
 def contradiction(manifest: Manifest, state: AgreedState, run: RunConfig, run_id: bytes) -> str | None:
     """Returns why no availabilities can lead from a state to this manifest, or None if some may.
 
-    An outsider can check a manifest against the state before it, and no further: a dishonest quorum can still have left
-    out anything. It is always possible that nobody lost a seat, because a roster that would become empty is kept.
+    An outsider can only check a manifest against the state before it: a dishonest quorum can still have left out
+    anything. It is always valid that nobody lost a seat, because a roster that would become empty is kept.
     """
     return next(_contradictions(manifest, state, run, run_id), None)
 
@@ -197,7 +197,7 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig, run_
     ):
         yield "keys get seats that have not earned them"
     if not gone <= set(state.place) or gone & {taken.author for taken in manifest.taken}:
-        yield "it takes contributions of keys that go, or removes keys that were not admitted"
+        yield "it takes contributions of keys that it removes, or removes keys that were not admitted"
     if manifest.joins != tuple(_joins(state, run, list(manifest.joins), gone)):
         yield "it admits keys that cannot be admitted"
     if (manifest.root_round, manifest.root) != (state.root_round, state.root) and not (

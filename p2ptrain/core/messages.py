@@ -34,7 +34,7 @@ from p2ptrain.errors import RemoteProtocolError
 ENVELOPE_BYTES_MAX = 1_000_000  # gossipsub silently drops anything over 1,048,446 bytes
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-SHORT_BYTES = 16  # names an announcement within its round: a collision takes 2**64 tries, and one author
+SHORT_BYTES = 16  # names an announcement within its round: a collision takes one author 2**64 tries
 SEATS_MAX = 256  # RunConfig.admission.seats_max
 ADMITTED_MAX = 1_024  # RunConfig.admission.contributors_max
 HELD_MAX = 2 * ADMITTED_MAX  # per author the oldest untaken announcement, and a second one that proves a lie
@@ -43,7 +43,7 @@ ATTACHMENT_BYTES_MAX = 262_144  # RunConfig.agreement.inline_bytes_max at its la
 PAYLOAD_BYTES_MAX = 2**32  # a billion parameters at k = 512 take a tenth of that
 TICKET_BYTES_MAX = 256  # an invitation: key, serial, last round, signature
 PROVEN_BYTES_MAX = 65_536  # per half of evidence; a proposal that names 256 availabilities takes 9 KB
-NUMBER_MAX = 2**48  # rounds, views and attempts: one a microsecond for nine years
+NUMBER_MAX = 2**48  # rounds, views and attempts: one per microsecond for nine years
 PROTOCOLS_MAX = 8  # protocol versions that a daemon speaks: the current one and the one before
 
 Number = Annotated[int, Meta(ge=0, lt=NUMBER_MAX)]
@@ -273,7 +273,7 @@ def signed_bytes(run_id: bytes, message: Message) -> bytes:
 def decode(data: bytes, verifier: Verifier) -> Received:
     """Decodes and verifies an envelope; raises RemoteProtocolError with the reason if no honest node would send it."""
     if len(data) > ENVELOPE_BYTES_MAX:
-        raise RemoteProtocolError(f"a message of {len(data)} bytes, the limit is {ENVELOPE_BYTES_MAX}")
+        raise RemoteProtocolError(f"a message of {len(data)} bytes; the limit is {ENVELOPE_BYTES_MAX}")
     envelope = decode_strictly(_ENVELOPE, data, "a message")
     message = decode_strictly(_MESSAGE, envelope.body, "a message")
     _check_form(message)

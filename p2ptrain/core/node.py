@@ -51,7 +51,7 @@ from p2ptrain.core.trust import Trust
 from p2ptrain.core.view import NodeView
 from p2ptrain.errors import DataError
 
-GAP_SECONDS = 5.0  # after the deadline: a driver that comes later than this means that the machine slept
+GAP_SECONDS = 5.0  # after the deadline: if the driver is later than this, the machine slept
 PEERS_MAX = 1_024  # connections that the core tracks; the network layer keeps far fewer
 SAVE_SCORES_SECONDS = 60.0  # a restart may lose the observations of the last minute
 RECALL_MARGIN = 2  # rounds: others may be one behind what we had seen, and we may have been one ahead
@@ -177,7 +177,7 @@ class Node:
         if saved.scores:
             try:
                 context.reputation.restore(saved.scores, context.now)
-            except DataError:  # scores are only a help, and no reason not to start
+            except DataError:  # scores are only a help: the node starts without them
                 context.counters["saved scores damaged"] += 1
         self.chain = Chain.restored(saved, context.run_id, context.run.agreement.history_rounds)
         is_forgetful = event.forgetful and self.chain.state.members != (context.me,)
@@ -323,7 +323,7 @@ class Node:
 
     def _go_on(self) -> None:
         """Does everything that can be done now."""
-        if self.trust is not None:  # until then, only look for a history, or leave
+        if self.trust is not None:  # until then, it only looks for a history, or leaves
             self.trust.tick()
             self.membership.tick(self.chain.state, is_current=False)
             self._rest(self.trust.deadline, self.membership.deadline(self.chain.state))
@@ -355,7 +355,7 @@ class Node:
         """Sets the deadline to the earliest of these times."""
         due = self._due = max(self.context.now, min(time for time in times if time is not None))
         self.deadline = due - self._shift
-        while self.deadline + self._shift < due:  # if rounded down, the tick would come just too early
+        while self.deadline + self._shift < due:  # if rounded down, the tick would come slightly early
             self.deadline = nextafter(self.deadline, inf)
 
     @property
@@ -462,8 +462,8 @@ class Node:
         """Notes a member's round, to find out how long we have to stay silent after losing our log.
 
         Any quorum includes an honest member that voted in the last decided round, and we can have spoken in the next
-        one at most. Rounds far beyond the rest, which f liars may have made up, are capped, so that they do not silence
-        us for ever.
+        one at most. Rounds far beyond the others, which f liars may have made up, are capped, so that they do not
+        silence us forever.
         """
         assert self.recalled is not None
         self.recalled[member] = number

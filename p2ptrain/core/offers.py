@@ -17,7 +17,7 @@ from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.state import AgreedState
 
 ROUNDS_KEPT = 3  # per author; an honest one has two on offer at most
-OFFERS_OF_AUTHOR_MAX = 2 * ROUNDS_KEPT + 2 * SEATS_MAX  # with two more per member that attests them, which we then need
+OFFERS_OF_AUTHOR_MAX = 2 * ROUNDS_KEPT + 2 * SEATS_MAX  # two more per member that attests them: we need those
 OFFERS_MAX = 2 * ROUNDS_KEPT * ADMITTED_MAX + 4 * SEATS_MAX * SEATS_MAX
 
 
@@ -61,7 +61,7 @@ class Offers:
             mine.append(offer)
         self.by_name[name] = offer
         self.by_payload.setdefault(announcement.payload, []).append(offer)
-        if announcement.author == self.payloads.context.me:  # our own: the announced length is true
+        if announcement.author == self.payloads.context.me:  # our own: the announced length is correct
             self.payloads.sizes[announcement.payload] = announcement.payload_bytes
         return verdict
 
@@ -95,7 +95,7 @@ class Offers:
         return self.payloads.is_good(announcement.payload, announcement.payload_bytes)
 
     def has_from(self, author: bytes, state: AgreedState) -> bool:
-        """Whether we hold a good contribution of this author that the next round may take."""
+        """Whether we hold a good contribution by this author that the next round may take."""
         return any(
             self.is_good(offer.announcement) and state.may_take(offer.announcement, self.staleness)
             for offer in self.by_author.get(author, ())

@@ -26,14 +26,14 @@ SOURCES_MAX = 8  # sources per fetch; the next fetch tries others
 RETRY_SECONDS = 1.0  # after all sources have failed; doubles
 RETRY_SECONDS_MAX = 30.0
 ANSWER_SECONDS = 120.0  # after this time without a result, the driver is asked again: 100 MB at 1 MB/s
-CLAIMS_MAX = ADMITTED_MAX  # per payload: nobody else may announce it
+CLAIMS_MAX = ADMITTED_MAX  # per payload: only admitted keys may announce it
 PAYLOADS_MAX = 16 * ADMITTED_MAX  # on offer, or certified and not yet applied
 
 
 class WantedPayload(Struct):
     claims: dict[bytes, int]  # by author: the length in bytes that it claimed last
     sources: dict[bytes, None]  # peers that may have it
-    is_old: bool = False  # already agreed on: its author may be gone, but every member has it
+    is_old: bool = False  # already agreed on: its author may have gone, but every member has it
     asked: int = 0  # sources that have not answered yet
     tries: int = 0
     next_at: float = 0.0

@@ -1,9 +1,9 @@
 """Questions: requests for named messages that a round needs and lacks.
 
-Each message is asked of one peer at a time, and of the next one if no answer comes. If many peers may have it, some are
-drawn at random after the first, and peers that were asked in vain are replaced: otherwise the peers that vote first, or
-have the lowest keys, could all be liars. The answer is a message like any other, but because it was asked for it is
-exempt from the bounds that keep strangers out.
+Each message is requested from one peer at a time, and from the next one if no answer comes. If many peers may have it,
+some are drawn at random after the first, and peers that were asked in vain are replaced: otherwise the peers that vote
+first, or have the lowest keys, could all be liars. The answer is a message like any other, but because it was requested
+it is exempt from the bounds that keep strangers out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOURCES_MAX = 8  # peers that a question goes to in turn, until they are replace
 class MissingMessage:
     """A missing message, and the peers that may have it."""
 
-    sources: list[bytes]  # first the one asked last, then the next ones, then those asked in vain
+    sources: list[bytes]  # the one asked last, then the next ones, then those asked in vain
     next_at: float
     is_needed: bool
     tries: int = 0
@@ -63,10 +63,10 @@ class Questions:
         self.unneeded = 0
 
     def ask(self, names: Iterable[bytes], sources: list[bytes], is_needed: bool = False) -> None:
-        """Asks for messages, unless just asked for. `is_needed`: a proposal, ours or another's, waits for them.
+        """Asks for messages, except those just asked for. `is_needed`: a proposal, ours or another's, waits for them.
 
-        Needed messages always find room and are asked for anew, whoever named them before: otherwise a few liars that
-        name messages that do not exist, or withhold messages that they are asked for, would hold up every proposal.
+        There is always room for needed messages, and they are requested again, whoever named them before: otherwise a
+        few liars that name messages that do not exist, or withhold messages, would hold up every proposal.
         """
         named = tuple(islice(names, QUESTIONS_MAX))  # otherwise one call could evict its own questions
         if all((known := self.open.get(name)) and known.is_needed >= is_needed and not known.room for name in named):
@@ -92,7 +92,7 @@ class Questions:
             self._emit(others[0], fresh)
 
     def _drawn(self, sources: list[bytes]) -> list[bytes]:
-        """Orders sources: the first one, which should have it, then the others at random, best reputation first."""
+        """Orders sources: the first, which should have the message, then randomly drawn ones, best reputation first."""
         rest = list(dict.fromkeys(sources[1:]))
         self.context.rng.shuffle(rest)
         return sources[:1] + self.context.reputation.preferred(rest, self.context.now)

@@ -4,10 +4,12 @@ The quorum counts as lost when no round was decided for `stall_seconds` after ou
 connected, and fewer members than a quorum were heard in that time: as long as a quorum is heard, it is only slow.
 Then the node either waits (`halt`) or regroups (`regroup`): each member floods a call that names the last certificate,
 and when no new call has arrived for `settle_seconds`, it signs the set of callers, once per attempt. A set signed by a
-quorum of itself begins a new branch. By that alone, a lone liar could sign a set of itself and take over a healthy
-swarm; so a set that we have not signed binds us only if an honest member must have lost the quorum (`may_follow`).
+quorum of itself begins a new branch. With this rule alone, a single liar could sign a set of itself and take over a
+healthy swarm; so a set that we have not signed binds us only if an honest member must have lost the quorum
+(`may_follow`).
 
-The settle time is longer than the spread with which members notice the stall, or they would sign different sets. A
+The settle time is longer than the time between the first and the last member noticing the stall; otherwise they would
+sign different sets. A
 failed attempt is followed by another after twice the time, up to a cap.
 """
 
@@ -23,7 +25,7 @@ from p2ptrain.core.state import AgreedState
 ATTEMPTS_KEPT = 4  # the newest attempts, whose calls and signatures are kept
 PATIENCE_MAX = 8  # times stall_seconds: the longest wait between attempts
 REPEAT_SECONDS = 3.0  # calls and signatures are repeated: gossip may lose them, and newcomers have no history
-ATTEMPTS_AHEAD = 2  # attempts beyond ours whose calls are kept, so that nobody drives the number up alone
+ATTEMPTS_AHEAD = 2  # attempts beyond ours whose calls are kept, so that nobody can drive the number up alone
 HEARD_SECONDS = 45.0  # a live member is heard in this time: two of repair.py's heartbeats, as gossip may lose one
 SHARE_CALLED = 0.5  # share of the wait once others have called: members notice a stall at different times, and this
 # brings them together
@@ -86,18 +88,17 @@ class Regrouping:
         return self._present(stall) < self.state.roster.quorum
 
     def _is_deserted(self) -> bool:
-        """Whether fewer than a quorum were heard here for `stall_seconds`, whether or not the clock is running."""
+        """Whether fewer than a quorum were heard from for `stall_seconds`, whether or not the clock is running."""
         stall = float(self.context.run.agreement.stall_seconds)
         return self.context.now - self.began >= stall and self._present(stall) < self.state.roster.quorum
 
     def _present(self, seconds: float) -> int:
-        """Returns how many members were heard lately, including ourselves."""
+        """Returns how many members were heard from lately, including ourselves."""
         now, heard, me = self.context.now, self.context.heard_at, self.context.me
         return sum(key == me or now - heard.get(key, now - 2.0 * seconds) < seconds for key in self.state.members)
 
     def _is_cut_off(self) -> bool:
-        """Whether we are the ones who are cut off: we have no connection at all. In a crash-only roster, the few others
-        may really be gone."""
+        """Whether we have no connection at all; never in a crash-only roster, whose few others may really be gone."""
         return not self.context.peers and not self.state.roster.is_crash_only
 
     @property
@@ -164,7 +165,7 @@ class Regrouping:
         context.publish_once(regroup)
 
     def hear_call(self, received: Received) -> bool:
-        """Takes in a member's call after the same certificate; returns False if it is of no use."""
+        """Takes in a member's call after the same certificate; returns False if it is useless."""
         call = read(received, Call)
         if call.author not in self.state.roster.seat or not self._is_kept(call.attempt):
             return False
@@ -177,7 +178,7 @@ class Regrouping:
         return True
 
     def hear_regroup(self, received: Received) -> bool:
-        """Takes in a member's signature of a set; returns False if it is of no use."""
+        """Takes in a member's signature of a set; returns False if it is useless."""
         regroup = read(received, Regroup)
         seat = self.state.roster.seat
         if any(key not in seat for key in regroup.members) or not self._is_kept(regroup.attempt):
@@ -210,10 +211,10 @@ class Regrouping:
     def may_follow(self, beginning: Beginning) -> bool:
         """Whether a branch from our head binds us, and is not an attempt by a few liars to take over a healthy swarm.
 
-        It does if we signed it; if f + 1 members signed it, at least one of whom is honest and has lost the quorum; or
-        if we have lost the quorum ourselves and it has more signers than our call has had answers; if we have not
-        called yet, its signers must outnumber half of the members we still hear. A node without a vote cannot call, so
-        it waits instead.
+        It binds us if we signed it, or if f + 1 members signed it, at least one of which is honest and has lost the
+        quorum. It also does if we have lost the quorum ourselves and it has more signers than our call had answers or,
+        if we have not called yet, more than half as many as the members that we still hear. A node without a vote
+        cannot call, so it waits instead.
         """
         signers = beginning.signers
         if self.context.me in signers or len(signers) > self.state.roster.tolerated:
@@ -228,7 +229,7 @@ class Regrouping:
 
     @property
     def has_waited(self) -> bool:
-        """Whether we have no vote, and nothing was decided for as long as members take to notice a lost quorum."""
+        """Whether we have no vote, and nothing was decided for as long as members need to notice a lost quorum."""
         return not self.is_member and self.context.now - self.began >= self.context.run.agreement.stall_seconds
 
     def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:

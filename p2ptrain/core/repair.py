@@ -3,7 +3,7 @@
 From time to time, and whenever it waits for votes, a node sends a few peers a `Hello`: its branch, round and view, and
 which members' messages it holds. A peer in the same round sends the missing messages on a stream; a peer that is ahead
 answers with its own position, so that the node asks for history. Answers are limited per peer, in number and in bytes,
-so that nobody can make us send without end.
+so that nobody can make us send forever.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from p2ptrain.core.round import Round
 
 PEERS_TOLD = 3  # peers per hello: one of them has what a node lacks, and the swarm's load stays linear
 WAITING_SECONDS = 1.0  # between hellos while waiting for messages; a fast round is over by then
-HEARTBEAT_SECONDS = 20.0  # without a message of ours, so that a long training does not look like an absence
+HEARTBEAT_SECONDS = 20.0  # without a message of ours, so that we do not look absent during a long training
 ANSWER_SECONDS = 0.4  # at most one answer per peer in that time
 ANSWERS_MAX = 2_048  # peers whose last answer is remembered
 HANDED_MAX = 512  # messages per answer
 HANDED_BYTES_MAX = 2**20
-QUESTION_BYTES = 1_024  # the cost of any question, as a fruitless lookup is work, too
+QUESTION_BYTES = 1_024  # the cost of any question, because a fruitless lookup is work, too
 BURST_BYTES = 2**23  # all availabilities of 256 members with 1,024 contributions, twice
 REFILL_BYTES_A_SECOND = 2**20  # a home connection's upload, for one peer; a guess
 HISTORIES_BURST = 32.0  # for a peer that catches up: 2,048 rounds at once
@@ -31,7 +31,7 @@ HISTORIES_A_SECOND = 4.0  # 256 rounds; nobody applies as many
 
 
 class Budget(Struct):
-    """How much one peer may still have us send."""
+    """The amount that we may still send to one peer."""
 
     at: float  # when it was last refilled
     size: float = BURST_BYTES
@@ -127,7 +127,7 @@ class Repair:
     def _lacking(self, here: Round, hello: Hello) -> list[Received]:
         agreement, members = here.agreement, here.roster.members
         lacking: list[Received] = []
-        if hello.view in agreement.views:  # it may be what keeps the peer in that view
+        if hello.view in agreement.views:  # the lack of it may keep the peer in that view
             lacking += self._of_view(here, hello.view, hello)
         if hello.view < agreement.view:
             lacking += self._of_view(here, agreement.view, None)
@@ -157,7 +157,7 @@ class Repair:
         return found
 
     def _budget(self, peer: bytes) -> Budget:
-        """Returns a peer's budget, refilled up to now. A forgotten peer starts with a full one: it was long ago."""
+        """Returns a peer's budget, refilled up to now. A peer forgotten long ago starts with a full one."""
         now = self.context.now
         budget = self.budgets.pop(peer, None) or Budget(now)
         elapsed, budget.at = max(0.0, now - budget.at), now
@@ -178,7 +178,7 @@ class Repair:
         return True
 
     def may_tell_history(self, peer: bytes) -> bool:
-        """Whether a peer that asks for history gets it now; if so, it counts against the budget."""
+        """Whether a peer that asks for history gets it now; if so, it is charged to its budget."""
         if self.context.reputation.is_greylisted(peer, self.context.now):
             return False
         budget = self._budget(peer)

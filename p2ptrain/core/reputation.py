@@ -2,7 +2,7 @@
 
 Equivocation can be proved: two signed announcements, votes or proposals by one author for the same place in the
 protocol. Such evidence goes into a manifest, everyone verifies it, and the author is banned. (A payload that q - f
-members refuse also gets its author banned, without evidence: manifest.py.)
+members refuse also gets its author banned, without evidence: see manifest.py.)
 
 Our own observations (late, silent, unfetchable, malformed, flooding) add up to a score that decays, with a counter for
 each reason. The score decides which peers we prefer, dial and keep away; it never decides which contributions are
@@ -34,12 +34,12 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.errors import DataError, RemoteProtocolError
 
-HALF_LIFE_SECONDS = 3_600.0  # a laptop that slept at night should not be shunned the next morning; a guess
+HALF_LIFE_SECONDS = 3_600.0  # a laptop that slept overnight should not be shunned in the morning; a guess
 GREYLISTED_FROM = 20.0  # points; two dozen malformed messages, or a flood that lasts ten seconds
 PARDONED_BELOW = 10.0  # points; below the threshold above, so that no peer flips back and forth
 BURST = 256.0  # useless messages that cost nothing: a repair answer that crossed with gossip
 REFILL_A_SECOND = 16.0
-FLOOD_SECONDS = 1.0  # a flood is noted once in that time
+FLOOD_SECONDS = 1.0  # a flood is noted at most once in this time
 PEERS_MAX = 4_096
 SAVED_BYTES_MAX = 2**20  # 4,096 peers take 600 kB
 SCORE_MAX = 1_000.0  # points; whatever a peer did, it may try again after seven quiet hours
@@ -208,7 +208,7 @@ class Reputation:
             self.records,
             key=lambda peer: (self.is_greylisted(peer, now), self.score(peer, now)),
         )
-        for peer in harmless[: PEERS_MAX // 16]:  # many at once, so that a flood of keys does not sort every time
+        for peer in harmless[: PEERS_MAX // 16]:  # many at once, so that a flood of keys does not sort each time
             del self.records[peer]
 
     def saved(self, now: float) -> bytes:
@@ -228,7 +228,7 @@ class Reputation:
     def restore(self, saved: bytes, now: float) -> None:
         """Restores the output of `saved`; raises DataError if it is damaged."""
         if len(saved) > SAVED_BYTES_MAX:
-            raise DataError(f"saved reputation of {len(saved)} bytes, the limit is {SAVED_BYTES_MAX}")
+            raise DataError(f"saved reputation of {len(saved)} bytes; the limit is {SAVED_BYTES_MAX}")
         try:
             records = _SAVED.decode(saved)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

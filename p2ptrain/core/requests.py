@@ -39,9 +39,9 @@ class Requests:
         self.by_name: dict[bytes, Waiting] = {}
 
     def add(self, received: Received, state: AgreedState, asked_for: bool = False) -> bool:
-        """Adds a request; returns False if it is of no use or has no room, raises RemoteProtocolError if it is invalid.
+        """Adds a request; returns False if it is useless or does not fit, raises RemoteProtocolError if it is invalid.
 
-        A request that we asked for, because others attest it, always finds room: the manifest depends on it.
+        A request that we asked for, because others attest it, always fits: the manifest depends on it.
         """
         name = received.name
         if name in self.by_name:
@@ -85,11 +85,11 @@ class Requests:
         self.by_name = {name: waiting for name, waiting in self.by_name.items() if self._still(waiting, state)}
 
     def _still(self, waiting: Waiting, state: AgreedState) -> bool:
-        """Whether a request is still valid, by the same test that others apply: they have to accept what we attest."""
+        """Whether a request is still valid, by the same test that others apply to what we attest."""
         message = waiting.received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
         if isinstance(message, Evidence):
-            return waiting.about in state.place  # a proof stays a proof
+            return waiting.about in state.place  # a proof stays valid
         try:
             check_request(message, state, self.context.run, self.context.signer)
         except RemoteProtocolError:

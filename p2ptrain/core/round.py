@@ -1,4 +1,4 @@
-"""One round on one node: collect contributions, publish the availability, propose, vote, decide.
+"""One round on one node: collects contributions, publishes the availability, proposes, votes and decides.
 
 Collecting ends when every contribution worth waiting for is held, at a deadline that follows the members' own pace
 (arrivals.py), or when q - f members have stopped collecting. Then each member publishes once which contributions it
@@ -42,7 +42,7 @@ WAIT_SHARE = 0.25  # of the first view, at most: the others' timers run, and mes
 
 @dataclass(slots=True)
 class ProposalCheck:
-    """The result of checking a proposal so far."""
+    """The result so far of checking a proposal."""
 
     manifest: Manifest | None = None
     is_bad: bool = False
@@ -96,7 +96,7 @@ class Round:
         self.has_any = any(self.context.offers.has_from(author, self.state) for author in self.context.offers.by_author)
         if usual is None:
             stall = float(self.context.run.agreement.stall_seconds)
-            # We have an offer from before a restart, and no arrivals: the others may have moved on meanwhile.
+            # We have an offer from before a restart, but no arrivals: the others may have moved on meanwhile.
             self.is_blind = self.has_any
             self.collect_at = self.context.now + stall if self.has_any else None
             self.waiting = {key for key in members if not self.context.offers.has_from(key, self.state)}
@@ -108,7 +108,7 @@ class Round:
         self.waiting = {key for key in expected if not self.context.offers.has_from(key, self.state)}
 
     def heard_late(self, author: bytes) -> None:
-        """Waits for an author's next contribution if its last one missed its round only by a little."""
+        """Waits for an author's next contribution if its last one missed its round only narrowly."""
         is_open = self.closed_at is None and self.collect_at is not None
         has_one = self.context.offers.has_from(author, self.state)
         if is_open and not has_one and self.context.arrivals.is_in_time(author, self.roster.members):
@@ -176,7 +176,7 @@ class Round:
     # Availabilities
 
     def hear_availability(self, received: Received) -> bool:
-        """Takes in a member's availability; returns False if it is of no use."""
+        """Takes in a member's availability; returns False if it is useless."""
         message = read(received, Availability)
         digest, author = received.digest, message.author
         if digest in self.availabilities:
@@ -197,7 +197,7 @@ class Round:
         return True
 
     def _has_room(self, mine: list[Received]) -> bool:
-        """Whether there is room for another availability of a member, making some by dropping the oldest unused one.
+        """Whether there is room for another availability of a member; drops the oldest unused one if needed.
 
         Availabilities named by a proposal that may still be voted on stay: our lock and others' precommits need them.
         """
@@ -217,7 +217,7 @@ class Round:
         if self.first_available_at is None:
             self.first_available_at = now
         if self.is_blind and self.collect_at is not None and count == self.roster.tolerated + 1:
-            # One of these is honest, and has waited for the rest as long as its pace says: they may be dead.
+            # One of these is honest, and has waited for the rest as long as its pace demands: they may be dead.
             self.collect_at = min(self.collect_at, now + self.context.run.agreement.avail_seconds)
         if self.closed_at is None and (self.is_blind or count >= self.roster.attesting):
             self.collect()

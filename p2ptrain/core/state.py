@@ -37,8 +37,8 @@ class Admitted(Struct, frozen=True, array_like=True):
 
     key: Key
     since: Number  # the round that admitted it
-    taken: Number  # contributions since it was last without a seat
-    absent: Number  # rounds in a row unheard (members), or with nothing taken (the rest)
+    taken: Number  # contributions taken since it was last without a seat
+    absent: Number  # rounds in a row unheard (members), or with nothing taken (others)
 
 
 class Taken(Struct, frozen=True, array_like=True):
@@ -75,7 +75,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def place(self) -> dict[bytes, int]:
-        """The index of each admitted key among all of them."""
+        """The index of each admitted key among all admitted keys."""
         return _places(tuple([entry.key for entry in self.admitted]))
 
     @cached_property

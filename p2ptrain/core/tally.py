@@ -18,7 +18,7 @@ from msgspec import Struct
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import ADMITTED_MAX
 
-AUTHORS_MAX = 2 * ADMITTED_MAX  # those that are admitted, and as many that were
+AUTHORS_MAX = 2 * ADMITTED_MAX  # admitted authors, and as many former ones
 
 
 class Refusal(Enum):

@@ -19,7 +19,7 @@ Peers keep `history_rounds` rounds: an older head is not found, and a newer one 
 
 No peer can hold a node in this state for long. A peer with more history has to fill its answers. A slow peer gives way
 to others and gets more time on its next turn, so that a slow but honest peer finishes eventually. The next peer is
-drawn at random: with any ranking, liars that just keep to the limits could stay ahead of an honest peer for ever.
+drawn at random: with any ranking, liars that just keep to the limits could stay ahead of an honest peer forever.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from p2ptrain.errors import RemoteProtocolError
 
 PEER_SECONDS = 30.0  # per peer, if others wait: 256 rounds take a home connection ten; a guess, doubled each turn
 PEER_SECONDS_MAX = 960.0
-RETRY_SECONDS = 10.0  # until a peer without the head is asked again: the head's round may be yet to come
+RETRY_SECONDS = 10.0  # until a peer without the head is asked again: the head's round may come later
 ROUNDS_SPARE = 4 * ENTRIES_MAX  # that a peer may advance while we follow it; one whose history never ends is lying
 
 

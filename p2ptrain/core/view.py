@@ -156,7 +156,7 @@ class NodeView:
         return dict(sorted(self._node.context.reputation.counters().items()))
 
     def standings(self) -> list[PeerView]:
-        """Returns the statistics of all peers that are connected, or are or recently were admitted."""
+        """Returns the statistics of all peers that are connected, admitted, or were admitted recently."""
         context = self._node.context
         reputation, tallies = context.reputation, context.tallies.by_author
         found = []

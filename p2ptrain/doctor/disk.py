@@ -1,4 +1,4 @@
-"""The disk: whether the node may write there, who else may read, what holds the directory, room and speed."""
+"""The disk: write access, other users' access, locks, free space and speed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from p2ptrain.learn.memory import Need
 from p2ptrain.learn.shortage import mega
 from p2ptrain.store.lock import FIX, LOCK_NAME, LOCK_SUFFIX, beside
 
-PROBE_BYTES = 64 * 2**20  # more than what a disk takes into its own memory at no cost; a guess
+PROBE_BYTES = 64 * 2**20  # more than a disk's own cache takes at once; a guess
 PROBE_PART_BYTES = 2**20
-CHECKPOINT_SECONDS = 60.0  # in which one should be on the disk: longer, and two may overlap with short rounds
-SLOW_BYTES_PER_SECOND = 10 * 10**6  # an old memory card; what is signed waits for this disk, every round
-ROOM_LEFT = 1.25  # a system with a disk that is full to the edge has other troubles first
+CHECKPOINT_SECONDS = 60.0  # to write one: if it takes longer, two may overlap when rounds are short
+SLOW_BYTES_PER_SECOND = 10 * 10**6  # an old memory card; each round's signed messages wait for this disk
+ROOM_LEFT = 1.25  # a nearly full disk causes other trouble first
 LOCKS = Path("/proc/locks")
 
 
@@ -35,41 +35,42 @@ def check_writable(directory: Path) -> Diagnosis:
     there = standing(directory)
     fix = "Choose another with --data-dir or storage.directory"
     if not there.is_dir():
-        return Diagnosis("data directory", "failed", f"{there} is no directory", fix)
+        return Diagnosis("data directory", "failed", f"{there} is not a directory", fix)
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         return Diagnosis("data directory", "failed", f"{there} cannot be written: {error.strerror}", fix)
     if there != directory:
-        return Diagnosis("data directory", "good", f"{directory} will be made")
+        return Diagnosis("data directory", "good", f"{directory} will be created")
     return _for_its_owner(there)
 
 
 def _for_its_owner(there: Path) -> Diagnosis:
     status = there.stat()
     if status.st_uid != os.geteuid():
-        text = f"{there} is another user's"
+        text = f"{there} belongs to another user"
         return Diagnosis("data directory", "warning", text, f"sudo chown -R $USER {there}, or choose another")
     open_to = {0o022: "write", 0o055: "read"}
     for bits, verb in open_to.items():
         if stat.S_IMODE(status.st_mode) & bits:
-            return Diagnosis("data directory", "warning", f"others may {verb} in {there}", f"chmod 700 {there}")
-    return Diagnosis("data directory", "good", f"{there}, for its owner alone")
+            return Diagnosis("data directory", "warning", f"other users may {verb} in {there}", f"chmod 700 {there}")
+    return Diagnosis("data directory", "good", f"{there}, accessible to its owner only")
 
 
 def check_key(path: Path) -> Diagnosis:
     if not path.exists():
-        return Diagnosis("key", "good", f"none yet: the first start makes {path}")
+        return Diagnosis("key", "good", f"none yet: the first start creates {path}")
     try:
         identity = Identity.load(path)
     except ConfigError as error:
         return Diagnosis("key", "failed", f"{path}: {error.problem}", error.fix)
-    return Diagnosis("key", "good", f"{identity.peer_id}, for its owner alone")
+    return Diagnosis("key", "good", f"{identity.peer_id}, readable by its owner only")
 
 
 def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
-    """Returns the process that holds this file's lock, from /proc/locks; None: nobody. Taking the lock would tell as
-    well, and could keep a node from starting in that moment. 0: a process that is not seen from here."""
+    """Returns the process that holds this file's lock, from /proc/locks; None: no process; 0: one that is invisible
+    here. Trying to take the lock would also tell, but could keep a node from starting at that moment.
+    """
     try:
         file = path.stat()
         lines = locks.read_text().splitlines()
@@ -84,25 +85,25 @@ def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
 
 
 def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Diagnosis:
-    """Checks the two locks that a start takes. `note` is a file that a daemon leaves, `answers` whether it answers."""
+    """Checks the two locks that a start takes. `note` is a daemon's file; `answers` tells whether it answers."""
     if not locks.exists():
         return Diagnosis("locks", "warning", f"unknown: there is no {locks}")
     holder = holder_of(directory / LOCK_NAME, locks)
     if answers:
-        return Diagnosis("locks", "good", f"held by the daemon that runs here, process {holder or 'unknown'}")
+        return Diagnosis("locks", "good", f"held by the running daemon, process {holder or 'unknown'}")
     if holder is not None:
-        fix = "It may be about to start, stopped (kill -CONT) or hung: end it before another starts here"
+        fix = "It may be starting, stopped (kill -CONT) or hung: end it before starting another one here"
         return Diagnosis("locks", "failed", f"process {holder or 'unknown'} holds {directory} and does not answer", fix)
     if (other := holder_of(beside(key, LOCK_SUFFIX), locks)) is not None:
-        return Diagnosis("locks", "failed", f"process {other or 'unknown'} speaks as {key}", FIX)
+        return Diagnosis("locks", "failed", f"process {other or 'unknown'} uses the key {key}", FIX)
     if note.exists():
-        text = "the last daemon did not end properly; nothing holds its locks, and the next start goes on from the disk"
+        text = "the last daemon did not end properly; its locks are free, and the next start continues from the disk"
         return Diagnosis("locks", "good", text)
     return Diagnosis("locks", "good", "free")
 
 
 def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: int, used: int) -> Diagnosis:
-    """Compares free disk space with the run's need, of which `used` is taken already."""
+    """Compares free disk space with the run's need, of which `used` bytes are on the disk already."""
     rounds = run.agreement.history_rounds
     needed = need.disk(kept, rounds, contributors)
     missing = max(0, needed - used)
@@ -110,7 +111,9 @@ def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: 
         f"{kept + 1} checkpoints of {mega(need.checkpoint)}, a state of {mega(need.state)}, "
         f"{rounds} rounds of {contributors} contributions of {need.payload:,} bytes"
     )
-    text = f"{mega(needed)} are needed ({parts}), {mega(used)} are there, {mega(free)} are free; the data comes to it"
+    text = (
+        f"{mega(needed)} are needed ({parts}), {mega(used)} are used, {mega(free)} are free; the data set comes on top"
+    )
     fix = "Make room, keep fewer checkpoints (storage.checkpoints_kept), or choose another disk with --data-dir"
     if missing > free:
         return Diagnosis("disk space", "failed", text, fix)
@@ -123,11 +126,11 @@ def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: 
 
 
 def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int = PROBE_BYTES) -> Diagnosis:
-    """Measures synced writes in the node's directory; nothing is left there."""
+    """Measures synced writes in the node's directory, and leaves nothing behind."""
     there = standing(directory)
     if free < 4 * probe_bytes:
         return Diagnosis("disk speed", "warning", f"not measured: only {mega(free)} are free", "Make room")
-    part = os.urandom(PROBE_PART_BYTES)  # some disks press zeros together
+    part = os.urandom(PROBE_PART_BYTES)  # some disks compress zeros
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
             before = perf_counter()
@@ -137,12 +140,14 @@ def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int 
             rate = probe_bytes / max(perf_counter() - before, 1e-9)
     except OSError as error:
         fix = "Choose another disk with --data-dir"
-        return Diagnosis("disk speed", "failed", f"{there} did not take {mega(probe_bytes)}: {error.strerror}", fix)
+        return Diagnosis(
+            "disk speed", "failed", f"writing {mega(probe_bytes)} to {there} failed: {error.strerror}", fix
+        )
     return judge_speed(rate, need)
 
 
 def judge_speed(rate: float, need: Need | None) -> Diagnosis:
-    text = f"{mega(int(rate))}/s, written and waited for"
+    text = f"{mega(int(rate))}/s, synced to the disk"
     fix = "Choose a faster disk with --data-dir"
     if need is not None:
         seconds = need.checkpoint / rate

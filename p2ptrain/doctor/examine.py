@@ -1,4 +1,4 @@
-"""All checks of one machine and one config, in order; each with its deadline."""
+"""Runs all checks of a machine and a config in order, each with its deadline."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from p2ptrain.node.find import ask_around, check_addresses, stored_runs
 from p2ptrain.observe.top_frame import troubles
 from p2ptrain.store.records import remembered_peers
 
-DAEMON_SECONDS = 5.0  # for a daemon that runs to answer
-QUICK_SECONDS = 10.0  # for what asks the system only
-TORCH_SECONDS = 120.0  # for torch to be loaded from a slow disk, and a driver to wake up
+DAEMON_SECONDS = 5.0  # for a running daemon to answer
+QUICK_SECONDS = 10.0  # for checks that only ask the system
+TORCH_SECONDS = 120.0  # to load torch from a slow disk, and wake up a driver
 DISK_SECONDS = 120.0  # 64 MiB at half a megabyte a second
-NETWORK_SECONDS = 90.0  # for p2pd to start, peers to be asked at once, and 4 s of bandwidth
-CONTRIBUTORS_USUAL = 8  # where nobody tells how many there are; a guess
+NETWORK_SECONDS = 90.0  # to start p2pd, ask peers in parallel, and measure bandwidth for 4 s
+CONTRIBUTORS_USUAL = 8  # if their number is unknown; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class NodeFacts:
     """The node under examination."""
 
     config: NodeConfig
-    is_asked_outside: bool  # a bootstrap was named on the command line: it may cost others some megabytes
+    is_asked_outside: bool  # a bootstrap was named on the command line: checks may cost others some megabytes
     daemon: DaemonHere
 
     @property
@@ -92,7 +92,7 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
     Raises ConfigError before the first one if an address is invalid.
     """
     check_addresses(config.network)
-    yield Diagnosis("config", "good", f"{config_file}: right" if config_file else "no file: the defaults apply")
+    yield Diagnosis("config", "good", f"{config_file}: valid" if config_file else "no file; the defaults apply")
     daemon_check = Check("daemon", lambda: look_for_daemon(data_directory(config)), 2 * DAEMON_SECONDS, "warning")
     daemon = in_time(daemon_check) or DaemonHere(daemon_check.too_late)
     yield from daemon.found
@@ -119,7 +119,7 @@ def look_for_daemon(directory: Path) -> DaemonHere:
         fix = "See its log, or end it and start it again" if is_hung else ""
         return DaemonHere([Diagnosis("daemon", level, str(error), fix)])
     except P2ptrainError as error:
-        return DaemonHere([Diagnosis("daemon", "good", f"it runs: {error}")], is_answering=True)
+        return DaemonHere([Diagnosis("daemon", "good", f"running, but: {error}")], is_answering=True)
     text = f"round {status['round']} of {status['run_name']}, {len(status['peers'])} peers"
     found = Diagnosis("daemon", "good", text)
     if complaints := troubles(status):
@@ -156,7 +156,7 @@ def look_at_directory(facts: NodeFacts) -> list[Diagnosis]:
 def look_at_ports(facts: NodeFacts) -> list[Diagnosis]:
     url = facts.status["http"] if facts.status else None
     if facts.daemon.is_answering and facts.status is None:
-        return [Diagnosis("ports", "good", "not tried: the node is about to start")]
+        return [Diagnosis("ports", "good", "not checked: the node is about to start")]
     named = facts.config.network
     return [
         *network.check_listen(named.listen, facts.daemon.is_answering, gives_way=not named.has_chosen_port),
@@ -169,8 +169,7 @@ def look_at_ports(facts: NodeFacts) -> list[Diagnosis]:
 
 
 def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
-    """Compares the run's needs with this machine: the run of the daemon here, of a named peer, or the largest of
-    those on the disk."""
+    """Compares a run's needs with this machine: the daemon's run, a named peer's, or else the largest on disk."""
     config, run = facts.config, outside.run
     if run is None:
         stored = stored_runs(config)
@@ -178,15 +177,15 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
             stored = [each for each in stored if each.run_id == facts.status["run_id"]]
         needs = [(need_of(each), each) for each in stored]
         if not needs:
-            fix = "Name a node of the run with --bootstrap, to learn what it takes"
-            what = "none is known yet: memory and disk space are not compared"
+            fix = "Name a node of the run with --bootstrap to find out what it needs"
+            what = "none is known yet: memory and disk space are not checked"
             return RunHere([Diagnosis("run", "warning", what, fix)])
         need, run = max(needs, key=lambda each: each[0].parameters)
     else:
         need = need_of(run)
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
-        taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # what it has taken is its own
+        taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # its own share counts as available
         found += machine.check_memory(demands_of(run, config.device, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
@@ -207,7 +206,7 @@ def _taken_by(directory: Path) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    """Adds up the files in a directory, without those that vanish meanwhile."""
+    """Adds up the files in a directory; skips those that vanish meanwhile."""
     total = 0
     for path in directory.rglob("*") if directory.exists() else ():
         try:
@@ -223,11 +222,11 @@ def look_at_speed(facts: NodeFacts, need: Need | None) -> list[Diagnosis]:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Outside
+# Other nodes
 
 
 def look_outside(facts: NodeFacts) -> Outside:
-    """Asks peers about time and addresses; remembered ones only for the time, unless others are named."""
+    """Asks peers about time and addresses; if no node is named, asks remembered peers for the time only."""
     addresses = list(facts.config.network.bootstrap) or _remembered(facts)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
     told = facts.status["addresses"] if facts.status else None
@@ -255,7 +254,7 @@ def look_outside(facts: NodeFacts) -> Outside:
         return asyncio.run(look())
     except TimeoutError:
         fix = "Look at this machine's connection, and try again"
-        return Outside([Diagnosis("peers", "warning", f"not done within {NETWORK_SECONDS:.0f} s", fix)])
+        return Outside([Diagnosis("peers", "warning", f"not finished within {NETWORK_SECONDS:.0f} s", fix)])
     except (TransportError, ConfigError) as error:
         return Outside([Diagnosis("peers", "failed", f"p2pd cannot be used: {error}")])
 
@@ -272,14 +271,14 @@ async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
 
     sockets = stack.enter_context(private_directory())
     identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
-    Identity.make(identity)  # one for these questions alone: the node's own may be in use
+    Identity.make(identity)  # only for these questions: the node's own may be in use
     transport = await P2pd.start(identity, network.asking_network(config.network), sockets)
     stack.push_async_callback(transport.close)
     return transport
 
 
 async def _look_at_offers(facts: NodeFacts, transport: Transport, addresses: Sequence[str]) -> Outside:
-    """Finds the named nodes' run and measures how fast they send."""
+    """Finds the run of the named nodes, and measures how fast they send."""
     found, _ = await ask_around(transport, addresses)
     if not found:
         return Outside([Diagnosis("bandwidth", "warning", "not measured: the named nodes take part in no run")])

@@ -1,7 +1,7 @@
-"""Checks and their diagnoses: the result, how bad it is and what to do; and a deadline for each check.
+"""Checks with their deadlines, and diagnoses: the result, its level, and what to do.
 
-A check that touches a driver, a disk or a mount may never return. So each check runs in a thread of its own, for which
-nobody waits longer than its deadline, not even the exiting process.
+A check that touches a driver, a disk or a mount may never return. So each check runs in a thread of its own, and
+nobody waits for it past its deadline, not even the exiting process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Generic, Literal, TypeVar
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.logs import plain
 
-# good; warning: works but could be better, or is unknown; failed: a node cannot work like this
+# warning: it works but could be better, or is unknown; failed: a node cannot work like this
 Level = Literal["good", "warning", "failed"]
 T = TypeVar("T")
-VERSION = 1  # of the answer as JSON
+VERSION = 1  # of the JSON output
 WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns
 
 
@@ -25,14 +25,14 @@ WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns
 class Diagnosis:
     """The result of one check."""
 
-    what: str  # was checked
+    what: str  # the subject of the check
     level: Level
     result: str
-    fix: str = ""  # what to do; nothing where all is well
+    fix: str = ""  # what to do; empty if all is well
 
 
 def refused(what: str, error: ConfigError) -> Diagnosis:
-    """Turns an error that would end a start into a diagnosis."""
+    """Turns an error that would make a start fail into a diagnosis."""
     place = ": ".join(part for part in (error.source, error.key) if part)
     return Diagnosis(what, "failed", f"{place}: {error.problem}" if place else error.problem, error.fix)
 
@@ -45,7 +45,7 @@ class Check(Generic[T]):
     look: Callable[[], T]
     seconds: float
     late: Level = "failed"  # the level if it takes longer
-    fix: str = "Find out what it waits for: a node would wait for it as well"
+    fix: str = "Find out what it is waiting for: a node would wait as well"
 
     @property
     def too_late(self) -> list[Diagnosis]:
@@ -70,7 +70,7 @@ def in_time(check: Check[T]) -> T | None:
     thread.join(check.seconds)
     if thread.is_alive():
         return None
-    assert found, f"the check of {check.what} ended without a finding; its traceback says why"
+    assert found, f"the check of {check.what} failed; see its traceback"
     return found[0]
 
 
@@ -79,7 +79,7 @@ def can_work(findings: Sequence[Diagnosis]) -> bool:
 
 
 def text_of(finding: Diagnosis) -> str:
-    """Formats a diagnosis as a line, and its fix as a second one."""
+    """Formats a diagnosis as a line, followed by a line with its fix."""
     lines = [f"{finding.level:<{LEVEL_WIDTH}} {finding.what:<{WHAT_WIDTH}} {finding.result}"]
     if finding.fix:
         lines.append(f"{'':<{LEVEL_WIDTH + WHAT_WIDTH + 2}}{finding.fix}")
@@ -88,7 +88,7 @@ def text_of(finding: Diagnosis) -> str:
 
 def verdict_of(findings: Sequence[Diagnosis]) -> str:
     counts = {level: sum(each.level == level for each in findings) for level in ("failed", "warning")}
-    verdict = "a node can work here" if can_work(findings) else "a node cannot work so"
+    verdict = "a node can work here" if can_work(findings) else "a node cannot work here"
     return f"{verdict}: {counts['failed']} failed, {counts['warning']} warnings"
 
 

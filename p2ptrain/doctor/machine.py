@@ -1,6 +1,6 @@
 """The machine: Python and torch, the device and its driver, memory, open files, and p2pd.
 
-The checks take the facts as arguments, so that tests can try them with other machines' hardware.
+The checks take the facts as arguments, so that tests can run them with other machines' hardware.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from p2ptrain.observe.wandb_run import require_wandb
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # as in pyproject.toml: hivemind's pydantic.v1 blocks 3.14
 TORCH_FROM = (2, 6)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-HIVEMIND = "1.1.12"  # whose p2pd we know: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40
-# Known weaknesses of the libraries in the p2pd that we know, by the setting that exposes them.
-QUIC_WEAKNESS = "quic-go 0.40 in p2pd can be made to use up its memory (CVE-2024-22189), and this node listens on QUIC"
-FILES_NEEDED = 1_024  # per process: one a stream here and one a connection in p2pd, beside 64 of HTTP
-FILES_LEAST = CONNECTIONS_HIGH + 64  # less does not even hold the connections
+HIVEMIND = "1.1.12"  # the version whose p2pd is known: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40
+# Known vulnerabilities of the libraries in that p2pd, by the setting that exposes them.
+QUIC_WEAKNESS = "peers can make quic-go 0.40 in p2pd run out of memory (CVE-2024-22189), and this node listens on QUIC"
+FILES_NEEDED = 1_024  # per process: one per stream here and per connection in p2pd, and 64 for HTTP
+FILES_LEAST = CONNECTIONS_HIGH + 64  # fewer are not even enough for the connections
 TIGHT = 1.1  # the need is an estimate, off by up to a tenth
-CLOSE = "It is close: close other programs"
+CLOSE = "It is tight: close other programs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Gpu:
 class Hardware:
     """The hardware that torch finds."""
 
-    cuda_build: str  # the CUDA that torch was built for; empty: none
-    driver: str  # NVIDIA's, of this machine; empty: none
+    cuda_build: str  # the CUDA version that torch was built for; empty: none
+    driver: str  # this machine's NVIDIA driver; empty: none
     gpus: tuple[Gpu, ...] = ()
 
 
 def look_at_hardware() -> Hardware:
-    """Asks torch and the driver about the hardware, which may take long."""
+    """Asks torch and the driver about the hardware, which may take a while."""
     import torch  # noqa: PLC0415  # two seconds, within the deadline of the check
 
     driver = ""
@@ -74,19 +74,19 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3], platform: str 
     text = ".".join(map(str, version))
     if not PYTHON_FROM <= version[:2] < PYTHON_BELOW:
         wanted = f"{PYTHON_FROM[0]}.{PYTHON_FROM[1]} to {PYTHON_BELOW[0]}.{PYTHON_BELOW[1] - 1}"
-        return Diagnosis("python", "failed", text, f"Install Python {wanted}, and p2ptrain for it")
+        return Diagnosis("python", "failed", text, f"Install Python {wanted}, and p2ptrain with it")
     if platform != "linux":
-        return Diagnosis("python", "failed", f"{text} on {platform}", "Use Linux: p2pd is built for no other system")
+        return Diagnosis("python", "failed", f"{text} on {platform}", "Use Linux: p2pd is not built for other systems")
     return Diagnosis("python", "good", text)
 
 
 def check_torch(version: str) -> Diagnosis:
-    """Checks torch's version, which is empty where torch is not installed."""
+    """Checks torch's version; an empty one means that torch is not installed."""
     if not version:
         return Diagnosis("torch", "failed", "it is not installed", "Install p2ptrain with its dependencies")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < TORCH_FROM:
-        fix = f"Install torch {TORCH_FROM[0]}.{TORCH_FROM[1]} or newer; constraints.txt names the one that was tested"
+        fix = f"Install torch {TORCH_FROM[0]}.{TORCH_FROM[1]} or newer; constraints.txt names the tested version"
         return Diagnosis("torch", "failed", version, fix)
     return Diagnosis("torch", "good", version)
 
@@ -100,7 +100,7 @@ def installed(package: str) -> str:
 
 
 def check_tracking(config: TrackingConfig) -> list[Diagnosis]:
-    """Checks that the tracking tools in the config are installed, as a start does."""
+    """Checks, as a start does, that the tracking tools in the config are installed."""
     if not config.wandb:
         return []
     try:
@@ -115,7 +115,7 @@ def chosen_device(config: DeviceConfig, found: Hardware) -> str:
 
 
 def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Diagnosis:
-    """Checks the configured device; `try_it` computes something there and raises DeviceError if the result is wrong."""
+    """Checks the configured device; `try_it` computes something on it and raises DeviceError if the result is wrong."""
     name = chosen_device(config, found)
     if name != "cpu":
         return _check_cuda(name, config, found, try_it)
@@ -128,7 +128,7 @@ def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], 
     if not found.driver:
         return Diagnosis("device", "good", "cpu: there is no NVIDIA driver")
     if found.cuda_build:
-        why, fix = "torch cannot use it", f"Update the driver to one that knows CUDA {found.cuda_build}"
+        why, fix = "torch cannot use it", f"Update the driver to one that supports CUDA {found.cuda_build}"
     else:
         why, fix = "torch was installed without CUDA", "Install torch's CUDA build"
     return Diagnosis("device", "warning", f"cpu; there is an NVIDIA driver {found.driver}, and {why}", fix)
@@ -137,21 +137,21 @@ def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], 
 def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Diagnosis:
     number = int(name.partition(":")[2] or 0)
     if number >= len(found.gpus):
-        what = f"{name} is not there: {len(found.gpus)} CUDA devices found, driver {found.driver or 'none'}"
-        return Diagnosis("device", "failed", what, "Set device.name to cpu or to one that is there")
+        what = f"{name} not found: {len(found.gpus)} CUDA devices, driver {found.driver or 'none'}"
+        return Diagnosis("device", "failed", what, "Set device.name to cpu or to an existing device")
     gpu = found.gpus[number]
     what = f"{name}: {gpu.name}, {mega(gpu.total_bytes)}, CUDA {found.cuda_build}, driver {found.driver or 'unknown'}"
     try:
         try_it(name)
     except DeviceError as error:
         return Diagnosis("device", "failed", f"{what}: {error}")
-    except RuntimeError as error:  # torch raises it for any trouble of a driver
+    except RuntimeError as error:  # torch raises it for any driver error
         first = str(error).splitlines()[0] if str(error) else "no reason given"
         fix = "Update the driver, or set device.name to cpu"
-        return Diagnosis("device", "failed", f"{what}: it does not compute: {first}", fix)
+        return Diagnosis("device", "failed", f"{what}: it cannot compute: {first}", fix)
     if config.autocast == "bf16" and not gpu.is_bf16:
         return Diagnosis(
-            "device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": it is slow there'
+            "device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": bf16 is slow there'
         )
     return Diagnosis("device", "good", f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}")
 
@@ -166,7 +166,7 @@ def try_device(name: str) -> None:
 
 
 def check_memory(demands: Sequence[MemoryDemand], limit: int) -> list[Diagnosis]:
-    """Compares needs and memory as a start does. `limit` is the config's limit on main memory; 0: none."""
+    """Compares the memory needed with the memory available, as a start does. `limit` is the config's; 0: none."""
     found = []
     for each in demands:
         text = f"{each.takes} are needed; {mega(each.free)} of {mega(each.total)} are free"
@@ -177,13 +177,13 @@ def check_memory(demands: Sequence[MemoryDemand], limit: int) -> list[Diagnosis]
         else:
             found.append(Diagnosis(name, each.level, text, LESS_MEMORY))
     if limit and demands[0].needed > limit:
-        text = f"{mega(demands[0].needed)} are needed, and limits.memory_bytes allows {mega(limit)}"
+        text = f"{mega(demands[0].needed)} are needed, but limits.memory_bytes allows {mega(limit)}"
         found.append(Diagnosis("memory limit", "failed", text, "Raise limits.memory_bytes, or train a smaller run"))
     return found
 
 
 def check_files(soft: int, hard: int) -> Diagnosis:
-    text = f"{soft:,} open files may a process have"
+    text = f"{soft:,} open files per process"
     if soft >= FILES_NEEDED:
         return Diagnosis("open files", "good", text)
     fix = f"ulimit -n {min(hard, 4 * FILES_NEEDED) if hard > soft else 4 * FILES_NEEDED}; for a service, LimitNOFILE="
@@ -191,18 +191,18 @@ def check_files(soft: int, hard: int) -> Diagnosis:
 
 
 def check_p2pd(listen: tuple[str, ...], version: str) -> list[Diagnosis]:
-    """Checks p2pd, which comes with hivemind of this `version`; empty: not installed."""
+    """Checks p2pd, which comes with hivemind; `version` is hivemind's, empty if it is not installed."""
     try:
         binary = find_binary()
     except TransportError as error:
         return [Diagnosis("p2pd", "failed", str(error), f"pip install hivemind=={HIVEMIND}")]
     if version != HIVEMIND:
-        text = f"of hivemind {version or 'unknown'}, which is untested"
+        text = f"from hivemind {version or 'unknown'}, which is untested"
         return [Diagnosis("p2pd", "warning", text, f"pip install hivemind=={HIVEMIND}")]
     if not binary.stat().st_mode & 0o111:
         return [Diagnosis("p2pd", "failed", f"{binary} is not executable", f"chmod +x {binary}")]
-    found = [Diagnosis("p2pd", "good", f"of hivemind {version}: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40")]
+    found = [Diagnosis("p2pd", "good", f"from hivemind {version}: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40")]
     if any("quic" in address for address in listen):
-        fix = "Listen on TCP alone: take the /udp/.../quic-v1 out of network.listen"
+        fix = "Listen on TCP only: remove the /udp/.../quic-v1 from network.listen"
         found.append(Diagnosis("p2pd weakness", "warning", QUIC_WEAKNESS, fix))
     return found

@@ -1,8 +1,8 @@
-"""The network: ports, and what peers see: the clock, where we call from, what kind of NAT is between, how fast it is.
+"""The network: ports, and how peers see this machine: clock, address, kind of NAT, bandwidth.
 
-Peers are asked with an identity made for the purpose, through a p2pd of its own, so that a daemon that runs here is not
-disturbed. Whether others can call us first is found out by libp2p (AutoNAT) in the daemon, in its first minutes: a
-peer that dials back whomever it is told to would be a weapon, so we ask for no such thing.
+Peers are asked under a temporary identity, through a p2pd of its own, so a running daemon is not disturbed. Whether
+others can dial this machine is found out by libp2p (AutoNAT) in the daemon's first minutes: we do not ask peers to dial
+back, because a peer that dials any address it is given could be used as a weapon.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.observe import http
 
 PEERS_ASKED = 4  # enough to tell one wrong clock from three right ones
-TRIES = 3  # to ask for the time; the quickest answer tells most
-SKEW_REFUSED_SECONDS = 3.0  # hivemind's DHT refuses those who are further off
-SKEW_USUAL_SECONDS = 1.0  # what NTP keeps is a hundredth of it
-ASK_SECONDS = 20.0  # for all that one peer is asked
+TRIES = 3  # attempts to ask for the time; the quickest answer is the most precise
+SKEW_REFUSED_SECONDS = 3.0  # hivemind's DHT refuses nodes whose clocks are further off
+SKEW_USUAL_SECONDS = 1.0  # NTP keeps a clock a hundred times closer
+ASK_SECONDS = 20.0  # for all questions to one peer
 BANDWIDTH_SECONDS = 4.0
 BANDWIDTH_BYTES_MAX = 64 * 2**20
-TELLING_BYTES = 2**20  # less than a piece tells of delays, not of bandwidth
+TELLING_BYTES = 2**20  # less than a piece measures latency rather than bandwidth
 SLOW_BYTES_PER_SECOND = 125_000  # 1 Mbit/s
 
 
@@ -45,22 +45,22 @@ SLOW_BYTES_PER_SECOND = 125_000  # 1 Mbit/s
 
 
 def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool = False) -> list[Diagnosis]:
-    """Checks that the listening ports are free, or in use by the node itself if it is running.
+    """Checks that the ports to listen on are free, or in use by the node itself if it is running.
 
-    `gives_way`: a start takes another port if one is in use.
+    `gives_way`: a start takes another port if one is taken.
     """
     if not listen:
-        fix = "Name an address in network.listen, if others should be able to call first"
-        return [Diagnosis("ports", "warning", "nothing is listened on: others cannot call first", fix)]
+        fix = "Add an address to network.listen if others should be able to connect to this node"
+        return [Diagnosis("ports", "warning", "it listens on no address: others cannot connect to it", fix)]
     found = []
     for address in listen:
         try:
             Ports((address,)).close()
         except ConfigError as error:
             if is_running and "is in use" in error.problem:
-                found.append(Diagnosis("ports", "good", f"{address} is in use, as it should be: the node runs"))
+                found.append(Diagnosis("ports", "good", f"{address} is in use by the running node, as it should be"))
             elif gives_way and "is in use" in error.problem:
-                text = f"{address} is in use, perhaps by another node: this one takes a free port"
+                text = f"{address} is in use, perhaps by another node: this one will take a free port"
                 found.append(Diagnosis("ports", "good", text))
             else:
                 found.append(Diagnosis("ports", "failed", error.problem, error.fix))
@@ -68,25 +68,25 @@ def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool =
             found.append(Diagnosis("ports", "good", f"{address} is free"))
     if all(kind_of_address(address) == "loopback" for address in listen):
         fix = 'Set network.listen to ["/ip4/0.0.0.0/tcp/4001"] to be reached from other machines'
-        found.append(Diagnosis("ports", "warning", "only loopback is listened on", fix))
+        found.append(Diagnosis("ports", "warning", "it listens on loopback only", fix))
     return found
 
 
 def check_http(config: HttpConfig, url: str | None) -> Diagnosis:
     """Checks the HTTP port; `url` is the running daemon's page, if there is one."""
     if url:
-        return Diagnosis("http", "good", f"{url}, of the node that runs")
+        return Diagnosis("http", "good", f"{url}, served by the running node")
     if not config.enabled:
         return Diagnosis("http", "good", "off")
     try:
-        listener, token = asyncio.run(http.listen(config))  # as the start does it
+        listener, token = asyncio.run(http.listen(config))  # as a start does
     except ConfigError as error:
         return refused("http", error)
     port = listener.getsockname()[1]
     listener.close()
-    place, guarded = f"port {config.port} of {config.host}", ", and the token can be read" if token else ""
+    place, guarded = f"port {config.port} of {config.host}", ", and the token is readable" if token else ""
     if config.port and port != config.port:
-        text = f"{place} is taken, perhaps by another node: this one takes a free one{guarded}"
+        text = f"{place} is taken, perhaps by another node: this one will take a free port{guarded}"
         return Diagnosis("http", "good", text)
     return Diagnosis("http", "good", f"{place} is free{guarded}")
 
@@ -99,16 +99,16 @@ def check_http(config: HttpConfig, url: str | None) -> Diagnosis:
 class PeerAnswer:
     """One peer's answer about us, and how long it took."""
 
-    address: str  # of the peer
-    offset_seconds: float  # its clock before ours
-    uncertain_seconds: float  # half of what the question and the answer took
+    address: str  # the peer's
+    offset_seconds: float  # how far its clock is ahead of ours
+    uncertain_seconds: float  # half of the round trip
     seen_at: str = ""  # our address, as it sees it
 
 
 async def look_from(
     transport: Transport, peer: bytes, address: str, clock: Callable[[], float] = time.time
 ) -> PeerAnswer:
-    """Estimates the clock's offset as NTP does, taking the answer to be from the middle of the exchange."""
+    """Estimates the clock's offset as NTP does: assumes that the answer was made in the middle of the exchange."""
     best: PeerAnswer | None = None
     for _ in range(TRIES):
         before = clock()
@@ -124,7 +124,7 @@ async def look_from(
 async def ask_peers(
     transport: Transport, addresses: Sequence[str]
 ) -> tuple[list[PeerAnswer], list[Diagnosis], list[bytes]]:
-    """Asks peers and returns their answers, diagnoses of those that gave none, and who was reached."""
+    """Asks peers; returns their answers, diagnoses of the peers that gave none, and the peers that were reached."""
     found: list[PeerAnswer] = []
     trouble: list[Diagnosis] = []
     reached: list[bytes] = []
@@ -139,11 +139,11 @@ async def ask_peers(
             trouble.append(Diagnosis("peers", "warning", f"{address}: no answer within {ASK_SECONDS:.0f} s"))
         except TransportError as error:
             is_older = any(address.endswith(f"/p2p/{each}") for each in map(_name, reached))
-            text = f"{address} is of a version that tells no time" if is_older else str(error)
+            text = f"{address} runs a version that does not tell the time" if is_older else str(error)
             trouble.append(Diagnosis("peers", "warning", text))
         except RemoteProtocolError as error:
             trouble.append(
-                Diagnosis("peers", "warning", f"{address} answers nonsense: {error.why}", "Name another node")
+                Diagnosis("peers", "warning", f"{address} sent an invalid answer: {error.why}", "Name another node")
             )
 
     await asyncio.gather(*(ask(address) for address in addresses[:PEERS_ASKED]))
@@ -157,18 +157,18 @@ def _name(peer: bytes) -> str:
 
 
 def judge_peers(asked: int, reached: int, trouble: Sequence[Diagnosis], is_named: bool = True) -> list[Diagnosis]:
-    """Judges how many peers answered. Remembered ones, unlike those that were named, may be gone for good."""
+    """Judges how many peers answered. Remembered peers, unlike named ones, may be gone for good."""
     if not reached:
         fix = "Check the addresses and this machine's connection; is a firewall in the way?"
         return [
             *trouble,
-            Diagnosis("peers", "failed" if is_named else "warning", f"none of {asked} can be reached", fix),
+            Diagnosis("peers", "failed" if is_named else "warning", f"none of {asked} could be reached", fix),
         ]
-    return [*trouble, Diagnosis("peers", "good", f"{reached} of {asked} answer")]
+    return [*trouble, Diagnosis("peers", "good", f"{reached} of {asked} answered")]
 
 
 def judge_clock(answers: Sequence[PeerAnswer]) -> Diagnosis:
-    """Judges this machine's clock by the median of the peers': one peer may be wrong itself."""
+    """Judges this machine's clock by the median of the peers' clocks, because a single peer may be wrong."""
     if not answers:
         return Diagnosis("clock", "warning", "unknown: no peer sent its time", "Name a node with --bootstrap")
     offset = statistics.median(each.offset_seconds for each in answers)
@@ -176,9 +176,9 @@ def judge_clock(answers: Sequence[PeerAnswer]) -> Diagnosis:
     way = "behind" if offset > 0 else "ahead of"
     peers = "a peer" if len(answers) == 1 else f"{len(answers)} peers"
     text = f"{abs(offset):.2f} s {way} {peers}, give or take {uncertain:.2f} s"
-    fix = "Set the clock by NTP (timedatectl set-ntp true), or find out whether it is the peer's that is wrong"
+    fix = "Set the clock by NTP (timedatectl set-ntp true), or find out whether the peer's clock is wrong"
     if abs(offset) - uncertain > SKEW_REFUSED_SECONDS:
-        text += f"; more than {SKEW_REFUSED_SECONDS:.0f} s, and the others' DHT refuses this node"
+        text += f"; more than {SKEW_REFUSED_SECONDS:.0f} s, so the others' DHT refuses this node"
         return Diagnosis("clock", "failed", text, fix)
     if abs(offset) > SKEW_USUAL_SECONDS + uncertain:
         return Diagnosis("clock", "warning", text, fix)
@@ -189,8 +189,8 @@ PLACE = re.compile(r"/ip[46]/([0-9A-Fa-f.:]{2,45})/(tcp|udp)/([0-9]{1,5})(/|\Z)"
 
 
 def places_of(answers: Sequence[PeerAnswer]) -> list[tuple[str, int]]:
-    """Returns the hosts and ports at which peers see us. A peer in our own network sees what none outside
-    does, so those outside go first; what a peer tells that is no address is ignored."""
+    """Returns the hosts and ports at which peers see us. A peer in our own network sees a different address than those
+    outside, so those outside go first. Answers that are no addresses are ignored."""
     found = []
     for each in answers:
         match = PLACE.match(each.seen_at)
@@ -203,33 +203,29 @@ def places_of(answers: Sequence[PeerAnswer]) -> list[tuple[str, int]]:
 
 
 def judge_nat(answers: Sequence[PeerAnswer], own: Sequence[str], listen_ports: Sequence[int]) -> Diagnosis:
-    """Judges the kind of NAT; `own` are this machine's addresses, the ports those of the asking p2pd."""
+    """Judges the kind of NAT; `own` are this machine's addresses, `listen_ports` those of the asking p2pd."""
     places = places_of(answers)
     if not places:
         if any("/p2p-circuit" in each.seen_at for each in answers):
-            return Diagnosis("nat", "warning", "peers are reached through a relay only", "Open a port, if you can")
-        return Diagnosis("nat", "warning", "unknown: no peer said at which address it sees this machine")
+            return Diagnosis("nat", "warning", "peers can be reached through a relay only", "Open a port, if you can")
+        return Diagnosis("nat", "warning", "unknown: no peer told at which address it sees this machine")
     hosts, ports = {host for host, _ in places}, {port for _, port in places}
     seen = ", ".join(sorted(hosts))
     if hosts <= set(own):
         scope = "" if any(_is_global(host) for host in hosts) else ", which is not on the internet"
-        return Diagnosis("nat", "good", f"none in between: peers see this machine's own address {seen}{scope}")
-    return _behind_router(
-        f"peers see {seen}, which is an address of a router", len(places), len(hosts), ports, listen_ports
-    )
+        return Diagnosis("nat", "good", f"none: peers see this machine's own address {seen}{scope}")
+    return _behind_router(f"peers see {seen}, an address of a router", len(places), len(hosts), ports, listen_ports)
 
 
 def _behind_router(text: str, peers: int, hosts: int, ports: set[int], listen_ports: Sequence[int]) -> Diagnosis:
     if peers > 1 and (len(ports) > 1 or hosts > 1):
-        fix = (
-            "Forward a port on the router, or rely on relays (network.relay): holes cannot be punched through this kind"
-        )
-        return Diagnosis("nat", "warning", f"{text}, at another port for each peer (symmetric NAT)", fix)
+        fix = "Forward a port on the router, or rely on relays (network.relay): hole punching fails with this kind"
+        return Diagnosis("nat", "warning", f"{text}, at a different port for each peer (symmetric NAT)", fix)
     if ports & set(listen_ports):
-        return Diagnosis("nat", "good", f"{text}, at the port that this machine has (a kind that holes go through)")
+        return Diagnosis("nat", "good", f"{text}, at this machine's own port (hole punching works)")
     if peers > 1:
-        return Diagnosis("nat", "good", f"{text}, at one port for all (a kind that holes go through)")
-    fix = "Name two nodes with --bootstrap, to tell whether the port is the same for all"
+        return Diagnosis("nat", "good", f"{text}, at the same port for all (hole punching works)")
+    fix = "Name two nodes with --bootstrap to find out whether the port is the same for all"
     return Diagnosis("nat", "warning", f"{text}; two peers are needed to tell its kind", fix)
 
 
@@ -240,22 +236,22 @@ def _is_global(host: str) -> bool:
 def _reach_of_daemon(told: Sequence[str]) -> Diagnosis:
     kinds = {kind_of_address(address) for address in told}
     if kinds & {"public", "name"}:
-        return Diagnosis("reachability", "good", f"others are told {told[0]}; `p2ptrain peers` shows who calls")
+        return Diagnosis("reachability", "good", f"others are given {told[0]}; `p2ptrain peers` shows who connects")
     if "relay" in kinds:
-        text = "through a relay: libp2p has found that others cannot call first"
+        text = "through a relay: libp2p has found that others cannot connect directly"
         return Diagnosis(
             "reachability", "warning", text, "Forward the port of network.listen on the router, if you can"
         )
     if not told:
         fix = "Wait a few minutes, or forward the port of network.listen on the router"
-        return Diagnosis("reachability", "warning", "no address that others could use is known yet", fix)
-    text = f"from the same network alone, as far as is known: {told[0]}"
-    fix = "For nodes elsewhere, forward the port of network.listen, or name the address in network.announce"
+        return Diagnosis("reachability", "warning", "no address is known yet that others could use", fix)
+    text = f"from the same network only, as far as is known: {told[0]}"
+    fix = "For nodes elsewhere, forward the port of network.listen, or add the address to network.announce"
     return Diagnosis("reachability", "warning", text, fix)
 
 
 def judge_reach(told: Sequence[str] | None, answers: Sequence[PeerAnswer], own: Sequence[str]) -> Diagnosis:
-    """Judges reachability; `told` are the running node's addresses as its p2pd found them, None if none runs."""
+    """Judges reachability; `told` are the running node's addresses as found by its p2pd, None if none is running."""
     if told is not None:
         return _reach_of_daemon(told)
     hosts = {host for host, _ in places_of(answers)}
@@ -264,7 +260,7 @@ def judge_reach(told: Sequence[str] | None, answers: Sequence[PeerAnswer], own: 
         return Diagnosis("reachability", "warning", "not known", fix)
     if hosts <= set(own):
         where = "from the internet" if all(map(_is_global, hosts)) else "from the same network"
-        text = f"not known yet: {where}, if the firewall lets the ports of network.listen in"
+        text = f"not known yet: {where}, if the firewall admits the ports of network.listen"
         fix = "Look again while the node runs: AutoNAT finds out in some minutes"
         return Diagnosis("reachability", "warning", text, fix)
     text = "through the router if it opens a port (UPnP) or holes can be punched, else through a relay"
@@ -278,7 +274,7 @@ def judge_reach(told: Sequence[str] | None, answers: Sequence[PeerAnswer], own: 
 
 
 class NullSink:
-    """A sink that counts pieces and keeps none."""
+    """A sink that counts pieces and drops them."""
 
     is_quick = True
     leaves = b""
@@ -307,13 +303,13 @@ class NullSink:
 
 
 async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: int, download: int) -> Diagnosis:
-    """Measures the download of a part of a peer's state, as a newcomer would fetch it, and drops the bytes."""
+    """Measures the download of a part of a peer's state, as a newcomer would fetch it; drops the bytes."""
     try:
         states = await questions.ask_states(transport, peer, run_id)
     except P2ptrainError as error:
         return Diagnosis("bandwidth", "warning", f"not measured: {error}")
     if not states:
-        return Diagnosis("bandwidth", "warning", "not measured: this peer has no state to give", "Name another node")
+        return Diagnosis("bandwidth", "warning", "not measured: this peer has no state to serve", "Name another node")
     sink, failures = NullSink(BANDWIDTH_BYTES_MAX), list[str]()
     fetcher = Fetcher(transport, run_id, download=TokenBucket(download), blame=lambda peer, why: failures.append(why))
     loop = asyncio.get_running_loop()
@@ -323,7 +319,7 @@ async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: in
             name = BlobName("state", max(states)[1])
             await fetcher.fetch(name, size_max, [peer], sink=sink, failed=lambda peer, why: failures.append(why))
     except (TimeoutError, DataError):
-        pass  # as it is meant to be where a state is large
+        pass  # expected if the state is large
     except FetchError as error:
         failures.append(str(error))
     return judge_bandwidth(sink.got, loop.time() - before, failures, download)
@@ -331,23 +327,25 @@ async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: in
 
 def judge_bandwidth(got: int, seconds: float, failures: Sequence[str], limit: int) -> Diagnosis:
     if not got:
-        why = failures[0] if failures else f"nothing came in {seconds:.0f} s"
+        why = failures[0] if failures else f"nothing received in {seconds:.0f} s"
         return Diagnosis("bandwidth", "warning", f"not measured: {why}")
     rate = got / max(seconds, 1e-9)
     text = f"{mega(got)} received in {seconds:.1f} s" if got >= 10**6 else f"{got:,} bytes received in {seconds:.2f} s"
     if got < TELLING_BYTES:
         return Diagnosis(
-            "bandwidth", "good", f"{text}: too little to tell more; upload cannot be measured without harm"
+            "bandwidth",
+            "good",
+            f"{text}: too little for a bandwidth; upload cannot be measured without burdening peers",
         )
-    text += f", {mega(int(rate))}/s; upload is not measured: peers take only what they asked for"
+    text += f", {mega(int(rate))}/s; upload is not measured: peers accept only what they asked for"
     if limit and rate > limit / 2:
         text += f"; limits.download_bytes_per_second is {limit:,}"
     slow = rate < SLOW_BYTES_PER_SECOND
-    fix = "Choose a run with a small payload, or a line with more room" if slow else ""
+    fix = "Choose a run with a small payload, or a faster connection" if slow else ""
     return Diagnosis("bandwidth", "warning" if slow else "good", text, fix)
 
 
 def asking_network(config: NetworkConfig) -> NetworkConfig:
-    """Config for the p2pd that asks: where the node would listen, at ports of its own; no router is changed."""
+    """Returns the config of the p2pd that asks: the node's listen addresses with other ports; no port mapping."""
     listen = tuple(dict.fromkeys(re.sub(r"/(tcp|udp)/[0-9]+", r"/\1/0", address) for address in config.listen))
     return NetworkConfig(listen=listen or ("/ip4/127.0.0.1/tcp/0",), nat=False, relay=config.relay)

@@ -1,16 +1,16 @@
 """Turns a set of contributions into the same new weights on every machine, bit by bit.
 
-This module is the protocol's arithmetic. ARCHITECTURE.md states it line by line and golden roots in the
-tests hold it: the order of the operations may not change within a protocol version.
+This module is the protocol's arithmetic. docs/protocol.md states it line by line and golden roots in the
+tests pin it: the order of the operations may not change within a protocol version.
 
-Votes are integers, so no sum depends on an order. The inverse transform stays in integers
-(`transform.inverse`). What follows is a fixed sequence of single IEEE operations, each rounded once:
+Votes are integers, so no sum depends on its order. The inverse transform stays in integers
+(`transform.inverse`). The rest is a fixed sequence of single IEEE operations, each rounded once:
 nothing fused, nothing summed, and no library function but the square root, which IEEE 754 defines.
 
-Where contributions carry scales (powers of two), every group's votes are shifted to a common one. A
-scale counts as at most 2**3 away from the lower median of the round's scales: a median, because a
+If contributions carry scales (powers of two), every group's votes are shifted to a common one. Each
+scale is clamped to within 2**3 of the lower median of the round's scales: a median, because a
 minority cannot move it (Yin et al. 2018, arXiv 1803.01498); of two contributions it is the smaller
-scale, so there one peer alone can. The votes themselves are summed, not filtered: medians and trimming
+scale, so there a single peer can. The votes themselves are summed, not filtered: medians and trimming
 destroy a sparse signal, whose coefficients most peers do not send.
 """
 
@@ -58,7 +58,7 @@ class Votes:
 
     sums: Tensor  # [chunks, area] int16 or int32
     contributions: int
-    scales: tuple[int, ...] | None  # [groups] votes count in units of 2**scale; None: they have no unit
+    scales: tuple[int, ...] | None  # [groups] votes are in units of 2**scale; None: they have no unit
 
 
 def apply_payloads(
@@ -70,8 +70,8 @@ def apply_payloads(
     parameters: Sequence[Tensor],
     unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
 ) -> None:
-    """Applies one outer step from payloads that `unpack` has accepted, in any order. They are unpacked one at a time,
-    except those given as `unpacked`.
+    """Applies one outer step from payloads that `unpack` has accepted, in any order. Payloads are unpacked one at a
+    time, except those given as `unpacked`.
     """
     scales = None
     if form.groups and payloads:
@@ -102,7 +102,7 @@ def sum_votes(
     scales: tuple[int, ...] | None,
     device: torch.device,
 ) -> Votes:
-    """Adds up `count` contributions, one at a time. They are integers, so any order gives the same sums."""
+    """Adds up `count` contributions, one at a time. The votes are integers, so any order gives the same sums."""
     largest = count * recipe.vote_max
     assert largest <= INT32_MAX, "the config's bound keeps votes in range"
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32
@@ -149,7 +149,7 @@ def apply_votes(
 
 
 def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:
-    """Returns the factor between the inverse transform's integers and the update; 0.0 where no vote is left."""
+    """Returns the factor between the inverse transform's integers and the update; 0.0 if no votes are left."""
     rate = exact_float(learning_rate)
     if recipe.outer == "sign":
         return rounded_fp32(learning_rate)
@@ -193,12 +193,12 @@ def _update(
     """Returns the values that a strip's votes subtract from its weights."""
     whole = inverse(sums.to(device), layout.chunk, first_stage_dtype(votes_bound, device))
     update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
-    update.add_(0.0)  # a product of matrices may leave 0.0 or -0.0; this makes both 0.0
+    update.add_(0.0)  # a matrix product may give 0.0 or -0.0; this makes both 0.0
     return _cut(layout, group, strip, update)
 
 
 def _move(rows: Tensor, keep: float, update: Tensor | None) -> None:
-    """Updates a strip in place. It allocates nothing on a device, so a strip is applied as a whole or not at all."""
+    """Updates a strip in place. It allocates nothing on the device, so a strip is applied whole or not at all."""
     here = rows
     if update is not None and rows.device != update.device:  # one of them is on the CPU, so both go there
         here, update = rows.cpu(), update.cpu()
@@ -211,7 +211,7 @@ def _move(rows: Tensor, keep: float, update: Tensor | None) -> None:
 
 
 def _cut(layout: Layout, group: Group, strip: Strip, update: Tensor) -> Tensor:
-    """Returns the update in the order of the strip's rows, without the padding; a view where there is none."""
+    """Returns the update in the order of the strip's rows, without the padding; a view if there is none."""
     c = layout.chunk
     tiles = update.view(c, strip.chunk_rows, group.chunk_columns, c).permute(1, 0, 2, 3)
     rows, columns = strip.rows.stop - strip.rows.start, group.columns
@@ -226,16 +226,16 @@ def rounded_fp32(value: Fraction) -> float:
 
 
 def check_exactness(chunk: int, device: torch.device) -> None:
-    """Refuses a device or a library whose arithmetic on the exact path is not IEEE 754's.
+    """Refuses a device or library whose arithmetic on the exact path does not follow IEEE 754.
 
     Matrix products may be configured to use TF32 or bf16 internally, or a processor to flush subnormals to zero;
-    replicas would drift apart and nobody could say why. Checking a few known answers takes a millisecond.
+    replicas would drift apart without a visible reason. Checking a few known answers takes a millisecond.
     """
     basis = integer_basis(chunk, torch.int64, torch.device("cpu"))
-    for bound in ((FP32_EXACT_MAX - 1) // BASIS_PEAK, (EXACT_MAX - 1) // BASIS_PEAK**2):  # the edge of either stage
+    for bound in ((FP32_EXACT_MAX - 1) // BASIS_PEAK, (EXACT_MAX - 1) // BASIS_PEAK**2):  # each stage's largest input
         votes = torch.zeros(3, chunk, chunk, dtype=torch.int64)
-        votes[0, 1, chunk // 2 + 1] = bound  # all on one coefficient
-        votes[1, :, 1] = bound // chunk * (1 - 2 * (torch.arange(chunk) % 2))  # a column, which the first product adds
+        votes[0, 1, chunk // 2 + 1] = bound  # all in one coefficient
+        votes[1, :, 1] = bound // chunk * (1 - 2 * (torch.arange(chunk) % 2))  # a column, which the first product sums
         votes[2] = bound // chunk**2
         votes[2, 1, 1] += bound - bound // chunk**2 * chunk**2
         expected = torch.einsum("ui,nuv,vj->inj", basis, votes, basis)
@@ -243,6 +243,6 @@ def check_exactness(chunk: int, device: torch.device) -> None:
         if not torch.equal(computed.cpu().long(), expected):
             raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
     tiny = torch.full((8,), 2.0**-140, device=device)  # an fp32 below the normal range
-    twice = (tiny + tiny).cpu().view(torch.int32)  # compared as bits: where small numbers are flushed, they equal zero
+    twice = (tiny + tiny).cpu().view(torch.int32)  # as bits: where small numbers are flushed, they equal zero
     if not (twice == 2**10).all():
         raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)

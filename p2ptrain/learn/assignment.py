@@ -1,19 +1,19 @@
 """Assigns data: maps (run seed, round, place in the roster) to positions of sequences.
 
 Nobody hands out work. Each pass over the data is a pseudo-random permutation of all sequences, rounds
-take consecutive slots of it, and within a round each place has slots of its own. So members never overlap
+take consecutive slots of it, and within a round each place has its own slots. So members never overlap
 in a round, a pass of a fixed roster repeats nothing, and any node computes any other's shard from three
-integers, without a table and in time that depends on the shard alone.
+integers, without a table and in time that depends only on the shard.
 
 The permutation is a keyed, format-preserving one: a Feistel network over the smallest power of two that
 holds all positions, walked along its cycle until it lands on a position that exists (Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002). A network of whatever functions is a bijection, and walking
-a cycle from inside a set back into it is one of that set, so bijectivity holds by construction; the domain
-is less than twice the number of sequences, so a walk takes two steps in the mean. The round function is
-splitmix64's finaliser (Steele et al. 2014). This scatters; it keeps no secret.
+"Ciphers with arbitrary finite domains", 2002). A Feistel network is a bijection for
+any round functions, and walking a cycle from a set back into the set is a bijection of that set; the domain
+is less than twice the number of sequences, so a walk takes at most two steps on average. The round function is
+splitmix64's finaliser (Steele et al. 2014). This only scatters; it is no cipher.
 
-All of it is arithmetic of 64-bit integers, the same on every machine. It is part of the protocol: another
-permutation is another version.
+Everything is 64-bit integer arithmetic, the same on every machine. It is part of the protocol: a different
+permutation is a different version.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from p2ptrain.digest import digest
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need four; narrow halves mix worse, and eight cost microseconds
+FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need four; narrow halves mix worse, and eight take microseconds
 SEQUENCES_MAX = 2**62  # positions stay int64
 
 
 def shard(seed: int, round_number: int, place: int, places: int, count: int, sequences: int) -> Positions:
     """Returns the `count` sequences, of all `sequences`, that `place` of `places` trains on in a round.  # [count]
 
-    With less data than one round needs, sharing cannot be avoided: the round then goes round all sequences,
-    so that each is used once more than any other at most.
+    With less data than one round needs, members have to share sequences: the round then cycles through all of
+    them, so that none is used more than once more often than another.
     """
     assert 0 <= place < places, f"place {place} of {places}"
     assert count > 0 and round_number >= 0, f"{count} sequences in round {round_number}"
@@ -48,7 +48,7 @@ def shard(seed: int, round_number: int, place: int, places: int, count: int, seq
 
 
 def permute(slots: Positions, size: int, keys: Words) -> Positions:
-    """Returns the images of `slots`, all below `size`, under the permutation of range(size) that `keys` choose."""
+    """Maps `slots`, all below `size`, through the permutation of range(size) that `keys` select."""
     bits = max(2, (size - 1).bit_length())  # at least one bit in each half
     images = _feistel(slots.astype(np.uint64), bits, keys)
     while (outside := np.flatnonzero(images >= size)).size:
@@ -57,11 +57,11 @@ def permute(slots: Positions, size: int, keys: Words) -> Positions:
 
 
 def _feistel(words: Words, bits: int, keys: Words) -> Words:
-    """A bijection of range(2**bits). The halves may differ by a bit, so they are changed in turn, not swapped."""
+    """Permutes range(2**bits). The halves may differ in width by a bit, so they are changed in turn, not swapped."""
     low_bits = bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
     low, high = words & low_mask, words >> np.uint64(low_bits)
-    for key in keys.reshape(-1, 2):  # a pair for each two rounds
+    for key in keys.reshape(-1, 2):  # a pair of keys for every two rounds
         low = low ^ (_scatter(high, key[0]) & low_mask)
         high = high ^ (_scatter(low, key[1]) & high_mask)
     return (high << np.uint64(low_bits)) | low

@@ -1,7 +1,7 @@
-"""Beginning a run: its data, its first weights and its first members, which seal its config and give it an id.
+"""Begins a run: makes its data, first weights and first members, which seal its config and give it an id.
 
-The first weights are made once, by whoever begins the run: random numbers differ from machine to machine, so
-everybody else gets them from the swarm. Nothing here talks to anyone.
+The first weights are made once, by the node that begins the run: random numbers differ from machine to machine, so
+all others get the weights from the swarm. Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HELD_OUT = Fraction(1, 50)  # of the embedded corpus: 100 KB
 
 
 class NewRun(NamedTuple):
-    """A sealed run, its data set and its first weights."""
+    """A sealed run with its data set and first weights."""
 
     run: RunConfig  # sealed
     dataset: Path
-    state: bytes  # the first weights, as the state root is made of them
+    state: bytes  # the first weights, as the state root hashes them
 
 
 def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Path | None = None) -> NewRun:
@@ -49,13 +49,13 @@ def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Pat
     root = state_root(weights).hex()
     if run.state.initial_root not in ("", root):
         raise ConfigError(
-            f"this machine makes other first weights ({root})",
+            f"this machine makes different first weights ({root})",
             key="state.initial_root",
             fix="Join the run if it was begun elsewhere; to begin another, remove the key",
         )
     try:
         sealed = run.sealed(manifest=manifest_digest(data.manifest_bytes()), initial_root=root, founders=founders)
-    except ValidationError as error:  # all else was valid before
+    except ValidationError as error:  # everything else was valid already
         mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
         raise ConfigError(mistake.what, key=mistake.key, fix=mistake.fix) from error
     return NewRun(sealed, data.directory, bytes(octets(weights)))
@@ -69,19 +69,19 @@ def first_weights(run: RunConfig) -> Tensor:
 
 
 def _check_founders(run: RunConfig, founders: Sequence[str]) -> None:
-    assert founders, "whoever begins a run is a founder"
+    assert founders, "the node that begins a run is a founder"
     if run.admission.founders and sorted(run.admission.founders) != sorted(founders):
         fix = "Join the run if it was begun elsewhere; to begin another, remove the key"
-        raise ConfigError("names other founders", key="admission.founders", fix=fix)
+        raise ConfigError("names different founders", key="admission.founders", fix=fix)
 
 
 def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDataset:
-    """Opens the run's data set, which has to be whole: whoever begins a run is the only one to have it."""
+    """Opens the run's data set, which has to be complete, because nobody else has it yet."""
     path = _find_data(run, directory, dataset)
     try:
         found = manifest_digest(read_manifest(path))
         if run.data.manifest not in (EMBEDDED, found):
-            fix = f'Write manifest = "{found}", or give the directory of the one that the run names with --data'
+            fix = f'Write manifest = "{found}", or give the right directory with --data'
             raise ConfigError(f"{path} holds data set {found}", key="data.manifest", fix=fix)
         data = TokenDataset.open(path, found)
     except DataError as error:
@@ -98,22 +98,22 @@ def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDa
 
 
 def _find_data(run: RunConfig, directory: Path, dataset: Path | None) -> Path:
-    """Returns the data set's directory, and makes the embedded data set if it is not there yet."""
+    """Returns the data set's directory; makes the embedded data set first if it does not exist yet."""
     is_made = (directory / MANIFEST_NAME).exists()
     if run.data.manifest != EMBEDDED:
         if dataset is None and not is_made:
             fix = "Give its directory with --data"
-            raise ConfigError(f"names data set {run.data.manifest}, and none was given", key="data.manifest", fix=fix)
+            raise ConfigError(f"names data set {run.data.manifest}, but none was given", key="data.manifest", fix=fix)
         return dataset or directory
     if dataset is not None:
         fix = f"Write the digest that `p2ptrain data prepare` printed for {dataset}, or leave --data out"
-        raise ConfigError(f"is {EMBEDDED}, and a data set was given", key="data.manifest", fix=fix)
+        raise ConfigError(f"is {EMBEDDED}, but a data set was given", key="data.manifest", fix=fix)
     if run.tokenizer.kind != "bytes":
         fix = (
             "Prepare it with `p2ptrain data prepare --embedded --tokenizer FILE`, and write the digest that this prints"
         )
         raise ConfigError(
-            f"{EMBEDDED} text is read as bytes, and the run has a tokenizer", key="data.manifest", fix=fix
+            f"{EMBEDDED} text is read as bytes, but the run has a tokenizer", key="data.manifest", fix=fix
         )
     if not is_made:
         tokenizer = load_tokenizer(None)

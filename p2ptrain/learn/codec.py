@@ -1,11 +1,11 @@
 """The payload: a contribution as the fewest bytes that have exactly one reading.
 
-A contribution names, in every chunk, k of its coefficients and a small signed integer for each. Indices
-are sorted, because a set needs log2(k!) bits less than a list. A sorted set is coded as Elias and Fano
+A contribution names k coefficients of every chunk, with a small signed integer for each. Indices
+are sorted, because a set takes log2(k!) bits less than a list. A sorted set is coded as Elias and Fano
 did (Elias 1974; Fano 1971): every index splits into low bits, stored as they are, and a bucket number;
-the k bucket numbers, which never fall, are k ones among `positions` = buckets + k - 1 places of a bit
+the k bucket numbers, which never decrease, are k ones among `positions` = buckets + k - 1 places of a bit
 string. That string is stored as its rank among all strings with k ones (the combinatorial number
-system; Cover 1973), which fits a 64-bit integer for k up to 32 of 4096, or as it is where it does not.
+system; Cover 1973) if the rank fits into a 64-bit integer (k up to 32 of 4096), otherwise as it is.
 
     section      bits a chunk        what
     scales       (8 bits a group)    power-of-two exponents, for recipes whose values have a scale
@@ -14,10 +14,10 @@ system; Cover 1973), which fits a 64-bit integer for k up to 32 of 4096, or as i
     signs        k                   1 is negative
     magnitudes   k * (value_bits-1)  |value| - 1
 
-Sections follow one another, each starts at a whole byte, fields are little-endian and fill bytes from
-the lowest bit. There is no header: the run's config fixes every width, so the length is known before a
-byte arrives. Every content has one encoding and every other string is refused: a rank that is too
-large, equal buckets whose low bits do not rise, a bit string without exactly k ones, an exponent out of
+Sections follow one another, each starting at a whole byte; fields are little-endian and fill bytes from
+the lowest bit. There is no header: the run's config fixes every width, so the length is known before the
+first byte arrives. Every contribution has exactly one encoding, and all other strings are refused: a rank that is
+too large, equal buckets whose low bits do not rise, a bit string without exactly k ones, an exponent out of
 range, a set bit after the end of a section.
 """
 
@@ -34,7 +34,7 @@ from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.learn.transform import Layout
 
-WORK_BYTES = 192 * 1024  # unpacking goes block by block, so that its working space is this and not the model's size
+WORK_BYTES = 192 * 1024  # unpacking goes block by block, so its working memory is this and does not grow with the model
 RANK_MAX = 2**63  # ranks are compared and subtracted as 64-bit integers
 EXPONENT_BIAS = 64
 EXPONENT_MIN, EXPONENT_MAX = -64, 15  # 2**15 times the largest update is still far from overflowing an fp32
@@ -47,19 +47,19 @@ Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """A node's contribution to a round: integers at coefficients' places, and an exponent a group in scaled recipes."""
+    """A node's contribution to a round: integers at coefficients' places; in scaled recipes also group exponents."""
 
     indices: Indices
     values: Values
-    exponents: NDArray[np.int8] | None = None  # [groups] the values count in units of 2**exponent
+    exponents: NDArray[np.int8] | None = None  # [groups] values are in units of 2**exponent
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadFormat:
-    """The widths of all fields in a run's payloads, which follow from the run's config alone."""
+    """The widths of all fields in a run's payloads, determined by the run's config alone."""
 
     chunks: int
-    groups: int  # 0 where contributions carry no scale
+    groups: int  # 0 if contributions carry no scales
     area: int
     k: int
     value_bits: int
@@ -85,7 +85,7 @@ class PayloadFormat:
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:
-        """The number of fields a chunk and their width in bits, for upper, low, signs and magnitudes."""
+        """The number of fields per chunk and their width in bits, for upper, low, signs and magnitudes."""
         upper = (1, self.upper_bits) if self.ranked else (self.upper_bits, 1)
         return upper, (self.k, self.low_bits), (self.k, 1), (self.k, self.value_bits - 1)
 
@@ -105,7 +105,7 @@ def packed_bytes(count: int, width: int) -> int:
 
 @cache
 def index_widths(area: int, k: int) -> tuple[int, bool, int]:
-    """Returns (low_bits, ranked, upper_bits) with the fewest bits a chunk; in a tie, the fewest low bits."""
+    """Returns (low_bits, ranked, upper_bits) with the fewest bits per chunk; in a tie, the fewest low bits."""
     best: tuple[int, int, bool, int] | None = None
     for low_bits in range(area.bit_length() - 1):
         positions = (area >> low_bits) + k - 1
@@ -155,7 +155,7 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
 
 
 def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
-    """Asserts that a recipe made a valid contribution, because an invalid one would be packed wrongly."""
+    """Asserts that a recipe made a valid contribution; an invalid one would be packed wrongly."""
     indices, values, exponents = contribution.indices, contribution.values, contribution.exponents
     assert indices.shape == values.shape == (form.chunks, form.k), "a contribution has the run's shape"
     assert (indices[:, 1:] > indices[:, :-1]).all(), "indices of a chunk rise"
@@ -171,9 +171,9 @@ def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
 
 
 def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
-    """Decodes a payload strictly; raises RemoteProtocolError, with the reason, if it encodes no contribution."""
+    """Decodes a payload strictly; raises RemoteProtocolError, with the reason, if it is not a valid encoding."""
     if len(payload) != form.payload_bytes:
-        raise RemoteProtocolError(f"payload of {len(payload)} bytes, this run's have {form.payload_bytes}")
+        raise RemoteProtocolError(f"payload of {len(payload)} bytes; this run's have {form.payload_bytes}")
     octets: Bytes = np.frombuffer(payload, np.uint8)
     exponents = _exponents(octets[: form.groups]) if form.groups else None
     sections: list[Bytes] = []
@@ -187,8 +187,8 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
             raise RemoteProtocolError("a bit is set after the end of a section")
     indices = np.empty((form.chunks, form.k), np.uint16)
     values = np.empty((form.chunks, form.k), np.int8)
-    work = 2 * form.upper_bits + (8 if form.ranked else 24) * form.k  # bytes a chunk, what takes most of them
-    step = max(8, WORK_BYTES // work & ~7)  # chunks; eights of them start at whole bytes
+    work = 2 * form.upper_bits + (8 if form.ranked else 24) * form.k  # bytes per chunk of the largest arrays
+    step = max(8, WORK_BYTES // work & ~7)  # chunks; a multiple of eight starts at a whole byte
     for first in range(0, form.chunks, step):
         last = min(first + step, form.chunks)
         fields = [
@@ -210,7 +210,7 @@ def read_exponents(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[
 
 def _exponents(octets: Bytes) -> NDArray[np.int8]:
     if octets.max() > EXPONENT_MAX + EXPONENT_BIAS:
-        raise RemoteProtocolError(f"a scale of 2**{int(octets.max()) - EXPONENT_BIAS}, the limit is 2**{EXPONENT_MAX}")
+        raise RemoteProtocolError(f"a scale of 2**{int(octets.max()) - EXPONENT_BIAS}; the limit is 2**{EXPONENT_MAX}")
     return (octets - np.uint8(EXPONENT_BIAS)).view(np.int8)
 
 
@@ -221,7 +221,7 @@ def _block_indices(upper: Fields, low: Fields, form: PayloadFormat) -> Indices:
         if not (upper.sum(axis=1, dtype=np.int64) == form.k).all():
             raise RemoteProtocolError(f"a chunk's bucket string does not have {form.k} ones")
         positions = (np.flatnonzero(upper) % form.positions).astype(np.uint16).reshape(-1, form.k)
-    indices = positions  # in place from here on: unpacking may take twice the contribution's memory, no more
+    indices = positions  # in place from here on: unpacking may take twice the contribution's memory, but no more
     indices -= np.arange(form.k, dtype=np.uint16)
     indices <<= np.uint16(form.low_bits)
     indices |= low.astype(np.uint16, copy=False)
@@ -235,7 +235,7 @@ def _unranked(ranks: NDArray[np.int64], form: PayloadFormat) -> Indices:  # [chu
         raise RemoteProtocolError("a rank names no bucket string")
     table = _binomials(form.positions, form.k)
     positions = np.empty((form.k, ranks.size), np.uint16)
-    for j in range(form.k, 0, -1):  # the j-th one stands at the last place whose binomial is not above the rank
+    for j in range(form.k, 0, -1):  # the j-th one is at the last place whose binomial does not exceed the rank
         place = table[j].searchsorted(ranks, side="right") - 1
         ranks = ranks - table[j][place]
         positions[j - 1] = place
@@ -265,7 +265,7 @@ def pack_fields(fields: Fields, width: int) -> bytes:
 
 
 def unpack_fields(packed: Bytes, count: int, width: int) -> Fields:
-    """Reads back `count` fields that `pack_fields` wrote."""
+    """Reads `count` fields that `pack_fields` wrote."""
     if width == 0:
         return np.zeros(count, np.uint8)
     if width == 1:

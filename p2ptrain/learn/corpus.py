@@ -1,18 +1,18 @@
-"""Reads files as documents: which files, where texts are cut, and which are refused.
+"""Reads files as documents, and cuts long texts.
 
-A document is the unit that is held out or trained on, and that an end-of-document token follows. In JSON
-lines it is the "text" of a line. In anything else it is a block of at most 16 KiB that ends with a line
-where it can: text files have no borders that a program could see, and blocks keep both memory and the
-grain of the split the same for a note and for a book.
+A document is the unit that is held out or trained on, and an end-of-document token follows it. In JSON
+lines it is the "text" of a line. In any other file it is a block of at most 16 KiB that ends with a line
+if possible: text files have no boundaries that a program could see, and with blocks the memory and the
+granularity of the split are the same for a note and for a book.
 
 Nothing is repaired. Bytes that are not UTF-8 are an error that names the file and the offset, because
-replacing them would teach a model the replacement character, and text in another encoding, or a
-compressed file, would turn into nothing else. Line ends are left as they are; a byte order mark at the
+replacing them would teach the model the replacement character, and text in another encoding, or a
+compressed file, would consist of little else. Line ends are left as they are; a byte order mark at the
 start of a file is dropped.
 
-The embedded corpus needs no download: the language reference and the standard library's sources, which
-every Python carries. They differ between versions of Python, so two machines may well make two data sets
-of it; a run names the one that its creator made.
+The embedded corpus needs no download: it is the language reference and the standard library's sources, which
+come with every Python. They differ between Python versions, so two machines may well make two different data
+sets from it; a run names the one that its creator made.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import msgspec
 
 from p2ptrain.errors import ConfigError
 
-BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: fine enough to hold out a hundredth of a megabyte
-LINE_BYTES_MAX = 16 * 2**20  # three times a long novel; it stands in memory as a whole
+BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: small enough to hold out a hundredth of a megabyte
+LINE_BYTES_MAX = 16 * 2**20  # three long novels; a line is held in memory as a whole
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LINES_SUFFIXES = (".jsonl", ".ndjson")
 
@@ -49,7 +49,7 @@ class TextFile:
 @dataclass(frozen=True, slots=True)
 class Document:
     text: str
-    source_bytes: int  # what it took up where it was read
+    source_bytes: int  # its size where it was read
 
 
 class _JsonDocument(msgspec.Struct):
@@ -68,7 +68,7 @@ def file_sources(files: Sequence[Path]) -> list[TextFile]:
                 f"cannot be read: {error.strerror}", source=str(path), fix="Name text files or JSON lines"
             ) from error
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError("not a file", source=str(path), fix="Name the files, not what they are in")
+            raise ConfigError("not a file", source=str(path), fix="Name the files in it")
         is_lines = path.suffix.lower() in LINES_SUFFIXES
         sources.append(TextFile(str(path), status.st_size, _opener(path), is_lines))
     return sources
@@ -77,12 +77,12 @@ def file_sources(files: Sequence[Path]) -> list[TextFile]:
 def embedded_sources() -> list[TextFile]:
     """Returns the language reference and the top-level modules of the standard library, in a fixed order."""
     try:
-        from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte that only this needs)
+        from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte that nothing else needs)
     except ImportError as error:
         raise _incomplete_python("pydoc_data") from error
     sources = [_text_source(f"language reference, {name}", topics[name]) for name in sorted(topics)]
     library = Path(sysconfig.get_path("stdlib"))
-    # By Python's own list of names: distributions put files of their own, with paths in them, beside these.
+    # Taken from Python's own list of names: distributions add files of their own, which contain paths.
     modules = [library / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
     modules = [path for path in modules if path.is_file()]
     if not modules:
@@ -103,7 +103,7 @@ def documents(source: TextFile) -> Iterator[Document]:
 
 def _blocks(file: BinaryIO, name: str) -> Iterator[Document]:
     carry = file.read(len(BYTE_ORDER_MARK)).removeprefix(BYTE_ORDER_MARK)
-    offset = file.tell() - len(carry)  # of the block that comes next
+    offset = file.tell() - len(carry)  # of the next block
     while block := carry + file.read(BLOCK_BYTES_MAX - len(carry)):
         cut = _cut(block) if len(block) == BLOCK_BYTES_MAX else len(block)
         block, carry = block[:cut], block[cut:]
@@ -112,11 +112,11 @@ def _blocks(file: BinaryIO, name: str) -> Iterator[Document]:
 
 
 def _cut(block: bytes) -> int:
-    """Returns where to cut a full block: after its last line, or else before its last character, which may be cut."""
+    """Returns where to cut a full block: after its last line, or else before its last character, in case it is cut."""
     if after_line := block.rfind(b"\n") + 1:
         return after_line
     cut = len(block) - 1
-    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:  # a continuation byte; a character has three at most
+    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:  # a continuation byte; a character has at most three
         cut -= 1
     return cut
 
@@ -139,7 +139,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Document]:
         where = f"{name}, line {number}"
         if len(line) > LINE_BYTES_MAX:
             raise ConfigError(
-                f"longer than {LINE_BYTES_MAX} bytes", source=where, fix="Put each document on a line of its own"
+                f"longer than {LINE_BYTES_MAX} bytes", source=where, fix="Put each document on its own line"
             )
         content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if not content.strip():
@@ -165,7 +165,7 @@ def _text_source(name: str, text: str) -> TextFile:
 
 def _incomplete_python(what: str) -> ConfigError:
     return ConfigError(
-        f"this Python lacks {what}, which the embedded corpus is made of",
+        f"this Python lacks {what}, a part of the embedded corpus",
         key="embedded",
-        fix="Install the whole standard library, or name files",
+        fix="Install the complete standard library, or name files",
     )

@@ -2,14 +2,14 @@
 
 A data set is a directory:
 
-    manifest.json           what there is: its digest is `RunConfig.data.manifest`, and names all the rest
-    pieces/<hex digest>     1 MiB of tokens each, the last of a split shorter
-    tokenizer.json          what the tokens were made with; not there if they are bytes
+    manifest.json           the index: its digest is `RunConfig.data.manifest`, and covers everything else
+    pieces/<hex digest>     1 MiB of tokens each, the last one of a split shorter
+    tokenizer.json          the tokenizer that made the tokens; absent if they are bytes
 
-It holds two splits: `training`, and `held_out`, which is never trained on and has methods of
-its own so that this cannot happen by mistake. A piece is named by its digest: anybody may serve it and
-everybody can check it. Tokens are little-endian and one, two or four bytes wide by the size of the
-vocabulary; a piece holds a whole number of them. The manifest has one encoding: sorted keys, no white
+It holds two splits: `training`, and `held_out`, which is never trained on and has its own
+methods so that this cannot happen by mistake. A piece is named by its digest: anyone may serve it, and
+anyone can check it. Tokens are little-endian and one, two or four bytes wide, depending on the size of the
+vocabulary; a piece holds a whole number of them. The manifest has exactly one encoding: sorted keys, no white
 space, no floats.
 
 A sequence of length L at position i is the tokens from i*L to i*L + L, both included: L inputs and, shifted
@@ -51,11 +51,11 @@ from p2ptrain.learn.tokenizer import (
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 PIECES_NAME = "pieces"
-PIECES_MAX = 1_000_000  # of a split: a tebibyte of tokens, which is more than anyone has sent to volunteers
-MANIFEST_BYTES_MAX = 128 * 2**20  # holds two full splits at 67 bytes a piece; a newcomer reads it as a whole
-OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, and 1,024 is a usual limit of those
+PIECES_MAX = 1_000_000  # per split: a tebibyte of tokens, more than anyone has sent to volunteers
+MANIFEST_BYTES_MAX = 128 * 2**20  # room for two full splits at 67 bytes a piece; a newcomer reads it as a whole
+OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, of which 1,024 is a common limit
 
-HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a file's name too, so nothing else will do
+HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # also a file's name, so nothing else is accepted
 
 
 class TokenizerName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ def decode_manifest(encoded: bytes) -> DatasetIndex:
     if (tokenizer.kind == "json") != bool(tokenizer.digest):
         raise ValueError(f"tokenizer of kind {tokenizer.kind} with digest {tokenizer.digest!r}")
     if token_type(tokenizer.vocab_size).itemsize != manifest.token_bytes:
-        raise ValueError(f"{manifest.token_bytes} bytes a token do not fit {tokenizer.vocab_size} tokens")
+        raise ValueError(f"{manifest.token_bytes} bytes per token do not fit {tokenizer.vocab_size} tokens")
     for name, split in (("training", manifest.training), ("held_out", manifest.held_out)):
         expected = -(-split.tokens * manifest.token_bytes // PIECE_BYTES)
         if len(split.pieces) != expected:
@@ -113,7 +113,7 @@ def decode_manifest(encoded: bytes) -> DatasetIndex:
 
 
 def read_manifest(directory: Path) -> bytes:
-    """Reads the manifest of whichever data set is in `directory`."""
+    """Reads the manifest of the data set in `directory`, whichever it is."""
     try:
         encoded = _read_file(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX)
     except FileNotFoundError as error:
@@ -128,15 +128,15 @@ def read_manifest(directory: Path) -> bytes:
 def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> TokenDataset:
     """Begins a data set in `directory` from a manifest that a peer sent; its pieces may all be missing.
 
-    Whatever manifest was there gives way: the digest says which one belongs there.
+    Any other manifest there is replaced: the digest says which one belongs there.
     """
     if len(encoded) > MANIFEST_BYTES_MAX:
-        raise RemoteProtocolError(f"data manifest of {len(encoded)} bytes, the limit is {MANIFEST_BYTES_MAX}")
+        raise RemoteProtocolError(f"data manifest of {len(encoded)} bytes; the limit is {MANIFEST_BYTES_MAX}")
     if (found := manifest_digest(encoded)) != expected_digest:
         raise RemoteProtocolError(f"data manifest {found} instead of {expected_digest}")
     try:
         dataset = TokenDataset(directory, decode_manifest(encoded))
-    except ValueError as error:  # the run's creator made it so; the peer that sends it is not to blame
+    except ValueError as error:  # the run's creator made it so, not the peer that sent it
         raise DataError(f"data manifest {expected_digest}: {error}") from error
     with trouble(directory):
         (directory / PIECES_NAME).mkdir(parents=True, exist_ok=True)
@@ -148,8 +148,8 @@ class TokenDataset:
     """A data set on disk, some pieces of which may still be missing.
 
     Each piece is checked against its digest when it is first used. A damaged one is removed, and an error
-    names it; from then on it is missing, until `add_piece` restores it. A batch that needs a missing piece is
-    an error too, so callers that may lack pieces check `missing` first. Only one thread may make batches; all
+    names it; from then on it counts as missing, until `add_piece` restores it. A batch that needs a missing piece
+    is an error too, so callers that may lack pieces check `missing` first. Only one thread may make batches; all
     other methods are thread-safe.
     """
 
@@ -160,7 +160,7 @@ class TokenDataset:
         self._type = token_type(manifest.tokenizer.vocab_size)
         self._checked: set[str] = set()
         self._damaged: set[str] = set()
-        self._open: OrderedDict[str, Tokens] = OrderedDict()  # the least recently used first
+        self._open: OrderedDict[str, Tokens] = OrderedDict()  # least recently used first
         self._writing = threading.Lock()  # two writers of one piece would share its temporary name
 
     @classmethod
@@ -197,11 +197,11 @@ class TokenDataset:
     # Exchanged between nodes
 
     def missing(self, positions: Positions, length: int) -> list[bytes]:
-        """Digests of the pieces that `batch` would need but this node lacks, in the data's order."""
+        """Returns the digests of the pieces that `batch` needs and this node lacks, in the data's order."""
         return self._absent(self._pieces_of(self.manifest.training, positions, length))
 
     def missing_held_out(self, sequences: int, length: int) -> list[bytes]:
-        """Digests of the missing pieces of the first `sequences` held-out sequences, or of as many as there are."""
+        """Returns the digests of the pieces missing from the first `sequences` held-out sequences."""
         count = min(sequences, self.held_out_sequences(length))
         return self._absent(self._pieces_of(self.manifest.held_out, np.arange(count), length))
 
@@ -216,8 +216,8 @@ class TokenDataset:
             raise RemoteProtocolError(f"piece {name[:64]} belongs to another data set")
         if piece_digest(piece) != name:
             raise RemoteProtocolError(f"{len(piece)} bytes that are not piece {name}")
-        if len(piece) != self._sizes[name]:  # then the manifest lies, and not the peer
-            raise DataError(f"piece {name} has {len(piece)} bytes, and {self._sizes[name]} by the manifest")
+        if len(piece) != self._sizes[name]:  # the manifest is wrong, not the peer
+            raise DataError(f"piece {name} has {len(piece)} bytes, but {self._sizes[name]} by the manifest")
         self._write(self._path(name), piece)
         self._damaged.discard(name)
 
@@ -249,9 +249,9 @@ class TokenDataset:
 
     def store_tokenizer(self, file_bytes: bytes) -> None:
         """Stores the tokenizer's file that a peer sent, after checking that the manifest names it."""
-        assert self.tokenizer.kind == "json", "bytes have no file"
+        assert self.tokenizer.kind == "json", "the bytes tokenizer has no file"
         if len(file_bytes) > TOKENIZER_BYTES_MAX:
-            raise RemoteProtocolError(f"tokenizer file of {len(file_bytes)} bytes, the limit is {TOKENIZER_BYTES_MAX}")
+            raise RemoteProtocolError(f"tokenizer file of {len(file_bytes)} bytes; the limit is {TOKENIZER_BYTES_MAX}")
         if (found := tokenizer_digest(file_bytes)) != self.tokenizer.digest:
             raise RemoteProtocolError(f"tokenizer file {found} instead of {self.tokenizer.digest}")
         self._write(self.directory / TOKENIZER_NAME, file_bytes)
@@ -265,10 +265,10 @@ class TokenDataset:
             raise DataError(f"{path} is missing, or not the tokenizer that the data was made with")
         try:
             tokenizer = JsonTokenizer(file_bytes, str(path))
-        except ConfigError as error:  # named by the run's creator, not by this node's owner
+        except ConfigError as error:  # chosen by the run's creator, not by this node's owner
             raise DataError(str(error)) from error
         if tokenizer.vocab_size != (named := self.tokenizer.vocab_size):
-            raise DataError(f"{path} has {tokenizer.vocab_size} tokens, and {named} by the manifest")
+            raise DataError(f"{path} has {tokenizer.vocab_size} tokens, but {named} by the manifest")
         return tokenizer
 
     def _pieces_of(self, split: Split, positions: Positions, length: int) -> list[str]:
@@ -281,7 +281,7 @@ class TokenDataset:
         return [split.pieces[number] for number in sorted(numbers)]
 
     def _absent(self, names: Iterable[str]) -> list[bytes]:
-        """Returns those of the pieces, each once, that are missing, damaged or of the wrong size."""
+        """Returns the pieces, each once, that are missing, damaged or of the wrong size."""
         return [
             bytes.fromhex(name)
             for name in dict.fromkeys(names)
@@ -297,7 +297,7 @@ class TokenDataset:
         """Removes a damaged piece, so that the node fetches it again."""
         self._damaged.add(name)
         self._checked.discard(name)
-        with suppress(OSError):  # the disk cannot be written; the piece counts as missing all the same
+        with suppress(OSError):  # if the disk cannot be written, the piece counts as missing anyway
             self._path(name).unlink()
 
     # -----------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class TokenDataset:
     def _gather(self, split: Split, positions: Positions, length: int) -> npt.NDArray[np.int64]:
         assert positions.size, "a batch of nothing"
         _check_positions(split, positions, length)
-        # In order and each once, sequences make one rising run of token numbers, which pieces cut into few parts.
+        # Sorted and without duplicates, sequences make one rising run of token numbers, which few pieces cover.
         wanted, places = np.unique(positions, return_inverse=True)
         numbers = (wanted[:, None] * length + np.arange(length + 1)).ravel()
         pieces, offsets = np.divmod(numbers, PIECE_BYTES // self._type.itemsize)
@@ -326,14 +326,14 @@ class TokenDataset:
             self._check(name, tokens)
         self._open[name] = tokens
         if len(self._open) > OPEN_PIECES_MAX:
-            self._open.popitem(last=False)  # its map is closed with the last array on it
+            self._open.popitem(last=False)  # its map is closed together with the last array on it
         return tokens
 
     def _map(self, name: str) -> Tokens:
         path = self._path(name)
         try:
             with path.open("rb") as file:
-                # A read beyond the end of a mapped file kills the process, so its size comes first.
+                # A read beyond the end of a mapped file kills the process, so the size is checked first.
                 if (size := os.fstat(file.fileno()).st_size) != self._sizes[name]:
                     raise DataError(f"piece {path} has {size} bytes instead of {self._sizes[name]}")
                 return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=self._type)
@@ -344,7 +344,7 @@ class TokenDataset:
         if piece_digest(tokens.view(np.uint8).data) != name:
             self._remove(name)
             raise DataError(f"piece {self._path(name)} is damaged: its bytes do not have this digest")
-        # The digest vouches for what the run's creator made, not for the creator.
+        # The digest proves that these are the creator's bytes, not that the creator made valid ones.
         if (largest := int(tokens.max())) >= self.tokenizer.vocab_size:
             vocab_size = self.tokenizer.vocab_size
             raise DataError(
@@ -371,7 +371,7 @@ def _sequences(split: Split, length: int) -> int:
 def _check_positions(split: Split, positions: Positions, length: int) -> None:
     assert positions.ndim == 1, f"positions of shape {positions.shape}"
     is_there = (positions >= 0) & (positions < _sequences(split, length))
-    assert is_there.all(), "a position that is not there"
+    assert is_there.all(), "a position does not exist"
 
 
 def _piece_sizes(manifest: DatasetIndex) -> dict[str, int]:
@@ -390,6 +390,6 @@ def _piece_sizes(manifest: DatasetIndex) -> dict[str, int]:
 def _read_file(path: Path, size_max: int) -> bytes | None:
     """Reads a whole file; None if it is larger than allowed."""
     with path.open("rb") as file:
-        # Asked for the limit outright, read would allocate it whatever the file's size.
+        # Called with the limit, `read` would allocate that much whatever the file's size.
         content = file.read(min(os.fstat(file.fileno()).st_size, size_max) + 1)
     return content if len(content) <= size_max else None

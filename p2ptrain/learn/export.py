@@ -1,16 +1,16 @@
-"""Exports the agreed weights: a checkpoint that Hugging Face's transformers loads as a Llama.
+"""Exports the agreed weights as a checkpoint that Hugging Face's transformers loads as a Llama.
 
     config.json               the model's sizes
-    model.safetensors         the weights; after its header come the bytes that the state root is made of
-    generation_config.json    to draw text as `p2ptrain generate` does
-    tokenizer.json            the run's, or for bytes one that gives the same integers
-    tokenizer_config.json     how to read texts with it
+    model.safetensors         the weights; after its header come the bytes that the state root hashes
+    generation_config.json    settings to sample text as `p2ptrain generate` does
+    tokenizer.json            the run's tokenizer, or for bytes one that gives the same integers
+    tokenizer_config.json     how to tokenize texts with it
     run.json                  the run's settings; their digest is its id
     README.md                 the model card
 
-The model computes what Llama computes and names its parameters alike (model.py), so nothing is converted: weights go
-from file to file a piece at a time, and are checked on the way. What is written follows from the run and the state
-alone: whoever exports a round gets the same bytes.
+The model computes what Llama computes and has the same parameter names (model.py), so nothing is converted: weights are
+copied from file to file, a piece at a time, and checked on the way. The output depends only on the run and the state:
+everyone who exports a round gets the same bytes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_lea
 from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
 
-MODE = 0o666  # less what the user's umask forbids: an export is made to be handed on
-HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of them
-PREFIX = "model."  # Hugging Face's names have it, ours do not
+MODE = 0o666  # less the user's umask: an export is meant to be shared
+HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of this
+PREFIX = "model."  # in Hugging Face's names, not in ours
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A file of agreed weights, with the size, digests and root that it has to have."""
+    """A file of agreed weights, with the size, digests and root that it must have."""
 
     path: Path
     size: int  # in bytes
@@ -51,7 +51,7 @@ class Weights:
     run: RunConfig
     round: int
     branch: bytes
-    head: bytes  # the manifest of that round; empty if it is not known
+    head: bytes  # that round's manifest; empty if unknown
     root: bytes
 
     @property
@@ -62,10 +62,10 @@ class Weights:
     def check_size(self) -> None:
         """Compares the file's size with the run's model before memory is allocated for it."""
         if self.size != (expected := FLOAT_BYTES * parameter_count(self.run.model)):
-            raise DataError(f"{self.path}: {self.size:,} bytes of weights, and the run's model has {expected:,}")
+            raise DataError(f"{self.path}: {self.size:,} bytes of weights, but the run's model has {expected:,}")
 
     def pieces(self) -> Iterator[bytes]:
-        """Yields pieces of 1 MiB; after the last, `DataError` if digest or root are not the expected ones."""
+        """Yields pieces of 1 MiB; after the last one, raises `DataError` if the digest or the root is wrong."""
         self.check_size()
         leaves: list[bytes] = []
         hasher, size = blake3(), 0
@@ -77,13 +77,13 @@ class Weights:
                     break
                 yield piece
         if (size, hasher.hexdigest()) != (self.size, self.blake3):
-            raise DataError(f"{self.path}: damaged: its digest is not the one of the checkpoint")
+            raise DataError(f"{self.path}: damaged: its digest is not the checkpoint's")
         if root_of_leaves(leaves, size, self.covered) != self.root:
             raise DataError(f"{self.path}: not the weights of round {self.round}: their root is not {self.root.hex()}")
 
 
 def load_model(weights: Weights, device: torch.device) -> Transformer:
-    """Loads the weights, checked, into a model."""
+    """Loads the weights into a model, and checks them."""
     weights.check_size()
     model = _empty(weights.run.model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -99,7 +99,7 @@ def load_model(weights: Weights, device: torch.device) -> Transformer:
 
 
 def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[int, int] | None) -> None:
-    """Exports to the directory `target`, whole or not at all; `members` counts those with a vote and those admitted."""
+    """Exports to a new directory, completely or not at all; `members`: how many have a vote, and are admitted."""
     check_target(target)
     end = _end_name(tokenizer)
     files = {
@@ -112,7 +112,7 @@ def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[
     }
     with trouble(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(suffix=PARTIAL_SUFFIX, dir=target.parent))  # no name that may be somebody's
+        place = Path(tempfile.mkdtemp(suffix=PARTIAL_SUFFIX, dir=target.parent))  # a name that nobody else uses
         partial = place / target.name
         try:
             partial.mkdir()
@@ -126,9 +126,9 @@ def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[
 
 
 def check_target(target: Path) -> None:
-    """Refuses, before any long work, to overwrite something."""
+    """Refuses to overwrite anything, before any long work."""
     if target.exists() or target.is_symlink():
-        raise ConfigError("it exists already", source=str(target), fix="Name a directory that is to be made")
+        raise ConfigError("it exists already", source=str(target), fix="Name a directory that does not exist yet")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def check_target(target: Path) -> None:
 
 
 def _empty(config: ModelConfig) -> Transformer:
-    with torch.device("meta"):  # shapes alone, whatever the size
+    with torch.device("meta"):  # shapes only, whatever the size
         return Transformer(config)
 
 
@@ -149,10 +149,10 @@ def _write_weights(path: Path, weights: Weights) -> None:
 
 
 def _header(weights: Weights) -> bytes:
-    """Returns length and header of a safetensors file whose data are the agreed weights as they lie.
+    """Returns the length and header of a safetensors file whose data are the agreed weights as they are.
 
-    The library would want all of them in memory, for the sake of these lines. The output matrix is the embedding
-    (tied), which Hugging Face writes once, as we do.
+    The library would need all weights in memory just to write this header. The output matrix is the embedding
+    (tied), which Hugging Face, like us, writes once.
     """
     named = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **named}}
@@ -167,7 +167,7 @@ def _header(weights: Weights) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------
-# The other files that transformers reads
+# The other files for transformers
 
 
 def _json(content: object) -> bytes:
@@ -181,7 +181,7 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
         "model_type": "llama",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": end,  # a document begins where another one ends
+        "bos_token_id": end,  # a document begins where the previous one ends
         "dtype": "float32",
         "eos_token_id": end,
         "head_dim": config.dim // config.heads,
@@ -194,7 +194,7 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
         "num_attention_heads": config.heads,
         "num_hidden_layers": config.layers,
         "num_key_value_heads": config.kv_heads,
-        "pad_token_id": None,  # a number would keep that token's row from learning
+        "pad_token_id": None,  # with a number, that token's row would not be trained
         "rms_norm_eps": NORM_EPSILON,
         "rope_parameters": {"rope_theta": float(config.rope_theta), "rope_type": "default"},
         "rope_theta": float(config.rope_theta),
@@ -218,13 +218,13 @@ def _tokenizer_config(config: ModelConfig, end: str | None) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": config.sequence_length,
-        "split_special_tokens": True,  # what is written in a text is text
+        "split_special_tokens": True,  # special tokens written in a text are plain text
         **special,
     }
 
 
 def _end_name(tokenizer: Tokenizer) -> str | None:
-    """Returns the name of the token that ends a document. Bytes have none: a text could contain any name."""
+    """Returns the name of the token that ends a document. Bytes have no such token: a text could contain any name."""
     if not tokenizer.file_bytes:
         return None
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # bytes do not need it
@@ -236,9 +236,9 @@ def _end_name(tokenizer: Tokenizer) -> str | None:
 def bytes_tokenizer() -> bytes:
     """Makes a tokenizer.json whose tokens are the bytes of UTF-8.
 
-    Its model merges nothing, and its tokens are the characters by which GPT-2 wrote bytes: those that can be seen stand
-    for themselves, the others are moved up behind the first 256. (Bytes written as <0x41> would not do: that decoder
-    gives up a whole run of them for one that is no UTF-8.)
+    Its model merges nothing, and its tokens are the characters by which GPT-2 wrote bytes: printable ones stand for
+    themselves, the others are moved up behind the first 256. (Bytes written as <0x41> would not work: that decoder
+    drops a whole run of them for a single one that is not UTF-8.)
     """
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # as above
     from tokenizers import decoders, models, pre_tokenizers  # noqa: PLC0415
@@ -260,7 +260,7 @@ def model_card(weights: Weights, members: tuple[int, int] | None) -> str:
     """Writes the README: the model's sizes, its origin, and how to load it."""
     run, config, recipe = weights.run, weights.run.model, weights.run.recipe
     founders = f"{len(run.admission.founders)} when it began"
-    now = f"; after this round {members[0]} with a vote, of {members[1]} admitted" if members else ""
+    now = f"; after this round {members[0]} with a vote, {members[1]} admitted" if members else ""
     part = "all weights" if weights.covered is None else f"a sample of {len(weights.covered)} MiB of the weights"
     tokenizer = f"json, `{run.tokenizer.digest}`" if run.tokenizer.digest else "bytes: a token is a byte of UTF-8"
     schedule = f"{recipe.schedule}, highest {float(recipe.learning_rate):g}"
@@ -294,8 +294,8 @@ tags:
 
 # {name}, after {round} rounds
 
-Trained with p2ptrain, by machines that each take their own part of the data and come to the same bits. `run.json` holds
-all settings of the run; its BLAKE3 digest, under the domain "run id", is the run's id.
+Trained with p2ptrain, by machines that each train on their own part of the data and arrive at the same bits. `run.json`
+holds all settings of the run; its BLAKE3 digest, under the domain "run id", is the run's id.
 
 | | |
 |---|---|
@@ -315,11 +315,11 @@ text = model.generate(torch.tensor([[model.config.bos_token_id, *prompt]]), max_
 print(tokenizer.decode(text[0, 1:]))
 ```
 
-In training a document begins after the token that ends the one before, which is why one stands in front. The model has
-seen up to {length} tokens at once; what it makes of more is not known.
+In training a document follows the token that ends the previous one, so the prompt above starts with that token. The
+model has seen up to {length} tokens at once; its behaviour with more is unknown.
 
 ## Check it
 
-What follows the header in `model.safetensors` is the agreed state as the swarm hashes it, fp32 in the model's order:
-whoever took part in the run can compare its root.
+After its header, `model.safetensors` is the agreed state as the swarm hashes it, fp32 in the model's order: everyone
+who took part in the run can compare its root.
 """

@@ -1,7 +1,7 @@
-"""The model as it is being trained: weights and gradients as two flat tensors, and one checked step.
+"""The model in training: weights and gradients as two flat tensors, and one checked step.
 
-Flat, because the agreed state is one sequence of bytes: its digest, its pieces and its copies need no
-walk over parameters, and neither do the norm of a gradient or an optimizer.
+Flat, because the agreed state is one sequence of bytes: its digest, pieces and copies need no
+loop over parameters, and neither does the norm of a gradient or an optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("p2ptrain.learn")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One local step: mean loss in nats a token, tokens seen, norm of the gradient before clipping."""
+    """The result of a local step: mean loss in nats per token, tokens seen, gradient norm before clipping."""
 
     loss: float
     tokens: int
@@ -62,16 +62,16 @@ class LiveModel:
         return min(recipe.sequences_per_pass, self.sequences_per_pass or recipe.sequences_per_pass)
 
     def loss(self, batch: Tensor) -> Tensor:
-        # A pass uses each weight once, so a cache of cast weights would only take memory.
+        # A pass uses each weight only once, so a cache of cast weights would only take memory.
         with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             return self.model.loss(batch)
 
     def gradient_step(self, step: int, batch: Tensor, positions: Sequence[int], recipe: RecipeConfig) -> StepResult:
         """Computes the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.
 
-        A loss or gradient that is not finite raises TrainingError: it says which step and which sequences, and
-        nothing that was computed from it can reach a contribution. Where the memory does not last, the step is taken
-        again with half of the sequences a pass, and so are those that follow; MemoryShortError if not even one fits.
+        A loss or gradient that is not finite raises TrainingError, which names the step and the sequences; nothing
+        computed from it can reach a contribution. If memory runs out, this step is repeated, and all later ones taken,
+        with half as many sequences per pass; MemoryShortError if not even one fits.
         """
         sequences = self.sequences_at_a_time(recipe)
         while (total := self._backward(batch, sequences)) is None:
@@ -79,8 +79,8 @@ class LiveModel:
             taken = memory_taken(batch.device)
             if sequences == 1:
                 what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {taken}"
-                raise MemoryShortError(f"{what}. {SMALLER}, and so does a run of a smaller model")
-            what = "out of memory in a pass of %d sequences (%s): going on with %d a pass. %s"
+                raise MemoryShortError(f"{what}. {SMALLER}, and so does a run with a smaller model")
+            what = "out of memory in a pass of %d sequences (%s): continuing with %d per pass. %s"
             log.warning(what, sequences, taken, -(-sequences // 2), SETTINGS_THAT_HELP)
             self.sequences_per_pass = sequences = -(-sequences // 2)
         norm = float(torch.linalg.vector_norm(self.gradient))
@@ -102,7 +102,7 @@ class LiveModel:
                 loss = self.loss(part) * (len(part) / len(batch))
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-            return float(total)  # where it is waited for a device
+            return float(total)  # waits for the device
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,8 +1,8 @@
 """Estimates the memory and disk space of a run before anything is allocated.
 
-What grows with the model is counted tensor by tensor. What a training pass keeps for its backward half is a formula,
-and what a process takes without a model was measured. Tests hold both to a tenth of what a CPU really took; on a GPU
-nothing of it was compared yet.
+Everything that grows with the model is counted tensor by tensor. The activations of a training pass follow a formula,
+and the size of a process without a model was measured. Tests hold both to within a tenth of the real use on a CPU; on a
+GPU nothing has been compared yet.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from p2ptrain.learn.shortage import mega
 from p2ptrain.learn.transform import Layout, block_chunks
 
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
-CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler to compute a layer again
-PAYLOADS_BYTES = 256 * 2**20  # bound of contributions kept in memory (store/payloads.py)
-UNPACKED_BYTES = 64 * 2**20  # bound of contributions kept unpacked between their check and their round; a guess
-KEPT_COPIES = 2  # contributions whose fate is open as a rule, an index and a value each: this round's and the last
-WITHIN_OPERATIONS = 1.03  # factor for what operations allocate internally in a pass; measured on a CPU
-# Between blocks below 32 MiB glibc leaves holes, more of them where fp32 and bf16 take turns; measured. Larger blocks
-# go back to the system, as do all with checkpointing, and torch's allocator for CUDA is taken to leave none.
+CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler for checkpointing
+PAYLOADS_BYTES = 256 * 2**20  # limit of contributions kept in memory (store/payloads.py)
+UNPACKED_BYTES = 64 * 2**20  # limit of contributions kept unpacked between their check and their round; a guess
+KEPT_COPIES = 2  # contributions whose fate is usually open: this round's and the last; an index and a value each
+WITHIN_OPERATIONS = 1.03  # factor for memory that operations allocate internally in a pass; measured on a CPU
+# glibc leaves holes between blocks below 32 MiB, more of them if fp32 and bf16 alternate; measured. Larger blocks go
+# back to the system, and so do all with checkpointing; torch's allocator for CUDA is assumed to leave none.
 HOLES, HOLES_HALF, HOLES_UP_TO_BYTES = 1.18, 1.4, 2**25
 CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two threads; a guess
-COEFFICIENT_BYTES = 48  # per chosen coefficient, of which several arrays exist at a time; measured
+COEFFICIENT_BYTES = 48  # per chosen coefficient, in several arrays that exist at a time; measured
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
-CONTRIBUTIONS_USUAL = 64  # the width of vote counters assumed here suffices up to so many
+CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
 
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """The settings of a device on which the memory of a training pass depends."""
+    """The device settings that determine the memory of a training pass."""
 
     autocast: bool = False
     checkpointing: bool = False
@@ -60,7 +60,7 @@ class Need:
     activations: int  # peak of a training pass
     codec: int  # peak of making a contribution or applying a round; never during a pass
     program: int  # without a model
-    payloads: int  # contributions that are kept in memory
+    payloads: int  # contributions kept in memory
     checkpoint: int  # on the disk, and in main memory while a copy waits to be written
 
     @property
@@ -74,7 +74,7 @@ class Need:
         return rest if device.startswith("cuda") else rest + self.trainer
 
     def of_trainer(self) -> str:
-        """Spells out the sum behind `trainer` for a person."""
+        """Spells out how `trainer` adds up, for a person."""
         parts = {
             "weights": self.state,
             "gradient": self.state,
@@ -86,7 +86,7 @@ class Need:
         return " + ".join(f"{what} {mega(size)}" for what, size in parts.items() if size)
 
     def formula(self, device: str) -> str:
-        """Spells out the sum behind `main` for a person."""
+        """Spells out how `main` adds up, for a person."""
         rest = {
             "a checkpoint being made": self.checkpoint,
             "contributions": self.payloads,
@@ -96,14 +96,13 @@ class Need:
         return " + ".join(shown if device.startswith("cuda") else [self.of_trainer(), *shown])
 
     def disk(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> int:
-        """Disk space of a run. One more checkpoint is there while it is written, and a fetched state lies on the disk
-        first."""
+        """Disk space of a run, including a checkpoint that is being written and a state that is being fetched."""
         return (checkpoints_kept + 1) * self.checkpoint + self.state + history_rounds * contributors * self.payload
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """A run's demand on one memory, with that memory's total and free size."""
+    """A run's demand on one memory, and that memory's total and free size."""
 
     what: str  # main memory, or a device
     needed: int
@@ -124,7 +123,8 @@ class MemoryDemand:
 
 
 def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> list[MemoryDemand]:
-    """Compares demand and size of main memory, then of the device's own, if it has one. DeviceError if it is not there.
+    """Returns demand and size of main memory and, if the device has its own, of that. DeviceError if there is no such
+    device.
 
     taken: bytes that the node occupies already; by default this process's
     """
@@ -140,7 +140,7 @@ def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -
     if kind == "cuda":
         try:
             free, total = torch.cuda.mem_get_info(device)
-        except RuntimeError as error:  # others have taken all of it
+        except RuntimeError as error:  # other programs have taken all of it
             fix = "Close other programs that use it, or set device.name"
             raise DeviceError(f"{device} cannot be opened: {str(error).splitlines()[0]}", fix=fix) from error
         demands.append(MemoryDemand(str(device), need.trainer, least.trainer, free, total, need.of_trainer()))
@@ -153,7 +153,7 @@ def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = f"{torch.cuda.device_count()} CUDA devices found"
-        raise DeviceError(f"device {name} is not there ({found})", fix="Set device.name to cpu or to one that is")
+        raise DeviceError(f"device {name} not found ({found})", fix="Set device.name to cpu or to an existing device")
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = config.autocast == "bf16" or (config.autocast == "auto" and (fast or _cpu_has_bf16(device)))
     return device, autocast
@@ -194,7 +194,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
 
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
-    """Returns by how much a pass's footprint on a CPU exceeds its live tensors, because of holes in the heap."""
+    """Returns the ratio of a pass's footprint on a CPU to its live tensors, due to holes in the heap."""
     tokens, most = sequences * model.sequence_length, HOLES_HALF if is_half else HOLES
     wide, rest = (2 * 8 * model.ffn_dim, 36 * model.dim) if not is_half else (8 * model.ffn_dim, 32 * model.dim)
     if FLOAT_BYTES * tokens * model.dim >= HOLES_UP_TO_BYTES:
@@ -206,25 +206,25 @@ def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
 def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
     """Returns the peak of a forward and backward pass, without weights and their gradient.
 
-    Fitted to what is alive at a time in a pass of the model on tensors without numbers (tests/helpers/live_memory.py).
+    Fitted to the live tensors of a pass of the model on the meta device (tests/helpers/live_memory.py).
     """
     tokens, vocabulary = sequences * model.sequence_length, model.vocab_size
     dim, shared, ffn = model.dim, model.dim // model.heads * model.kv_heads, model.ffn_dim
     is_half, on_cuda = passes.autocast, passes.device == "cuda"
     rows = min(tokens, logits_rows(vocabulary, passes.device))
-    # A layer keeps what its operations read; in half precision also its weights as they were cast.
+    # A layer keeps the inputs of its operations; in half precision also its cast weights.
     numbers = 32 * dim + 4 * shared + 8 * ffn if is_half else 36 * dim + 8 * shared + 16 * ffn
-    if on_cuda:  # there a norm is one operation, and fp32 attention has heads of its own for each query
+    if on_cuda:  # there a norm is one operation, and fp32 attention repeats the shared heads for each query
         numbers += 8 * (dim - shared) - 8 * dim if not is_half else -8 * dim
     layer = tokens * (numbers + 4 * model.heads + 8)
     if is_half:
         layer += 2 * (2 * dim * dim + 2 * dim * shared + 3 * dim * ffn)
     kept = model.layers * (4 * tokens * dim if passes.checkpointing else layer)
-    # On top of that, the loss, or the backward pass of the last layer.
-    of_logits = (6 if is_half else 4) + (4 if on_cuda else 0)  # a logarithm of sums takes another block there
+    # Plus the loss, or the backward pass of the last layer.
+    of_logits = (6 if is_half else 4) + (4 if on_cuda else 0)  # logsumexp takes another block there
     loss = (12 if is_half else 16) * tokens * dim + 7 * vocabulary * dim + of_logits * rows * vocabulary
     last = tokens * (20 * dim + (2 if is_half else 4) * ffn)
-    if passes.checkpointing:  # which is computed again
+    if passes.checkpointing:  # the layer is computed again
         last += layer - (14 if is_half else 8) * tokens * dim
-    # In the end three gradients of the embedding: of the loss, of the input, and their sum.
+    # At the end, three gradients of the embedding: from the loss, from the input, and their sum.
     return max(kept + max(loss, last), 12 * vocabulary * dim)

@@ -1,23 +1,23 @@
-"""The built-in model: a decoder-only transformer of the Llama kind.
+"""The built-in model: a decoder-only transformer like Llama.
 
-Each block adds attention and then a feed-forward layer to the residual stream, and normalises what it
-reads rather than what it writes, which keeps a clean path for the gradient from the loss to the
+Each block adds attention and then a feed-forward layer to the residual stream, and normalises its
+input rather than its output, which keeps a clean path for the gradient from the loss to the
 embedding (pre-norm, Xiong et al., arXiv 2002.04745). The parts:
 
     RMSNorm     x / sqrt(mean(x^2) + 1e-5) * weight; no mean to subtract, no bias (arXiv 1910.07467)
-    RoPE        pair i of a query or key at position p is turned by the angle p * theta^(-2i / head_dim), so
-                that their product depends on the distance of their positions alone (arXiv 2104.09864)
+    RoPE        pair i of a query or key at position p is rotated by the angle p * theta^(-2i / head_dim), so
+                that their product depends only on the distance of their positions (arXiv 2104.09864)
     GQA         several query heads share one key and value head (arXiv 2305.13245)
     SwiGLU      down(silu(gate(x)) * up(x)) (arXiv 2002.05202)
     tied        the embedding is the output matrix as well (arXiv 1608.05859)
 
-There are no biases and no dropout: a run sees fresh tokens, and has nothing to memorise.
+There are no biases and no dropout: a run sees fresh tokens, so it has nothing to memorise.
 
-It computes what Hugging Face's Llama computes, with the same names below `model.`: to convert a
-checkpoint is to add or to remove that prefix. That is why modules carry Llama's names rather than ours.
+It computes what Hugging Face's Llama computes, with the same names below `model.`: converting a
+checkpoint means adding or removing that prefix. That is why modules carry Llama's names rather than ours.
 
-All parameters are fp32. `named_parameters()` yields them in the order in which the modules are made
-below, and that is the order of the state root: to move a line in an `__init__` changes the protocol.
+All parameters are fp32. `named_parameters()` yields them in the order in which the modules are created
+below, which is the order of the state root: moving a line in an `__init__` changes the protocol.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from p2ptrain.config import ModelConfig
 NORM_EPSILON = 1e-5  # Llama's
 INITIAL_DEVIATION = 0.02  # GPT-2's and Llama's
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # matrices that write to the residual stream
-# Bytes of fp32 logits that exist at a time. With a large vocabulary those of a whole pass would be most of its memory.
-# On a CPU 32 MiB were fastest (LOG.md); elsewhere a larger block keeps a device busy, which is a guess.
+# Bytes of fp32 logits that exist at a time. With a large vocabulary a whole pass's logits would be most of its memory.
+# On a CPU 32 MiB was fastest (LOG.md); elsewhere a larger block keeps the device busy, which is a guess.
 LOGITS_BYTES, DEVICE_LOGITS_BYTES = 2**25, 2**29
 
 
 class Linear(nn.Linear):
-    """A matrix without bias; zero until `initialise` or a checkpoint fills it.
+    """A matrix without a bias; zero until `initialise` or a checkpoint fills it.
 
     PyTorch would fill it from the global generator, which is slow for a model that is about to be loaded, and
-    changes what everybody else draws.
+    changes everybody else's random numbers.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -64,10 +64,10 @@ class Embedding(nn.Embedding):
 
 
 def rotary_tables(length: int, head_dim: int, theta: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each [length, head_dim / 2] fp32.
+    """Returns cosine and sine of every position's angles, each [length, head_dim / 2] fp32.
 
-    They are made anew in every forward pass, once for all layers: that takes microseconds, fits any length,
-    and a model moved off the meta device cannot be left with tables of garbage.
+    They are computed in every forward pass, once for all layers: this takes microseconds, fits any length,
+    and a model moved off the meta device cannot be left with garbage tables.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim  # [head_dim / 2]
     positions = torch.arange(length, device=device, dtype=torch.float32)  # [length]
@@ -76,9 +76,9 @@ def rotary_tables(length: int, head_dim: int, theta: int, device: torch.device) 
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turns each pair of `heads` [batch, heads, length, head_dim] by its position's angle.
+    """Rotates each pair of `heads` [batch, heads, length, head_dim] by its position's angle.
 
-    A pair is coordinates i and i + head_dim / 2, as in Llama; the paper's own pairs are neighbours.
+    A pair is coordinates i and i + head_dim / 2, as in Llama; the paper pairs neighbours.
     """
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
@@ -105,11 +105,11 @@ class Attention(nn.Module):
         keys = rotate(split(self.k_proj(stream)), cosine, sine)
         values = split(self.v_proj(stream))
         if stream.device.type == "cuda" and queries.dtype == torch.float32:
-            # CUDA has no fused kernel for shared heads in fp32, and without one all attention weights are kept.
+            # CUDA has no fused kernel for shared heads in fp32, and without it all attention weights are kept.
             shared = queries.shape[1] // keys.shape[1]
             if shared > 1:
                 keys, values = (each.repeat_interleave(shared, dim=1) for each in (keys, values))
-        # Query head h reads key and value head h // (heads / kv_heads).
+        # Query head h uses key and value head h // (heads / kv_heads).
         mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
@@ -180,7 +180,7 @@ class FusedLoss(torch.autograd.Function):
                     to_hidden[start : start + step] = gradient @ cast
                     to_weight += gradient.T @ inputs
                     del gradient
-                del logits  # before the next block makes its own
+                del logits  # before the next block computes its own
         ctx.save_for_backward(to_hidden, to_weight)
         return total / count
 
@@ -193,7 +193,7 @@ class FusedLoss(torch.autograd.Function):
 class Transformer(nn.Module):
     """The model of a run; its matrices are zero until `initialise` or a checkpoint fills them.
 
-    checkpointing: a layer keeps only its input for the backward pass, and is computed again there (arXiv 1604.06174).
+    checkpointing: a layer keeps only its input for the backward pass, and is recomputed there (arXiv 1604.06174).
     """
 
     def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
@@ -225,7 +225,7 @@ class Transformer(nn.Module):
             block.compile()
 
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
-        """Mean cross entropy, in nats, of every token but the first given those before it."""
+        """Returns the mean cross entropy, in nats, of every token but the first, given those before it."""
         hidden, targets = self.hidden(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten()
         with_gradient = torch.is_grad_enabled()
         loss: Tensor = FusedLoss.apply(hidden, self.embed_tokens.weight, targets, with_gradient)  # type: ignore[no-untyped-call]
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """Appends `count` sampled tokens to `tokens` [batch, length]; at temperature 0 the likeliest ones."""
+        """Appends `count` sampled tokens to `tokens` [batch, length]; temperature 0 takes the likeliest ones."""
         for _ in range(count):
             logits = self(tokens[:, -self.config.sequence_length :])[:, -1].float()  # [batch, vocab]
             if temperature > 0:
@@ -246,11 +246,11 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Fills the model with its first weights, the same ones for the same seed on the same machine.
+    """Fills the model with its first weights: the same for the same seed on the same machine.
 
-    What writes to the residual stream starts smaller, by sqrt(writers), so that the stream's size does not
-    grow with depth (GPT-2). Numbers are drawn on the CPU, so that the model's device changes nothing; other
-    machines may still draw others, which is why a run's creator makes the first weights once for all.
+    Matrices that write to the residual stream start smaller, by sqrt(writers), so that the stream does not
+    grow with depth (GPT-2). Numbers are drawn on the CPU, so that the model's device does not matter; other
+    machines may still draw different ones, which is why a run's creator makes the first weights for everyone.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     writers = 2 * model.config.layers

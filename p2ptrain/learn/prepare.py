@@ -1,14 +1,12 @@
-"""Makes a data set: text in, two splits of tokens in pieces out.
+"""Makes a data set: turns text into two splits of tokens, in pieces.
 
-Whether a document is held out is decided by its content alone: it is if the BLAKE3 digest of its text, read
-as a fraction, lies below the fraction asked for. So the split is the same on every machine and in every
-order, and a document that occurs twice does not stand on both sides, where it would make the held-out loss
-a lie.
+Only a document's content decides whether it is held out: it is if the BLAKE3 digest of its text, read
+as a fraction, is below the requested fraction. So the split is the same on every machine and in every
+order, and a document that occurs twice is never on both sides, where it would falsify the held-out loss.
 
-The text is read once, in bounded memory, and pieces are stored as they fill. The tokenizer's file comes with
+The text is read once, in bounded memory, and pieces are stored as they fill. The tokenizer's file is stored with
 them, so that a data set is all that a run needs. The manifest is written last, under a temporary name, fsynced
-and renamed: what an interrupted call leaves does not open as a data set,
-and the next call clears it away.
+and renamed: the leftovers of an interrupted call do not open as a data set, and the next call clears them away.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ from p2ptrain.learn.data import (
 from p2ptrain.learn.tokenizer import Tokenizer, Tokens, token_type
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes of how many have been read."""
+"""Called with the number of bytes read so far, and the total."""
 
-READABLE = 0o644  # a data set is no secret; the user's umask still applies
-BATCH_BYTES = 2**20  # text that is tokenized at a time: enough to keep every core busy
+READABLE = 0o644  # a data set is not secret; the user's umask still applies
+BATCH_BYTES = 2**20  # text tokenized at a time: enough to keep every core busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +68,13 @@ def prepare(
     held_out: Fraction,
     progress: Progress,
 ) -> DatasetSummary:
-    """Makes a data set in the directory `out` of the embedded corpus, if asked for, and of `files`, in this order.
+    """Makes a data set in the directory `out` from the embedded corpus, if requested, and `files`, in this order.
 
-    The text may be of any size; memory does not grow with it, but for the longest JSON line. A directory
-    that an interrupted call left is taken up afresh, one with a data set or anything else in it refused.
+    The text may have any size; memory grows only with the longest JSON line. The leftovers of an interrupted
+    call are replaced; a directory with a data set or anything else in it is refused.
 
-    With a little text the fraction may well hold out nothing, or everything. Then the document nearest to
-    the border goes to the empty side, which takes a second reading; of two documents that differ, one is
+    With little text, the fraction may hold out nothing, or everything. Then the document nearest to the
+    border goes to the empty side, which takes a second reading: with at least two different documents, one is
     trained on and one is held out, whatever the fraction.
     """
     if not 0 <= held_out < 1:
@@ -90,10 +88,10 @@ def prepare(
         if held_out and (moved := reading.moved(border)) != border:
             reading = _write_splits(out, sources, tokenizer, moved, progress)
         if not reading.training.tokens:
-            # With documents the border leaves some to train on, unless the second reading found other ones.
+            # If there are documents, the border leaves some to train on, unless the second reading found other ones.
             problem = "the named files hold no text" if reading.highest < 0 else "the text changed while it was read"
             raise ConfigError(
-                problem, source=sources[0].name, fix="Name files with text, and leave them alone meanwhile"
+                problem, source=sources[0].name, fix="Name files with text, and do not change them meanwhile"
             )
         manifest = DatasetIndex(
             held_out=reading.held_out,
@@ -103,7 +101,7 @@ def prepare(
             version=1,
         )
         encoded = manifest.encode()
-        decode_manifest(encoded)  # an index that nobody could open would be our bug, and must not be written
+        decode_manifest(encoded)  # an index that cannot be opened would be our bug, and must not be written
         sync(out / PIECES_NAME)
         if tokenizer.file_bytes:
             replace_file(out / TOKENIZER_NAME, tokenizer.file_bytes, mode=READABLE)
@@ -120,17 +118,17 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The two splits that one reading of the text made, and the least and greatest of the documents' fractions."""
+    """The two splits made by one reading of the text, and the lowest and highest of the documents' fractions."""
 
     training: Split
     held_out: Split
     lowest: int
-    highest: int  # -1: there was no document
+    highest: int  # -1: no document
 
     def moved(self, border: int) -> int:
-        """Returns the nearest border that leaves neither split empty, as far as the documents allow."""
+        """Returns the nearest border that leaves neither split empty, if the documents allow it."""
         if self.highest < border:
-            return max(0, self.highest)  # also when all documents are one text: it is trained on
+            return max(0, self.highest)  # if all documents are the same text, it is trained on
         if border <= self.lowest < self.highest:
             return self.lowest + 1
         return border
@@ -209,7 +207,7 @@ class _SplitWriter:
         piece = bytes(self._buffer[:size])
         del self._buffer[:size]
         name = piece_digest(piece)
-        if not (path := self._directory / name).exists():  # text that repeats is stored once
+        if not (path := self._directory / name).exists():  # repeated text is stored once
             replace_file(path, piece, mode=READABLE)
         self._pieces.append(name)
 
@@ -223,12 +221,12 @@ def _claimed(out: Path, tokenizer: Tokenizer) -> Iterator[None]:
     except OSError as error:
         raise _unusable(out, str(error.strerror)) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
         _refuse_contents(out, tokenizer)
         (out / PIECES_NAME).mkdir(exist_ok=True)
         yield
     except BlockingIOError as error:
-        raise _unusable(out, "another prepare is at work in it") from error
+        raise _unusable(out, "another `data prepare` is using it") from error
     finally:
         os.close(descriptor)
 
@@ -247,7 +245,7 @@ def _refuse_contents(out: Path, tokenizer: Tokenizer) -> None:
         else:
             strange = None if entry.name in (MANIFEST_NAME + PARTIAL_SUFFIX, TOKENIZER_NAME + PARTIAL_SUFFIX) else entry
         if strange:
-            raise _unusable(out, f"it holds other things ({strange.relative_to(out)})")
+            raise _unusable(out, f"it holds other files ({strange.relative_to(out)})")
 
 
 def _unusable(out: Path, why: str) -> ConfigError:

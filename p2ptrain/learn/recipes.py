@@ -1,23 +1,23 @@
 """Recipes: how a node turns steps into a contribution, and the swarm's votes into an update.
 
-A recipe never communicates. All three keep a residual, what the swarm has not been told yet, and each
-round offer its largest DCT coefficients:
+A recipe never communicates. All three keep a residual, which holds everything that the swarm has not been told yet,
+and contribute its largest DCT coefficients each round:
 
 - `distro` (Peng, Quesnelle, Kingma 2024, arXiv 2411.19870; signs as in Nous' DisTrO): the residual is a
-  momentum, which decays slowly and takes one gradient a round. Only signs travel.
-- `demo`: the same with small integers and a power-of-two scale a tensor, as the paper's own values but
+  momentum, which decays slowly and takes one gradient a round. Only signs are sent.
+- `demo`: the same with small integers and a power-of-two scale per tensor: like the paper's values, at
   a tenth of the size.
 - `local` (DiLoCo, Douillard et al. 2023, arXiv 2311.08105; with top-k and error feedback as in
-  SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706): several AdamW steps a round; what they moved is added
-  to the residual. Signs travel with a power-of-two scale a tensor.
+  SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706): several AdamW steps a round; the distance they moved is
+  added to the residual. Signs are sent, with a power-of-two scale per tensor.
 
-The residual lives where the coefficients do. The DCT is linear and orthonormal, so a momentum of
-coefficients is the coefficients of the momentum, and what a contribution carries leaves the residual
-by k subtractions a chunk in place of an inverse transform. Only in chunks that are partly padding do the
-two differ, by what falls on the padding; `Layout.project` removes it.
+The residual is kept as coefficients. The DCT is linear and orthonormal, so the momentum of the
+coefficients is the coefficients of the momentum, and a contribution leaves the residual by k
+subtractions per chunk instead of an inverse transform. The two differ only in chunks that are partly padding, by
+the part that falls on the padding; `Layout.project` removes it.
 
-A contribution that no manifest takes has told the swarm nothing. What left the residual is therefore
-kept, value for value, until a manifest takes it (`forget`) or none can any more (`restore`).
+A contribution that no manifest takes has told the swarm nothing. The exact values that left the residual are
+therefore kept until a manifest takes the contribution (`forget`) or none can any more (`restore`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from p2ptrain.learn.selection import largest
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import Layout
 
-KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, with overlap
+KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
 ADAM_EPSILON = 1e-8
 
 
@@ -66,13 +66,13 @@ class Residual:
         self.layout.project(self.coefficients, *self._padding)
 
     def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
-        """Makes the round's contribution and subtracts the values it carries from the residual."""
+        """Makes the round's contribution, and subtracts its values from the residual."""
         assert round_number not in self.kept, "one contribution a round"
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         indices = largest(self.coefficients, recipe.k)
         chosen = self._at(indices)
-        # k coefficients are sent even of a chunk that has fewer: zeros get alternating signs, or all peers would
-        # push the same way for ever.
+        # k coefficients are sent even for a chunk that has fewer: zeros get alternating signs, otherwise all peers
+        # would push the same way forever.
         turn = (indices.astype(np.int64) + round_number) % 2 == 1
         signs = np.where((chosen < 0) | ((chosen == 0) & turn), np.int8(-1), np.int8(1))
         if recipe.spec.is_scaled:
@@ -81,7 +81,7 @@ class Residual:
             units = np.repeat(np.ldexp(np.float32(1), exponents), sizes)
             contribution = Contribution(indices, signs * magnitudes, exponents)
             removed = contribution.values * units[:, None]
-        else:  # a sign has no size, so all of the coefficient counts as told
+        else:  # a sign has no size, so the whole coefficient counts as sent
             contribution = Contribution(indices, signs)
             removed = chosen
         self._put(indices, chosen - removed)
@@ -128,7 +128,7 @@ class Residual:
 
 
 def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
-    """Returns integers of 1 to 2**(value_bits - 1), and each group's unit with the least squared error.
+    """Returns integers from 1 to 2**(value_bits - 1), and each group's exponent with the least squared error.
 
     magnitudes: [chunks, k]; sizes: chunks of each group
     """
@@ -137,7 +137,7 @@ def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: 
     exact = magnitudes.astype(np.float64)
 
     def rounded(exponents: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the integers at these exponents [chunks, k], and each group's squared error [groups]."""
+        """Returns the integers for these exponents [chunks, k], and each group's squared error [groups]."""
         units = np.repeat(np.ldexp(1.0, exponents), sizes)[:, None]
         integers = np.clip(np.rint(exact / units), 1, top)
         return integers, np.add.reduceat(np.square(exact - integers * units).sum(axis=1), starts)
@@ -150,7 +150,7 @@ def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: 
 
 
 class Recipe(Protocol):
-    """The interface of a recipe, which is made as Name(config, live, layout)."""
+    """The interface of a recipe; its constructor takes (config, live, layout)."""
 
     residual: Residual
     agreed: Tensor  # [parameters] the flat master weights, which the trainer updates in place
@@ -176,7 +176,7 @@ class GradientRecipe:
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live
-        self.agreed = live.weights  # nothing but the agreed update ever moves them
+        self.agreed = live.weights  # only the agreed update ever changes them
         self.residual = Residual(layout, live.weights.device)
 
     def begin(self) -> None:
@@ -194,14 +194,13 @@ class GradientRecipe:
 
 
 class LocalRecipe:
-    """`local`: the residual is how far AdamW has moved the weights, less what the swarm has been told."""
+    """`local`: the residual is how far AdamW has moved the weights, minus everything that was sent."""
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live
         self.agreed = live.weights.clone()
-        self.start = (
-            live.weights.clone()
-        )  # where this round's steps began: an update may come before they are contributed
+        # Where this round's steps began: an update may be applied before they are contributed.
+        self.start = live.weights.clone()
         self.residual = Residual(layout, live.weights.device)
         self.mean = torch.zeros_like(live.weights)
         self.square = torch.zeros_like(live.weights)
@@ -224,13 +223,13 @@ class LocalRecipe:
         self.mean.lerp_(gradient, 1 - beta1)
         self.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         bias1, bias2 = 1 - beta1 ** int(self.steps), 1 - beta2 ** int(self.steps)
-        # In place of the gradient: this allocates nothing, so that no step is left half done.
+        # Overwrites the gradient: this allocates nothing, so no step can fail halfway.
         denominator = torch.sqrt(self.square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
         self.live.weights.mul_(1 - rate * float(config.inner_weight_decay))
         self.live.weights.addcdiv_(self.mean, denominator, value=-rate / bias1)
 
     def contribute(self, round_number: int) -> Contribution:
-        moved = torch.sub(self.start, self.live.weights, out=self.live.gradient)  # which is of no more use
+        moved = torch.sub(self.start, self.live.weights, out=self.live.gradient)  # which is no longer needed
         self.residual.add(self.live.parts(moved), float(self.config.decay))
         return self.residual.take(round_number, self.config)
 
@@ -239,11 +238,11 @@ class LocalRecipe:
 
 
 def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:
-    """Makes the run's recipe from the class that its `RecipeSpec` names."""
+    """Makes the run's recipe: an instance of the class that its `RecipeSpec` names."""
     module, _, name = config.spec.made_by.partition(":")
     try:
         factory: Callable[[RecipeConfig, LiveModel, Layout], Recipe] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        fix = "Install the package that has it, the same version as the run's creator"
+        fix = "Install the package that provides it, in the version of the run's creator"
         raise ConfigError(f"cannot load {config.name!r} ({error})", key="recipe.name", fix=fix) from error
     return factory(config, live, layout)

@@ -1,11 +1,11 @@
 """The state root: the digest by which nodes compare their replicas.
 
 The state is all parameters in the model's order, fp32, little-endian, one after another. Its root is a
-Merkle root over pieces of 1 MiB (see `digest`). A large state would take longer to hash than a round may
-wait, so past `full_root_bytes_max` most roots cover a sample of pieces, drawn by the digest of the round's
+Merkle root over pieces of 1 MiB (see `digest`). Hashing a large state would take longer than a round may
+wait, so above `full_root_bytes_max` most roots cover a sample of pieces, drawn by the digest of the round's
 manifest: nobody knows the sample before the round is decided, and a replica that differs in a share s of
-its pieces passes n samples with probability (1 - s)**n. Every `full_root_rounds` the root covers all, and
-only such roots serve catch-up.
+its pieces passes n samples with probability (1 - s)**n. Every `full_root_rounds` the root covers all pieces, and
+only such roots are used for catching up.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from p2ptrain.config import StateConfig
 from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root, piece_count
 
 FLOAT_BYTES = 4
-FETCHED_PIECES = 64  # copied from a device at a time: all at once would be another model in main memory
+FETCHED_PIECES = 64  # copied from a device at a time: all at once would take another model in main memory
 
-assert sys.byteorder == "little", "the state is hashed as it lies in memory"
+assert sys.byteorder == "little", "the state is hashed as it is in memory"
 
 
 def covered_pieces(size: int, config: StateConfig, round_number: int, manifest_digest: bytes) -> list[int] | None:
     """Draws the pieces that a round's root covers; None: all of them."""
     pieces = piece_count(size)
     full = size <= config.full_root_bytes_max or round_number % config.full_root_rounds == 0
-    if full or pieces <= 2 * config.partial_root_leaves:  # a sample of half or more saves little
+    if full or pieces <= 2 * config.partial_root_leaves:  # sampling half or more saves little
         return None
     chosen: set[int] = set()
     draw = 0
     while len(chosen) < config.partial_root_leaves:
         drawn = digest("root sample", manifest_digest, draw.to_bytes(8, "little"))
-        chosen.add(int.from_bytes(drawn, "little") % pieces)  # 256 bits make the remainder's bias nothing
+        chosen.add(int.from_bytes(drawn, "little") % pieces)  # with 256 bits the bias of the remainder is negligible
         draw += 1
     return sorted(chosen)
 
 
 def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
-    """Computes the root of the flat fp32 state, or of some of its pieces."""
+    """Computes the root of the flat fp32 state, or of a sample of its pieces."""
     assert state.dtype == torch.float32
     size = state.numel() * FLOAT_BYTES
     each = PIECE_BYTES // FLOAT_BYTES
@@ -72,5 +72,5 @@ def _partial_root(pieces: list[int], leaves: list[bytes], size: int) -> bytes:
 
 
 def octets(part: Tensor) -> memoryview:
-    """Views a flat fp32 tensor as bytes, without a copy if it is in main memory."""
+    """Returns a flat fp32 tensor as bytes, without a copy if it is in main memory."""
     return memoryview(part.detach().cpu().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer

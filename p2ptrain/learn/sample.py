@@ -1,7 +1,7 @@
-"""Text drawn from a model: a look at what it has learned, not a way to serve it.
+"""Samples text from a model, to see what it has learned; not a way to serve it.
 
-Every token runs the model over all that stands before it, without a cache: seconds for a few hundred tokens
-of a small model. The text begins as a document does in training, after the end of another one, and ends
+For every token the model runs over all tokens before it, without a cache: seconds for a few hundred tokens
+of a small model. The text begins as documents do in training, after the end of another one, and ends
 where the model ends it.
 """
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from p2ptrain.learn.model import Transformer
     from p2ptrain.learn.tokenizer import Tokenizer
 
-PROMPT_BYTES_MAX = 8_192  # at worst six times as many in JSON, which fit a request; the model reads only its end
-TOKENS_MAX = 4_096  # minutes, in which this node trains nothing
+PROMPT_BYTES_MAX = 8_192  # at worst six times as many in JSON, which still fits a request; the model reads only the end
+TOKENS_MAX = 4_096  # this takes minutes, in which the node does not train
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # beyond these, fp32 probabilities underflow or are all equal
 
 
@@ -38,11 +38,11 @@ def sample(
     request: SampleRequest,
     on_token: Callable[[], None] = lambda: None,
 ) -> str:
-    """Returns the prompt and its continuation; on one device the same text for the same request.
+    """Returns the prompt and its continuation: the same text for the same wish on the same device.
 
-    `on_token` is called before each token is drawn; whatever it raises ends the drawing.
+    `on_token` is called before each token is sampled; an exception from it ends the sampling.
     """
-    import torch  # noqa: PLC0415  # two seconds, in which an error could be told
+    import torch  # noqa: PLC0415  # two seconds, which errors need not wait for
 
     check(request)
     given, end = tokenizer.encode(request.prompt).tolist(), tokenizer.end_of_document
@@ -79,7 +79,7 @@ def check(request: SampleRequest) -> None:
     except UnicodeEncodeError as error:
         raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
     if len(prompt) > PROMPT_BYTES_MAX:
-        fix = "Give only its end: the model reads no more"
+        fix = "Give only its end: the model does not read more"
         raise ConfigError(f"more than {PROMPT_BYTES_MAX:,} bytes", key="prompt", fix=fix)
     if not 1 <= request.tokens <= TOKENS_MAX:
         raise ConfigError(f"{request.tokens} is not valid", key="tokens", fix=f"Choose 1 to {TOKENS_MAX:,}")

@@ -1,18 +1,18 @@
 """The learning rate of a round, as an exact fraction.
 
 Every node multiplies the agreed update by the same rate, so the rate must be the same to the last bit. A
-cosine would come from each machine's own libm, whose last bits differ; so schedules are made of straight
-lines between rational numbers, worked out in integers, and rounded once, at the very end.
+cosine would come from each machine's own libm, and these differ in the last bits; so schedules are straight
+lines between rational numbers, computed in integers and rounded once, at the very end.
 
-All rise linearly over `warmup_rounds`, by (round + 1) / warmup_rounds so that round 0 moves too, and then:
+All rise linearly over `warmup_rounds`, as (round + 1) / warmup_rounds so that round 0 moves too, and then:
 
     constant    stays at the highest rate
     linear      falls in a straight line to `final_ratio` of it at `rounds`; a line to zero does at least as
                 well as a cosine (Bergsma et al., arXiv 2502.15938)
-    wsd         stays, and falls in a straight line over the last `decay_rounds` before `rounds`, so that the
+    wsd         stays, then falls in a straight line over the last `decay_rounds` before `rounds`, so that the
                 length of a run need not be known at its start (MiniCPM, arXiv 2404.06395)
 
-From `rounds` on the rate is the final one for good.
+From `rounds` on, the rate stays at its final value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The k coefficients of largest magnitude in every chunk, in rising order of index.
+"""Selects the k coefficients of largest magnitude in every chunk, sorted by index.
 
-Every one of a chunk's k largest lies in one of its k groups whose maxima are largest. So the k-th
+All of a chunk's k largest coefficients are in the k groups with the largest maxima. So the k-th
 largest group maximum is a threshold that keeps all k and, with groups of eight, few others: only those
-few are compared. Reading everything once and partitioning an eighth beats partitioning everything
-fourfold on a CPU. Equal magnitudes may be chosen either way: nobody checks what a node offers.
+few are compared. On a CPU, reading everything once and partitioning an eighth is four times as fast as
+partitioning everything. Of equal magnitudes either may be chosen: nobody checks the choice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from p2ptrain.learn.codec import Indices
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import block_chunks
 
-GROUP = 8  # coefficients a group; smaller groups leave more to partition, larger ones more candidates
+GROUP = 8  # coefficients per group; smaller groups leave more to partition, larger ones more candidates
 BLOCK_CHUNKS = 64  # chunks at a time: 1 MiB of fp32 magnitudes stays in a core's cache
 
 
@@ -49,11 +49,11 @@ def _largest_of_block(magnitudes: Tensor, k: int) -> Indices:
     maxima = torch.amax(magnitudes.view(chunks, GROUP, area // GROUP), dim=1).numpy()
     thresholds = np.partition(maxima, -k, axis=1)[:, -k]
     flat = magnitudes.numpy()
-    candidates = np.flatnonzero(flat >= thresholds[:, None])  # rising, at least k a chunk
+    candidates = np.flatnonzero(flat >= thresholds[:, None])  # ascending, at least k per chunk
     counts = np.bincount(candidates // area, minlength=chunks)
     if (counts == k).all():
         return (candidates % area).astype(np.uint16).reshape(chunks, k)
-    # Lay each chunk's candidates out as a row, and drop the smallest ones from rows that have too many.
+    # Lays each chunk's candidates out as a row, and drops the smallest ones from rows that have too many.
     starts = np.concatenate([[0], counts.cumsum()[:-1]])
     rows = candidates // area
     columns = np.arange(candidates.size) - starts[rows]

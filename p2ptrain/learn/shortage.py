@@ -1,4 +1,4 @@
-"""Memory that runs out on a device: how to tell that from a bug, and how to go on."""
+"""Handles a device that runs out of memory: tells this from a bug, and goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.errors import MemoryShortError
 
 CPU = torch.device("cpu")
-# The CPU allocator, cuBLAS, and a driver whose GPU is full raise no error type of their own.
+# The CPU allocator, cuBLAS, and the driver of a full GPU raise no specific error type.
 SIGNS = re.compile(r"allocate memory|out of memory|ALLOC_FAILED")
 SMALLER = 'device.checkpointing = true or device.autocast = "bf16" needs less memory'
 SETTINGS_THAT_HELP = f"A smaller device.sequences_per_pass, {SMALLER}"
@@ -29,15 +29,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
     """Runs `work` on `device`, or on the CPU if the device has no memory left.
 
-    So if a game takes the GPU's memory, the round becomes slower, but the node keeps its place in it. `work` must have
-    changed nothing when it fails. On the exact path both give the same bits.
+    So if a game takes the GPU's memory, the round becomes slower, but the node stays in it. `work` must leave
+    everything unchanged if it fails. On the exact path both devices give the same bits.
     """
     try:
         return work(device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return work(CPU)  # outside the except, so that the traceback and what the work had allocated are freed
+    return work(CPU)  # outside the `except`, so that the traceback and the failed attempt's tensors are freed
 
 
 @contextmanager

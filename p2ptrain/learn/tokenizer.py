@@ -1,16 +1,16 @@
-"""Tokenizers: text to the integers that the model reads, and back.
+"""Tokenizers: turn text into the integers that the model reads, and back.
 
 Two kinds. `bytes` needs no file: a token is a byte of UTF-8. `json` is a file of the `tokenizers`
-library (Hugging Face's tokenizer.json), and its bytes are part of the run: the digest of them stands in
-`RunConfig.tokenizer.digest`, because two files that differ in one merge cut the same text differently.
+library (Hugging Face's tokenizer.json), and its bytes are part of the run: their digest is
+`RunConfig.tokenizer.digest`, because two files that differ in one merge split the same text differently.
 
-A tokenizer file carries settings that were made for inference and would spoil training data without a
-word: it cuts texts short, pads them, adds a token in front, reads "<|endoftext|>" written in a text as
-the real thing. All of these are switched off here. Dropout of merges (Provilkov et al. 2020) makes each
-encoding a different one, so a file that asks for it is refused.
+A tokenizer file has settings that are meant for inference and would silently spoil training data:
+truncation, padding, a token in front, and parsing "<|endoftext|>" in a text as the special
+token. All of these are switched off here. Dropout of merges (Provilkov et al. 2020) makes each
+encoding different, so a file that asks for it is refused.
 
-The library is written in Rust, and some files make it panic, in loading or at a text. It says so by an error that is
-no `Exception`, and would end a daemon: here it becomes a `DataError` about the file.
+The library is written in Rust, and some files make it panic, while loading or on a text. The panic is an error that is
+not an `Exception` and would end a daemon: here it becomes a `DataError` about the file.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
-"""Tokens as they are stored: little-endian and of the narrowest unsigned type that holds the vocabulary."""
+"""Tokens as they are stored: little-endian, in the narrowest unsigned type that fits the vocabulary."""
 
-TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) has 33 MB, and each newcomer fetches it
+TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) has 33 MB; each newcomer fetches it
 VOCAB_SIZE_MAX = 2**20  # the bound of RunConfig.model.vocab_size
-WHY_MAX = 300  # characters of the library's message, which quotes the file
+WHY_MAX = 300  # characters kept of the library's message, which quotes the file
 PANIC = "PanicException"  # pyo3_runtime's, which cannot be imported; each Rust library has its own
-END_OF_DOCUMENT_NAMES = (  # in this order: the end tokens of tokenizers in common use
+END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of preference
     "<|endoftext|>",
     "<|end_of_text|>",
     "</s>",
@@ -48,22 +48,22 @@ END_OF_DOCUMENT_NAMES = (  # in this order: the end tokens of tokenizers in comm
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer, as preparing data and generating text need it."""
+    """The interface of a tokenizer, for preparing data and generating text."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
+        """The largest token plus one."""
 
     @property
     def kind(self) -> Literal["bytes", "json"]: ...
 
     @property
     def digest(self) -> str:
-        """The name of the file's bytes in hex; empty without a file."""
+        """The digest of the file in hex; empty without a file."""
 
     @property
     def file_bytes(self) -> bytes:
-        """The file, which newcomers need as well; empty without one."""
+        """The file's bytes, which newcomers fetch; empty if there is no file."""
 
     @property
     def end_of_document(self) -> int:
@@ -78,7 +78,7 @@ class Tokenizer(Protocol):
 
 
 def token_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns the integer type in which tokens below `vocab_size` are stored."""
+    """Returns the integer type that stores tokens below `vocab_size`."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -87,7 +87,7 @@ def tokenizer_digest(file_bytes: bytes) -> str:
 
 
 class BytesTokenizer:
-    """The bytes of UTF-8. Zero ends a document: text has no other use for it."""
+    """Maps text to its UTF-8 bytes. Zero ends a document: text does not contain it."""
 
     vocab_size = 256
     kind: Literal["bytes"] = "bytes"
@@ -102,12 +102,12 @@ class BytesTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
-        # A model may write bytes that are no UTF-8; the rest is shown.
+        # A model may write bytes that are not UTF-8; the others are shown.
         return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
 
 
 class WithoutPanic:
-    """Turns a panic of the library into a `DataError` about the file that it works on."""
+    """Turns a panic of the library into a `DataError` about the file."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -118,31 +118,31 @@ class WithoutPanic:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None or kind.__name__ != PANIC:
             return
-        what = f"{self.source}: the tokenizers library gave up on it ({str(error)[:WHY_MAX]})"
-        raise DataError(f"{what}. Take a file as the library saves it") from error
+        what = f"{self.source}: the tokenizers library failed on it ({str(error)[:WHY_MAX]})"
+        raise DataError(f"{what}. Use a file as the library saves it") from error
 
 
 class JsonTokenizer:
-    """A tokenizer.json; error messages call it `source`."""
+    """The tokenizer of a tokenizer.json; `source` is its name in error messages."""
 
     kind: Literal["json"] = "json"
 
     def __init__(self, file_bytes: bytes, source: str = "tokenizer file") -> None:
         if len(file_bytes) > TOKENIZER_BYTES_MAX:
             raise ConfigError(
-                f"{len(file_bytes)} bytes, the limit is {TOKENIZER_BYTES_MAX}: every node of the run has to fetch it",
+                f"{len(file_bytes)} bytes; the limit is {TOKENIZER_BYTES_MAX}: every node of the run has to fetch it",
                 source=source,
                 fix="Choose a tokenizer with a smaller vocabulary",
             )
         self.source = source
         with WithoutPanic(source):
             self._library = _load_library_tokenizer(file_bytes, source)
-            # Vocabularies may have gaps, so the number of tokens is not the answer.
+            # Vocabularies may have gaps, so this is not the number of tokens.
             self.vocab_size = max(self._library.get_vocab().values(), default=0) + 1
         self.file_bytes, self.digest = file_bytes, tokenizer_digest(file_bytes)
         if not 2 <= self.vocab_size <= VOCAB_SIZE_MAX:
             raise ConfigError(
-                f"{self.vocab_size} tokens, a run needs from 2 to {VOCAB_SIZE_MAX}",
+                f"{self.vocab_size} tokens; a run needs 2 to {VOCAB_SIZE_MAX}",
                 source=source,
                 fix="Choose another tokenizer",
             )
@@ -161,7 +161,7 @@ class JsonTokenizer:
             return self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
     def _find_end_of_document(self, source: str) -> int:
-        # Only a special token will do: any other could be written into a text and end it from within.
+        # It must be a special token: any other could occur in a text and end it early.
         added = self._library.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
         for name in END_OF_DOCUMENT_NAMES:
@@ -175,7 +175,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
-    """Loads the tokenizer in the file at `path`; without a file, bytes."""
+    """Loads the tokenizer in the file at `path`, or the bytes tokenizer without a file."""
     if path is None:
         return BytesTokenizer()
     try:
@@ -203,12 +203,12 @@ def _load_library_tokenizer(file_bytes: bytes, source: str) -> LibraryTokenizer:
         ) from error
     if getattr(library.model, "dropout", None):
         raise ConfigError(
-            "the model has dropout, so that a text is encoded differently each time",
+            "the model has dropout, so a text is encoded differently each time",
             source=source,
             key="model.dropout",
             fix="Set it to null",
         )
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = True  # what is written in a text is text
+    library.encode_special_tokens = True  # special tokens written in a text are plain text
     return library

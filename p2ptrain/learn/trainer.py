@@ -1,19 +1,19 @@
-"""The trainer owns model, residual and recipe; the daemon reaches learning through it alone.
+"""The trainer owns model, residual and recipe; the daemon uses nothing else of `learn` to train.
 
-    train       a round's local steps, on the shard that the assignment gives this node
-    contribute  the payload they amount to
-    check       someone's payload: the reason it is refused, or nothing
-    apply       the payloads that the swarm agreed on, to the master weights, exactly
-    root        the digest of the weights
-    evaluate    the loss on the held-out slice
-    sample      text that the agreed weights write
-    adopt       the weights that others agreed on, in place of one's own
-    capture     a copy of everything the next round depends on, to be written while training goes on
-    save, load  the same as one safetensors file
+    train       takes a round's local steps, on this node's shard
+    contribute  turns them into a payload
+    check       says why a peer's payload is refused, if it is
+    apply       applies the payloads that the swarm agreed on to the master weights, exactly
+    root        computes the digest of the weights
+    evaluate    computes the loss on the held-out slice
+    sample      writes text with the agreed weights
+    adopt       replaces the weights by those that others agreed on
+    capture     copies everything that the next round depends on, to be written while training goes on
+    save, load  do the same with one safetensors file
 
-It runs in one thread, knows no clock and no network, and between rounds it is fully described by what
-`save` writes: a trainer that loads it goes on to the same bits. Its `round` is the number of rounds applied:
-that of the state as `root` names it. `apply` takes the number of the round to apply, counted from 0.
+It runs in one thread, uses no clock and no network, and between rounds `save` writes its complete
+state: a trainer that loads it continues with the same bits. Its `round` is the number of rounds
+applied. `apply` takes the number of the round to apply, counted from 0.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ from p2ptrain.learn.shortage import told
 from p2ptrain.learn.transform import Layout
 
 STATE_FORMAT = "p2ptrain trainer 1"
-FINITE_BLOCK = 2**20  # numbers that are looked at together
+FINITE_BLOCK = 2**20  # numbers that are checked at a time
 EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     """Sets how many threads torch uses, and returns the result of `find_device`."""
-    torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the person
+    torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the user
     return find_device(config)
 
 
 def _check_compiler() -> None:
     try:
         torch.compile(torch.sin)(torch.ones(2))
-    except (RuntimeError, OSError) as error:  # without one, the first step would fail
+    except (RuntimeError, OSError) as error:  # without a compiler, the first step would fail
         first = str(error).strip().splitlines()[0]
         fix = "Install a C++ compiler (apt-get install g++), or set device.compile = false"
         raise DeviceError(f"torch.compile does not work here: {first}", fix=fix) from error
 
 
 def check_data(run: RunConfig, dataset: TokenDataset) -> None:
-    """Refuses a data set made with another tokenizer, because no other check would notice the wrong tokens."""
+    """Refuses a data set made with another tokenizer: no other check would notice the wrong tokens."""
     made = dataset.tokenizer
     if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
-        fix = "Prepare the data with the run's tokenizer, or name the data's in the run"
+        fix = "Prepare the data with the run's tokenizer, or name the data's tokenizer in the run"
         found = f"the data was made with tokenizer {made.kind} {made.digest}".strip()
         raise ConfigError(found, key="tokenizer", fix=fix)
     if made.vocab_size > run.model.vocab_size:
@@ -92,7 +92,7 @@ class Capture:
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
-    agreed: Tensor  # flat; the weights in `tensors` are views of it
+    agreed: Tensor  # flat; the weights in `tensors` are views into it
 
     @property
     def state(self) -> memoryview:
@@ -108,7 +108,7 @@ class Capture:
 
 
 class Trainer:
-    """Model, residual and recipe of one node.
+    """A node's model, residual and recipe.
 
     Only the node that begins a run needs `initial` weights; otherwise all matrices are zero until `adopt` or `load`.
     """
@@ -130,13 +130,13 @@ class Trainer:
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
-        self.round = 0  # applied so far
-        self._unpacked: OrderedDict[bytes, Contribution] = OrderedDict()  # by payload, those checked last at the end
-        self._lock = Lock()  # guards them: payloads are checked while a round trains
-        self._trained: int | None = None  # the round whose steps are done and not contributed yet
+        self.round = 0  # rounds applied so far
+        self._unpacked: OrderedDict[bytes, Contribution] = OrderedDict()  # by payload, most recently checked last
+        self._lock = Lock()  # guards `_unpacked`: payloads are checked while a round trains
+        self._trained: int | None = None  # the round whose steps are done but not contributed yet
 
     def positions_for(self, round_number: int, place: int, places: int) -> Positions:
-        """Returns the sequences that `train` takes, in its order."""
+        """Returns the sequences that `train` uses, in its order."""
         recipe = self.run.recipe
         count = recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass
         sequences = self.dataset.sequences(self.run.model.sequence_length)
@@ -149,7 +149,7 @@ class Trainer:
         places: int,
         on_step: Callable[[StepResult], None] = lambda result: None,
     ) -> list[StepResult]:
-        """Takes the round's local steps, as the node at `place` of `places` in the roster."""
+        """Takes the round's local steps as the node at `place` of `places` in the roster."""
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
         positions = self.positions_for(round_number, place, places)
@@ -173,28 +173,28 @@ class Trainer:
         with told("making a contribution", self.device):
             return pack(self.recipe.contribute(round_number), self.form)
 
-    # A trainer that loaded an older state may not know of a contribution that was announced after that state was
-    # saved. Then nothing of it left the residual: there is nothing to restore, and what a manifest took of it may be
-    # sent again in later rounds. Both return False then.
+    # A trainer that loaded an older state may not know a contribution that was announced after that state was saved.
+    # Then it has not left the residual: there is nothing to restore, and a part that a manifest took may be sent again
+    # in later rounds. In that case both return False.
 
     def forget(self, round_number: int) -> bool:
-        """Notes that a manifest took this node's contribution of that round."""
+        """Drops the kept values of a contribution that a manifest took."""
         return self.recipe.residual.forget(round_number)
 
     def restore(self, round_number: int) -> bool:
-        """Returns a contribution that no manifest can take any more to the residual."""
+        """Puts a contribution that no manifest can take any more back into the residual."""
         return self.recipe.residual.restore(round_number)
 
     @property
     def kept_rounds(self) -> tuple[int, ...]:
-        """Rounds whose contribution is neither forgotten nor restored.
+        """The rounds whose contributions are neither forgotten nor restored.
 
         After `load`, some of these contributions may never have been announced.
         """
         return tuple(sorted(self.recipe.residual.kept))
 
     def check(self, payload: bytes) -> str | None:
-        """Returns why a payload is refused, None if it is good. For any thread; `apply` does not unpack it again."""
+        """Returns why a payload is refused, or None if it is good. Thread-safe; `apply` does not unpack it again."""
         try:
             contribution = unpack(payload, self.form)
         except RemoteProtocolError as error:
@@ -219,7 +219,7 @@ class Trainer:
         self.round = round_number + 1
 
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
-        """The state root after the rounds applied so far; the manifest's digest draws the sample of a large state."""
+        """Computes the root of the current state; the manifest's digest draws the sample of a large one."""
         pieces = covered_pieces(self.state_size, self.run.state, self.round, manifest_digest)
         return state_root(self.recipe.agreed, pieces)
 
@@ -238,24 +238,24 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, round_number: int, pieces: Iterable[bytes | memoryview], keep_residual: bool = True) -> None:
-        """Goes on from the state that others have after `round_number` rounds; a training in progress is dropped.
+        """Continues from the state that others have after `round_number` rounds; drops a training in progress.
 
-        What this node has not told the swarm yet stays, and so do its contributions whose fate is open. Invalid
-        pieces change nothing: they are assembled in the memory for the next step's gradient, so that a state read from
-        disk never needs memory of its own beside the weights.
+        With `keep_residual`, the residual and all contributions whose fate is open stay. Invalid pieces change nothing:
+        they are assembled in the memory of the next step's gradient, so a state read from disk needs no memory of its
+        own.
         """
         assert round_number >= 0, f"the state of round {round_number}"
         received, size, is_aligned = self.live.gradient, 0, True
         for piece in pieces:
             start, size = size // FLOAT_BYTES, size + len(piece)
             is_aligned = is_aligned and len(piece) % FLOAT_BYTES == 0
-            if is_aligned and size <= self.state_size:  # otherwise it is refused, and only its size is reported
+            if is_aligned and size <= self.state_size:  # otherwise it is refused for its size
                 values = np.frombuffer(piece, dtype="<f4")
                 if not np.isfinite(values).all():
-                    raise RemoteProtocolError("state with a weight that is not finite")
+                    raise RemoteProtocolError("the state has a weight that is not finite")
                 received[start : start + len(values)] = torch.from_numpy(values.copy())
         if size != self.state_size or not is_aligned:
-            raise RemoteProtocolError(f"state of {size} bytes, this run's has {self.state_size}")
+            raise RemoteProtocolError(f"the state has {size} bytes; this run's has {self.state_size}")
         self.recipe.agreed.copy_(received)
         if not keep_residual:
             self.recipe.residual.clear()
@@ -263,7 +263,7 @@ class Trainer:
 
     @contextmanager
     def _agreed_weights(self) -> Iterator[None]:
-        """Context manager: the model has the agreed weights inside the block, and its own again afterwards."""
+        """Gives the model the agreed weights inside the block, and its own again afterwards."""
         with told("looking at the agreed weights", self.device):
             own = self.live.weights.clone()
             self.live.weights.copy_(self.recipe.agreed)
@@ -281,7 +281,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, sequences: int = EVALUATED_SEQUENCES) -> float:
-        """Mean loss of the agreed weights, in nats a token, on the first sequences of the held-out slice."""
+        """Returns the agreed weights' mean loss, in nats per token, on the first held-out sequences."""
         length = self.run.model.sequence_length
         count = min(sequences, self.dataset.held_out_sequences(length))
         if not count:
@@ -310,20 +310,20 @@ class Trainer:
         return named | {f"recipe.{name}": tensor for name, tensor in self.recipe.state().items()}
 
     def capture(self, is_copied: bool = True) -> Capture:
-        """Copies everything; a caller that keeps the trainer still until it is written can do without the copy.
+        """Captures everything; without a copy if the caller does not use the trainer until it is written.
 
-        It holds the agreed weights, the round, the residual, the contributions whose fate is open, and the inner
-        optimizer. It does not hold the steps of a training that has not been contributed: a trainer that loads it
-        trains that round again, and of `local` alone differs in that the inner optimizer has seen those steps.
-        Between `contribute` and the announcement, it holds a contribution that nobody may ever hear of: after
-        `load`, whoever announces restores those of `kept_rounds` that were not announced.
+        The capture has the agreed weights, the round, the residual, the contributions whose fate is open, and the inner
+        optimizer. It lacks the steps of a training that has not been contributed: a trainer that loads it trains that
+        round again; the only difference is that the inner optimizer of `local` has seen those steps already. Between
+        `contribute` and the announcement, it has a contribution that may never be announced: after `load`, the caller
+        restores those of `kept_rounds` that were not announced.
         """
         agreed = _in_memory(self.recipe.agreed, is_copied)
         tensors = {
             name: each if name.startswith("weights.") else _in_memory(each, is_copied)
             for name, each in self._tensors(agreed).items()
         }
-        for number, kept in self.recipe.residual.kept.items():  # which is never changed
+        for number, kept in self.recipe.residual.kept.items():  # these are never changed
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
         metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
@@ -335,13 +335,13 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Loads what `save` wrote; a file of another run leaves everything as it was."""
+        """Loads a file that `save` wrote; a file of another run changes nothing."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: not readable as saved state ({error})") from error
+            raise DataError(f"{path}: not a saved state ({error})") from error
         if metadata.get("format") != STATE_FORMAT or metadata.get("run") != self._run_digest():
             raise DataError(f"{path}: not the saved state of run {self.run.name}: {json.dumps(metadata)[:200]}")
         if not re.fullmatch(r"\d{1,15}", metadata.get("round", "")):
@@ -373,12 +373,12 @@ class Trainer:
                 raise DataError(f"{path}: kept.{match[1]} is not of shape {shape}")
             rising = bool((indices.diff(dim=1) > 0).all())
             if not rising or not 0 <= int(indices.min()) <= int(indices.max()) < self.form.area:
-                raise DataError(f"{path}: kept.{match[1]} names a coefficient that is not there")
+                raise DataError(f"{path}: kept.{match[1]} names a coefficient that does not exist")
             if not _is_finite(removed):
                 raise DataError(f"{path}: kept.{match[1]} is not finite")
             kept[int(match[1])] = Withdrawal(indices.numpy().astype(np.uint16), removed.numpy())
         if len(kept) > KEPT_ROUNDS_MAX:
-            raise DataError(f"{path}: keeps {len(kept)} rounds, the limit is {KEPT_ROUNDS_MAX}")
+            raise DataError(f"{path}: keeps {len(kept)} rounds; the limit is {KEPT_ROUNDS_MAX}")
         if tensors:
             raise DataError(f"{path}: does not belong to this run: {min(tensors)}")
         return kept

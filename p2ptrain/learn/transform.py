@@ -2,21 +2,21 @@
 
 DeMo (Peng, Quesnelle, Kingma 2024, arXiv 2411.19870) found that the fast-moving part of a momentum has
 most of its energy in a few coefficients of its two-dimensional DCT-II, taken chunk by chunk. Here the
-two directions are different things:
+two directions differ:
 
 - Forward, from a gradient to coefficients, is fp32 and approximate. It only decides which coefficients
-  a node offers, and nobody checks that choice.
+  a node contributes, and nobody checks that choice.
 - Inverse, from summed votes to an update, is exact. Votes are integers, the basis is a table of
   integers below 2**14, and every partial sum of
 
       U[i, j] = sum over u, v of  basis[u, i] * votes[u, v] * basis[v, j]
 
-  is at most the sum of |votes| of the chunk times the largest basis entry squared. Below 2**53 every
-  such number is an fp64, so no order, no fused operation, no thread count and no device changes a bit.
+  is at most the chunk's sum of |votes| times the square of the largest basis entry. Below 2**53 every
+  integer is exact in fp64, so no order, fused operation, thread count or device changes a bit.
 
-Every matrix is padded to whole chunks: a rule that splits dimensions by a divisor leaves a prime one
+Every matrix is padded to whole chunks, because splitting dimensions by a divisor would leave a prime one
 uncompressed. Vectors, and matrices that padding would more than double, are laid end to end and share
-chunks. Chunks are numbered group by group, left to right and top to bottom; that order is the payload's.
+chunks. Chunks are numbered group by group, left to right and top to bottom, as in the payload.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch.nn.functional import pad
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX
 from p2ptrain.learn.shortage import where_it_fits
 
-# Chunks in work at a time. On a CPU their fp64 block of 1 MiB (chunks of 64) stays in a core's cache. Elsewhere each
-# operation costs a launch of some microseconds, and a block of 32 MiB is worth it; a guess, not measured on a GPU yet.
+# Chunks processed at a time. On a CPU their fp64 block of 1 MiB (chunks of 64) stays in a core's cache. Elsewhere each
+# operation costs a launch of some microseconds, which a block of 32 MiB is worth; a guess, not measured on a GPU yet.
 BLOCK_CHUNKS, DEVICE_BLOCK_CHUNKS = 32, 1_024
-PROJECTED_CHUNKS = 256  # chunks that are partly padding, at a time
-FP32_EXACT_MAX = 2**24  # below it every integer is an fp32
+PROJECTED_CHUNKS = 256  # partly padded chunks at a time
+FP32_EXACT_MAX = 2**24  # up to this, every integer is exact in fp32
 
 # round(2**13.5 * cos(pi * n / 128)) for n from 0 to 64. A table, because the cosines of two C libraries
 # differ in their last bits; a test checks it against cosines of 50 digits. One table serves every chunk
@@ -85,7 +85,7 @@ def block_chunks(device: torch.device) -> int:
 class Group:
     """One matrix, or all the vectors laid end to end as a matrix one chunk wide."""
 
-    members: tuple[int, ...]  # which parameters, by their place in the model
+    members: tuple[int, ...]  # parameters, by their place in the model
     rows: int
     columns: int
     chunk_rows: int
@@ -99,7 +99,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A strip across a group's matrix: its `rows` (unpadded) are the layout's `chunks`, in whole rows of chunks."""
+    """A strip of a group's matrix: its `rows` (unpadded) hold the layout's `chunks`, in whole rows of chunks."""
 
     rows: slice
     chunks: slice
@@ -146,9 +146,9 @@ class Layout:
             )
 
     def matrix(self, tensors: Sequence[Tensor], group: Group) -> Tensor:  # [rows, columns]
-        """Returns the group's matrix: a view of its one tensor, or a copy of its vectors end to end.
+        """Returns the group's matrix: a view of its only tensor, or a copy of its vectors laid end to end.
 
-        The small copy is in main memory, which has room for it: between two groups nothing may fail.
+        The copy is small and in main memory, where it fits: nothing may fail between two groups.
         """
         if len(group.members) == 1 and group.columns * group.rows == tensors[group.members[0]].numel():
             return tensors[group.members[0]].reshape(group.rows, group.columns)
@@ -156,7 +156,7 @@ class Layout:
         return pad(flat, (0, group.rows * group.columns - flat.numel())).view(group.rows, group.columns)
 
     def store(self, matrix: Tensor, tensors: Sequence[Tensor], group: Group) -> None:
-        """Writes a copy made by `matrix` back into the tensors; a view needs nothing."""
+        """Writes a copy made by `matrix` back into the tensors; does nothing for a view."""
         if matrix.data_ptr() == tensors[group.members[0]].data_ptr():
             return
         flat, start = matrix.reshape(-1), 0
@@ -166,7 +166,7 @@ class Layout:
             start += size
 
     def padding_masks(self, device: torch.device) -> tuple[Tensor, Tensor]:  # [n] int64, [n, chunk, chunk] bool
-        """Returns the chunks that are partly padding, and masks of their true elements."""
+        """Returns the partly padded chunks, and masks of their real elements."""
         chunks: list[int] = []
         masks: list[Tensor] = []
         for group in self.groups:
@@ -212,7 +212,7 @@ class Layout:
         return torch.matmul(basis, half.view(strip.chunk_rows, c, -1))
 
     def project(self, residual: Tensor, chunks: Tensor, masks: Tensor) -> None:
-        """Removes from the residual the part that falls on padding, as cropping the decoded tensor would."""
+        """Removes the part of the residual that falls on padding, as cropping the decoded tensor would."""
         numbers = chunks.tolist()
         for start in range(0, len(numbers), PROJECTED_CHUNKS):
             some = slice(start, start + PROJECTED_CHUNKS)
@@ -228,9 +228,9 @@ class Layout:
 
 
 def first_stage_dtype(votes_bound: int, device: torch.device) -> torch.dtype:
-    """fp32 where the first product of the inverse is exact in it, which is twice as fast; else fp64.
+    """Returns fp32, which is twice as fast, if the inverse's first product is exact in it; otherwise fp64.
 
-    votes_bound: no chunk's sum of |votes| is larger
+    votes_bound: limit of any chunk's sum of |votes|
     """
     assert votes_bound * BASIS_PEAK**2 < EXACT_MAX, "the config's bound keeps votes in the exact range"
     exact = votes_bound * BASIS_PEAK < FP32_EXACT_MAX
@@ -241,16 +241,16 @@ def _fp32_products_are_plain() -> bool:
     """Whether torch multiplies in plain fp32, without TF32 or bf16."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # set through torch's newer interface, on which the older getter raises
+    except RuntimeError:  # set through torch's newer interface, for which the older getter raises
         return False
 
 
 def inverse(votes: Tensor, chunk: int, first_stage: torch.dtype) -> Tensor:
-    """The exact inverse transform, in integers: [i, n, j] fp64 from votes [n, chunk * chunk] of any integer type."""
+    """Inverts the transform exactly, in integers: [i, n, j] fp64 from votes [n, chunk * chunk] of any integer type."""
     n = votes.shape[0]
     rows = torch.empty(chunk, n, chunk, dtype=first_stage, device=votes.device)
-    rows.copy_(votes.view(n, chunk, chunk).permute(1, 0, 2))  # [u, n, v]: both products become plain matrix ones
-    with torch.autocast(votes.device.type, enabled=False):  # whatever the caller is in the middle of
+    rows.copy_(votes.view(n, chunk, chunk).permute(1, 0, 2))  # [u, n, v]: makes both products plain matrix products
+    with torch.autocast(votes.device.type, enabled=False):  # whatever the caller has enabled
         half = torch.mm(integer_basis(chunk, first_stage, votes.device).T, rows.view(chunk, n * chunk))
         whole = torch.mm(half.double().view(chunk * n, chunk), integer_basis(chunk, torch.float64, votes.device))
     return whole.view(chunk, n, chunk)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
 
-ADDRESSES_MAX = 8  # per peer; an announcement holds eight of the longest
-ANSWERS_KEPT = 5  # latencies that are kept: few, so that their median is of the last minutes
+ADDRESSES_MAX = 8  # per peer; an announcement fits eight of the longest
+ANSWERS_KEPT = 5  # latencies kept: few, so that their median covers the last minutes
 
 
 class Origin(IntEnum):
@@ -42,7 +42,7 @@ class KnownPeer:
     is_bootstrap: bool = False
     tries: int = 0
     next_at: float = 0.0
-    told: dict[str, float] = field(default_factory=dict)  # problems that were logged, and when
+    told: dict[str, float] = field(default_factory=dict)  # when each problem was logged
     was_reached: bool = False  # also before a restart, as remembered
     linked_at: float = -math.inf  # the last time since our start
     answered_in: deque[float] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))  # seconds, the newest last

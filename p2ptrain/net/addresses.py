@@ -1,4 +1,4 @@
-"""Parses and classifies multiaddrs as text, with the peer's id at the end, and picks those of ours to tell others.
+"""Parses and classifies multiaddrs (as text, ending with the peer's id), and picks which of ours to tell others.
 
 Also shortens p2pd's error messages about them.
 
@@ -15,7 +15,7 @@ from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import TransportError
 
 ADDRESS_CHARACTERS_MAX = 448  # a relayed address with two ids and a long name takes 415
-# The addresses we dial: no local sockets, and only transports that p2pd has.
+# The addresses that we dial: no local sockets, and only transports that p2pd has.
 HOST = r"/(ip4/[0-9.]{7,15}|ip6/[0-9A-Fa-f:.]{2,45}|dns[46]?/[0-9A-Za-z._-]{1,253})"
 PORT = r"/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)"
 ID = r"/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})"
@@ -112,12 +112,12 @@ def reason(text: str) -> str:
         "connection refused": "nobody listens there (connection refused)",
         "no route to host": "no way there (no route to host)",
         "network is unreachable": "no way there (network is unreachable: is this machine connected?)",
-        "no good addresses": "its name resolves to no address that this machine can reach",
+        "no good addresses": "its name does not resolve to an address that this machine can reach",
         "dial backoff": "it cannot be reached; the next attempt comes in a few seconds",
         "protocols not supported": "it does not speak this protocol",
         "deadline exceeded": "no answer",
         "i/o timeout": "no answer",
-        "no addresses": "no address of it is known",
+        "no addresses": "none of its addresses is known",
     }.items():
         if sign in text:
             return meaning

@@ -2,9 +2,9 @@
 
 Addresses come from the user (bootstraps), from the last run of this node (remembered), from peers, and as hints from
 the DHT, where each node announces its own under the run's id. A newly connected peer is asked at once for its own
-addresses and for those of others, because the source port of a connection is one that nobody listens on. A hint costs
-at most a failed dial: whoever answers proves its key in the handshake. But hearsay never displaces an address that the
-user gave, that a peer gave for itself, or that has worked.
+addresses and for those of others, because nobody listens on the source port of a connection. A hint costs at most a
+failed dial: a peer that answers proves its key in the handshake. But hearsay never displaces an address that the user
+gave, that a peer gave for itself, or that has worked.
 
 Only a peer that speaks the run's protocol counts as connected; a bootstrap of another run is recognised and reported.
 
@@ -13,7 +13,7 @@ roster first, and as many slots again are reserved for these in case strangers f
 cannot surround it (an eclipse attack: Heilman et al. 2015), it keeps a few links in separate address ranges, in each
 range to the peer that has been linked longest (`anchors`). Anchors have slots of their own, and p2pd, which prunes
 connections when there are too many, is told to prune anchors, bootstraps and members last.
-Failed dials are repeated with growing waits and jitter, for ever: an outage may last a weekend.
+Failed dials are retried forever, with backoff and jitter: an outage may last a weekend.
 
 Keys cost nothing, and neither do addresses at which nobody answers. So peers that we need, peers reached before, and
 peers known only by hearsay are dialled and met in separate slots (`Standing`), each within a time limit.
@@ -53,7 +53,7 @@ DIAL_SECONDS_MAX = 60.0
 STEADY_SECONDS = 30.0  # a connection that lasted this long is redialled at once when it is lost
 DIALS_AT_ONCE = 4  # per priority
 DIAL_SECONDS_LIMIT = 20.0  # for all addresses of one peer: p2pd gives each 15 s, and another may answer at once
-ADDRESS_TRIES = 8  # over 20 s; afterwards the search for peers asks now and then
+ADDRESS_TRIES = 8  # over 20 s; afterwards it is asked now and then by the search for peers
 LINKS_MAX = 48  # gossip needs a dozen; the rest shorten the path to payloads and histories
 RANGES_KEPT = 8  # anchors: links to different address ranges (/16, or /32 of IPv6), on top of all others
 KEEP_SECONDS = 60.0  # before p2pd is told again which peers to keep: it forgets them with a broken connection
@@ -62,7 +62,7 @@ ANNOUNCE_SECONDS = 300.0  # between announcements of our own addresses in the DH
 HINT_SECONDS = 1_800.0  # how long such an announcement is valid
 SEARCH_SECONDS = 2.0  # between searches in the DHT; doubles
 SEARCH_SECONDS_MAX = 60.0
-ASKED = 3  # peers that are asked for other peers in each search
+ASKED = 3  # peers asked for other peers in each search
 TELL_SECONDS = 60.0  # between two log lines about the same problem with an address
 TOLD_MAX = 64
 
@@ -79,22 +79,22 @@ class Connections:
 
     transport: Transport
     run_id: bytes
-    speaks: Callable[[bytes], Awaitable[bool]]  # does this connected peer take part in our run?
+    speaks: Callable[[bytes], Awaitable[bool]]  # whether a connected peer takes part in our run
     seen: Seen
     lost: Seen
     rng: Random
     roster: Callable[[], Collection[bytes]] = tuple  # the run's members
     known: dict[bytes, KnownPeer] = field(default_factory=dict)
-    linked: dict[bytes, None] = field(default_factory=dict)  # connected, and of our run
+    linked: dict[bytes, None] = field(default_factory=dict)  # connected, and in our run
     strangers: dict[bytes, Stranger] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()  # the roster when we last looked
     shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, and until when
     dialling: set[bytes] = field(default_factory=set)
     meeting: set[bytes] = field(default_factory=set)  # being asked whether they speak our protocol
     anchors: dict[str, bytes] = field(default_factory=dict)  # by address range
-    kept: set[bytes] = field(default_factory=set)  # peers whose connections p2pd is to prune last
+    kept: set[bytes] = field(default_factory=set)  # peers whose connections p2pd should prune last
     keep_at: float = -math.inf  # when to tell p2pd again
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # a peer may have connected: look now
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # a peer may have connected: check now
 
     # -----------------------------------------------------------------------------------------------
     # Known peers
@@ -206,7 +206,7 @@ class Connections:
         return anchors
 
     def _range_of(self, peer: bytes) -> str:
-        """The address range in which we reached a peer; empty if it dialled us, for then its addresses are claims."""
+        """The address range in which we reached a peer; empty if it dialled us: its addresses are only claims."""
         known = self.known.get(peer)
         return address_range(known.worked) if known is not None and known.worked else ""
 
@@ -220,14 +220,14 @@ class Connections:
             self.kept, self.keep_at = needed, now + KEEP_SECONDS
 
     async def _meet(self, peer: bytes) -> None:
-        """Asks a connected peer whether it takes part in the run. Runs as a task: a silent peer holds up nobody."""
+        """Asks a connected peer whether it takes part in the run; as a task, so that a silent peer delays nobody."""
         takes_part = False
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MEETING_SECONDS):
                     takes_part = await self.speaks(peer)
         finally:
-            self.meeting.discard(peer)  # the rest needs no slot, and ends with the connection
+            self.meeting.discard(peer)  # what follows needs no slot, and ends with the connection
         if not takes_part:
             await self._is_stranger(peer)
             return
@@ -253,7 +253,7 @@ class Connections:
             await asyncio.sleep(pause)
 
     def takes_part(self, peer: bytes) -> None:
-        """Notes that a peer has spoken the run's protocol: if it was a stranger a moment ago, it was only starting."""
+        """Notes that a peer speaks the run's protocol: if it was a stranger a moment ago, it was still starting."""
         if peer not in self.linked:
             self.strangers.pop(peer, None)
             self.changed.set()
@@ -284,7 +284,7 @@ class Connections:
             for peer, known in self.known.items()
             if known.next_at <= now and not (peer in self.linked or peer in self.strangers or peer in self.dialling)
             and peer not in self.shunned and known.origins
-            and busy[self._standing(peer)] < DIALS_AT_ONCE  # ranking a thousand that must wait takes 20 ms
+            and busy[self._standing(peer)] < DIALS_AT_ONCE  # ranking a thousand waiting peers would take 20 ms
         ]  # fmt: skip
         ranges = {place for peer in self.linked if (place := self._range_of(peer))}
         ranges |= {address_range(self.known[peer].addresses[0]) for peer in self.dialling if peer in self.known}
@@ -303,7 +303,7 @@ class Connections:
 
         wanted.sort(key=rank)
         room = max(0, LINKS_MAX - len(self.linked) - len(self.dialling))
-        # Peers that fill the slots must not keep us from those we need or from other ranges: these have slots reserved.
+        # Slots are reserved for needed peers and for other ranges, so that other peers cannot fill them all.
         chosen, rest = wanted[:room], wanted[room:]
         places = LINKS_MAX - sum(map(self._is_needed, [*self.linked, *self.dialling, *chosen]))
         chosen += [peer for peer in rest if self._is_needed(peer)][: max(0, places)]
@@ -349,7 +349,7 @@ class Connections:
             self.dialling.discard(peer)
 
     async def _reach(self, known: KnownPeer) -> str:
-        """Connects to a peer at one of its addresses; otherwise returns what was wrong with the best of them."""
+        """Connects to a peer at one of its addresses; on failure returns what was wrong with the best one."""
         problems: list[str] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIAL_SECONDS_LIMIT):
@@ -399,7 +399,7 @@ class Connections:
         except TransportError:
             return False
         except RemoteProtocolError:
-            return True  # it answered nonsense: asking again will not help
+            return True  # its answer was invalid: asking again will not help
         for address in addresses:
             self._take_hint(address, peer)
         return True
@@ -425,13 +425,13 @@ class Connections:
 
 
 def tell(told: dict[str, float], problem: str, now: float) -> None:
-    """Logs a problem: at once if it is new, and then now and again."""
+    """Logs a problem: at once if it is new, and then from time to time."""
     if now < told.get(problem, now):
         return
     told[problem] = now + TELL_SECONDS
     while len(told) > TOLD_MAX:
         del told[next(iter(told))]
-    log.warning("%s; will go on trying", problem)
+    log.warning("%s; the node keeps trying", problem)
 
 
 def topic_of(run_id: bytes) -> str:

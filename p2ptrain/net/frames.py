@@ -1,6 +1,6 @@
 """Frames over a byte stream: a length of four bytes, big-endian, then the frame.
 
-The length is checked before a byte of the frame is awaited, so that a peer cannot make us allocate whatever it claims.
+The length is checked before anything is allocated, so that a peer cannot make us allocate whatever it claims.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.transport import FRAME_BYTES_MAX, TransportError
 
 LENGTH_BYTES = 4
-LINGER_SECONDS = 3.0  # for a peer to read the last frame, a short one, and hang up
+LINGER_SECONDS = 3.0  # for a peer to read the last, short frame and hang up
 CLOSE_SECONDS = 10.0  # to flush what was sent; a peer that needs longer for the last frame is not reading
 VARINT_BITS_MAX = 35  # in a length sent by p2pd
 BUFFER_BYTES = 2**18  # per stream and direction; asyncio may read ahead twice as much
@@ -60,7 +60,7 @@ class FrameStream:
             size = self._coming
             if size > min(bytes_max, FRAME_BYTES_MAX):
                 self.abort()  # the next frame begins beyond what we are willing to read
-                raise RemoteProtocolError(f"a frame of {size} bytes, the limit is {bytes_max}")
+                raise RemoteProtocolError(f"a frame of {size} bytes; the limit is {bytes_max}")
             frame, self._coming = await self._reader.readexactly(size), -1
         except asyncio.IncompleteReadError as error:
             inside = " in the middle of a frame" if error.partial or self._coming >= 0 else ""

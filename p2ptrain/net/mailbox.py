@@ -29,7 +29,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
-NAMES_MAX = 1_024  # in an `MessageQuery`: as many messages as a round of the largest run has
+NAMES_MAX = 1_024  # in a `MessageQuery`: as many messages as a round of the largest run has
 ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures blocks us for 10 ms
 ENVELOPE_ROOM = 8  # overhead in bytes of an envelope in a frame; msgpack takes five
 PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 100 Mbit/s
@@ -316,7 +316,7 @@ class Mailboxes:
                         stream.abort()
             except (TransportError, TimeoutError):
                 self._counters["broken"] += 1
-                outgoing.drop_history()  # half of it is useless, and the request will have expired
+                outgoing.drop_history()  # half a history is useless, and the request will have expired
                 tries += 1
                 if tries >= TRIES_MAX:
                     self._clear(outgoing)
@@ -411,7 +411,7 @@ class Mailboxes:
         else:
             raise RemoteProtocolError("a history part without a history")
         if len(data) != min(PART_BYTES, missing):
-            raise RemoteProtocolError(f"a history part of {len(data)} bytes where {missing} are missing")
+            raise RemoteProtocolError(f"a history part of {len(data)} bytes, but {missing} are missing")
         if question is None:
             self._unasked[stream] = missing - len(data)
             if not self._unasked[stream]:

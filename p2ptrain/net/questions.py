@@ -123,7 +123,7 @@ async def serve(
         try:
             async with asyncio.timeout(SECONDS):
                 question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
-                if not has_budget(stream.peer, 1):  # before doing any work
+                if not has_budget(stream.peer, 1):  # checked before doing any work
                     stream.abort()
                     return
                 if isinstance(question, AskSeen):
@@ -208,6 +208,6 @@ async def why_not(transport: Transport, peer: bytes) -> str:
     except TransportError:
         return "is not a p2ptrain node, or runs an incompatible version"
     except RemoteProtocolError as error:
-        return f"its answer makes no sense, perhaps it runs another version: {error}"
+        return f"its answer is invalid; perhaps it runs another version: {error}"
     names = ", ".join(f"{info.name} ({info.run_id.hex()[:16]})" for info in runs[:4])
-    return f"takes part in another run: {names}" if names else "takes part in no run"
+    return f"takes part in another run: {names}" if names else "does not take part in any run"

@@ -10,7 +10,7 @@ import asyncio
 
 from p2ptrain.digest import PIECE_BYTES
 
-DEBT_SECONDS = 60.0  # times the rate is the most debt; charges beyond it are not counted
+DEBT_SECONDS = 60.0  # the maximum debt is the rate times this; charges beyond it are not counted
 
 
 class TokenBucket:
@@ -39,7 +39,7 @@ class TokenBucket:
         self._changed.set()
 
     async def take(self, size: int) -> None:
-        """Waits in line until `size` bytes may go, and takes them. A cancelled call has taken nothing."""
+        """Waits its turn until `size` bytes may go, and takes them. A cancelled call has taken nothing."""
         async with self._turn:
             while (wait := self._wait(size)) > 0:
                 self._changed.clear()

@@ -68,7 +68,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Assembled:
-    """A node about to start, without its driver: the observer that the driver reports to is built from it first."""
+    """A node about to start, before its driver, because the driver's observer is built from it first."""
 
     launch: Launch
     node: Node
@@ -90,7 +90,7 @@ class Assembled:
 
 
 async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None = None) -> Assembled:
-    """Builds a node; closing `stack` closes everything it is made of.
+    """Builds a node; closing `stack` closes all of its parts.
 
     A `device` given by the caller is used for training and stays open.
     """
@@ -176,7 +176,7 @@ async def _connect(
 
 @contextmanager
 def _for_the_owner() -> Iterator[None]:
-    """Turns damage in the node's own files into an UnusableError: unlike a disk error, no restart mends it."""
+    """Turns damage in the node's own files into an UnusableError: unlike a disk error, it survives a restart."""
     try:
         yield
     except DiskError:
@@ -203,8 +203,8 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
 def trusted_head(store: Store, given: bytes) -> bytes:
     """Returns the head that the core has to wait for: the one given now, or given before a history was adopted.
 
-    It is noted beside the log, so that a node killed while waiting does not trust just anybody at the next start. Once
-    a history that contains it has been adopted, it is not required again.
+    It is stored beside the log, so that a node killed while waiting still requires it at the next start. Once a history
+    that contains it has been adopted, it is not required any more.
     """
     path, journal = store.directory / TRUST_NAME, store.journal
     content = read(path)
@@ -218,9 +218,7 @@ def trusted_head(store: Store, given: bytes) -> bytes:
         changes = journal.trunk.changes if journal.trunk is not None else ()
         if not is_on(wanted, journal.base, (*changes, *(each.step for each in journal.history))):
             fix = f"If you are sure of it, move {store.directory} away and join again; otherwise omit the option"
-            what = (
-                f"the history that this node has adopted does not contain the head {wanted.hex()}, as far as it is kept"
-            )
+            what = f"the history that this node has adopted and kept does not contain the head {wanted.hex()}"
             raise ConfigError(what, key="--trust", fix=fix)
     if wanted != noted:
         write_atomically(path, wanted.hex().encode() + b"\n")
@@ -236,7 +234,7 @@ def _add(connections: Connections, address: str, origin: Origin) -> None:
 
 
 def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
-    """Schedules the trainings after the checkpoint to be repeated, if all were noted, and counts on from the last."""
+    """Schedules the trainings after the checkpoint to be repeated, if all were recorded; continues their numbers."""
     trainings, last = store.diary.after(checkpoint.stamp.trained), checkpoint.stamp.trained
     if store.diary.entries:
         last = max(last, store.diary.entries[-1].number)

@@ -24,7 +24,7 @@ CONNECTIONS_MAX = 16
 CLIENT_SECONDS = 30.0  # for a client to ask, or to read the answer
 LOOK_SECONDS = 3.0  # for queries that are answered at once and can be repeated
 ANSWER_SECONDS = 30.0  # for an order; an early one waits until the node has started
-SAMPLE_SECONDS = 600.0  # for a sample of text or a checkpoint, which wait for the current training to end
+SAMPLE_SECONDS = 600.0  # for a text sample or a checkpoint, which wait for the current training to end
 SLACK_SECONDS = 5.0  # for a busy machine to answer that it took too long
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -103,7 +103,7 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
         note = json.loads((data_dir / NAME).read_text())
         path, pid = str(note["socket"]), int(note["pid"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoDaemonError(f"no daemon runs in {data_dir}") from error
+        raise NoDaemonError(f"no daemon is running in {data_dir}") from error
     line = json.dumps(request).encode() + b"\n"
     if len(line) > REQUEST_BYTES_MAX:
         raise P2ptrainError(f"the request has {len(line)} bytes; the limit is {REQUEST_BYTES_MAX}")
@@ -125,7 +125,7 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
         raise SilentDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be suspended") from error
     except OSError as error:
         raise NoDaemonError(
-            f"no daemon runs in {data_dir}; the last one (pid {pid}) did not shut down cleanly"
+            f"no daemon is running in {data_dir}; the last one (pid {pid}) did not shut down cleanly"
         ) from error
     try:
         answer = json.loads(reply)

@@ -1,12 +1,12 @@
 """Runs the trainer in the one thread that may use torch.
 
-Jobs run one after the other, so that the trainer is consistent between two of them; a running job reports its progress
-through plain attributes. Payloads are checked in a thread of their own: strict decoding is numpy's work and must not
-wait for a round of training.
+Jobs run one after another, so that the trainer is consistent between them; a running job reports its progress through
+plain attributes. Payloads are checked in another thread: strict decoding only uses numpy and must not wait for a round
+of training.
 
 After a restart the trainer is at its checkpoint, and the core has it apply the rounds since then. The trainings in
-between are repeated, each from the state it started from, so that the residual, which this node has not sent yet, comes
-out bit for bit the same.
+between are repeated, each from the state it started from, so that the residual, which this node has not sent yet,
+is the same bit for bit.
 
 If a state came out wrong, the digests of its pieces are kept until its round has been applied again from a correct
 state: then the log can name the wrong pieces, even if no peer has kept the state of that round.
@@ -63,7 +63,7 @@ class Device:
         self.adopted = 0  # states adopted
         self.trained = 0  # the number of the last training that the trainer's state includes
         self._to_repeat: deque[Trained] = deque()
-        # Name and payload of repeated trainings, by round, as long as the contribution is kept.
+        # Name and payload of each repeated training, by round, while its contribution is kept.
         self._repeated: dict[int, tuple[Trained, bytes, bytes]] = {}
         self._wrong: tuple[int, list[bytes]] | None = None  # the round of a wrong state, and its leaves
         self.is_stopping = False  # training ends after the current step

@@ -1,7 +1,7 @@
 """The driver: passes events from the intake to the core, and carries out the core's effects.
 
 The effect queue (core/effect_queue.py) decides in which order effects are carried out and which of them wait for the
-disk. Long work (training, applying, fetching) runs in a task and its result returns as an event. No decision about
+disk. Long work (training, applying, fetching) runs in a task, and its result comes back as an event. No decision about
 rounds is made here.
 
 The queue of events, and what peers put into it, is in intake.py.
@@ -37,7 +37,7 @@ EFFECTS_MAX = 4_096  # waiting for a failing disk; beyond it, no more events are
 EVENTS_IN_A_ROW = 32  # before other tasks on the loop get their turn
 DISK_SECONDS = 5.0  # between attempts to write to a failing disk
 SHUN_SECONDS = 60.0  # before a peer that we disconnected from is dialled again
-DATA_SECONDS = 120.0  # to fetch the training data of a round
+DATA_SECONDS = 120.0  # to fetch a round's training data
 CATCH_UP_SECONDS = 3_600.0  # to fetch a state; a stalled fetch ends sooner
 
 OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # effects is None if the core crashed
@@ -119,7 +119,7 @@ class Driver:
         while True:
             if not self.intake.events:
                 await self.intake.wait(self.node.deadline)
-            while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing signals it: the disk is failing
+            while len(self.effects) > EFFECTS_MAX:  # noqa: ASYNC110  # nothing to await: the disk is failing
                 await asyncio.sleep(DISK_SECONDS / 10)
             event = self.intake.take() or ev.Tick()
             now = loop.time()
@@ -158,7 +158,7 @@ class Driver:
             except DataError as error:
                 if not self.disk_trouble:
                     log.error("%s; the node sends and applies nothing until this can be written", error)
-                elif self.node.view().is_stopping and not self.stopped.done():  # it cannot even announce its leaving
+                elif self.node.view().is_stopping and not self.stopped.done():  # it cannot even announce that it leaves
                     self.stopped.set_result(f"the disk cannot be written: {error}")
                 self.disk_trouble = str(error)
                 await asyncio.sleep(DISK_SECONDS)
@@ -193,7 +193,7 @@ class Driver:
             del self._fetching[payload]
 
     async def _fetch_after(self, before: asyncio.Task[None] | None, effect: ev.Fetch) -> None:
-        """Fetches a payload after the previous fetch of it has ended: it may have succeeded."""
+        """Fetches a payload after its previous fetch has ended, which may have made this one unnecessary."""
         if before is not None:
             await asyncio.wait([before])
         payload = await self.edges.persistence.payload(effect.payload)
@@ -262,7 +262,7 @@ class Driver:
         await self.edges.persistence.let_go(manifest)
 
     async def _fetch_lost(self, name: bytes) -> None:
-        """Fetches a payload that was stored here and has been lost. Any linked peer may still have it."""
+        """Fetches a payload that was stored here but has been lost. Any connected peer may still have it."""
         size, sources = self.device.payload_bytes, list(self.edges.connections.linked)
         try:
             self.edges.persistence.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
@@ -284,7 +284,7 @@ class Driver:
 
     def _catch_up(self, effect: ev.CatchUp) -> None:
         if self._catching_up is not None:
-            self._catching_up.cancel()  # it was for a branch that we have left
+            self._catching_up.cancel()  # it belonged to a branch that we have left
         self._catching_up = self._spawn(self._fetch_state(effect), "catch up")
 
     async def _fetch_state(self, effect: ev.CatchUp) -> None:

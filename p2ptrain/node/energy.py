@@ -1,4 +1,4 @@
-"""Measures the energy that the device uses, where it has a meter of its own.
+"""Measures the energy that the device uses, if it has its own meter.
 
     cuda   NVML's energy counter of the whole card, or its power at each reading if there is no counter
     cpu    Linux's RAPL counters of the whole processors. On most systems only root may read them, since they leak
@@ -30,10 +30,10 @@ NVML = "libnvidia-ml.so.1"
 
 
 class Meter(Protocol):
-    """An energy meter. Its counters only grow, from any start. It raises OSError if it cannot measure at all."""
+    """An energy meter. Its counters start anywhere and only grow. It raises OSError if it cannot measure at all."""
 
     def read(self) -> list[tuple[float, float]]:
-        """Returns, for each counter, its joules and the value at which it wraps; 0 if it does not."""
+        """Returns each counter's joules and the value at which it wraps, 0 if it does not wrap."""
         ...
 
 
@@ -93,7 +93,7 @@ def meter_of(device: torch.device) -> Meter:
 
 
 class Energy:
-    """Reads the device's meter periodically, in a thread, and reports the energy used since the last reading."""
+    """Periodically reads the device's meter in a thread, and reports the energy used since the last reading."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Energy:
         self._looked_at = 0.0
 
     def look(self) -> float | None:
-        """Returns the joules since the last reading; None if this is the first, or the figure makes no sense."""
+        """Returns the joules since the last reading; None if this is the first, or the figure is implausible."""
         if self._meter is None:
             self._meter = self._make()
         found, now = self._meter.read(), self._clock()

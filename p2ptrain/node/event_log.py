@@ -1,4 +1,4 @@
-"""Records the daemon's events for `p2ptrain replay`, so that a problem in the field can be reproduced at a desk.
+"""Records the daemon's events for `p2ptrain replay`, so that a problem in the field can be reproduced offline.
 
 Each start writes a new file and keeps the previous two; a file is closed once it reaches its size limit. If the log
 cannot be written, it is closed with a warning and the node goes on.

@@ -30,12 +30,12 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.served_blobs import SavedStates
 
 PIECES_AT_ONCE = 4  # of training data
-DATA_SOURCES = 64  # peers asked for a piece: usually all, so that those which failed lately get a turn, too
+DATA_SOURCES = 64  # peers asked for a piece: usually all, so that those that failed lately get a turn, too
 PIECES_TOLD = 16  # wrong pieces of a state that the log names
 WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between attempts to fetch a piece of training data
-LATE_SECONDS = 60.0  # for which a peer that failed to give a piece is asked after the others
+LATE_SECONDS = 60.0  # for which a peer that failed to send a piece is asked last
 LATE_TIMES = 30.0  # or this many times as long as it took: a silent peer costs us 20 s per ten minutes, not each time
-LATE_MAX = 1_024  # such peers; the oldest are forgotten
+LATE_MAX = 1_024  # such peers remembered; the oldest are forgotten
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -75,7 +75,7 @@ class Fetching:
             raise DataError(str(errors.exceptions[0])) from errors
 
     async def _data_piece(self, piece: bytes) -> None:
-        """Fetches one piece, for as long as it takes: without its data a node cannot train, and peers come and go."""
+        """Fetches one piece, however long it takes: without its data a node cannot train, and peers come and go."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
 
@@ -148,9 +148,9 @@ class Fetching:
                 try:
                     yield wanted[root], root, sink
                 finally:
-                    await asyncio.to_thread(forget, sink.path)  # but not the file of a fetch begun meanwhile
+                    await asyncio.to_thread(forget, sink.path)  # but not the file of a fetch that began meanwhile
                 return
-        raise DataError(f"none of {len(sources)} peers has one of the {len(roots)} states that would do")
+        raise DataError(f"none of {len(sources)} peers has one of the {len(roots)} usable states")
 
     async def _state(self, root: bytes, size: int, holders: Sequence[bytes], similar: bytes | None) -> FileSink:
         """Fetches a state into a file, so that an interrupted fetch resumes, even after a restart."""

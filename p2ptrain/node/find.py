@@ -29,7 +29,7 @@ from p2ptrain.store.records import remembered_peers
 
 FIND_SECONDS = 2.0  # between attempts to ask the bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # short enough for a person who waits for the node to come up
-REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; longer if its answer was of no use
+REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; longer if its answer was useless
 ASK_SECONDS = 5.0  # for bootstraps to answer, if the run is known from an earlier start
 
 log = logging.getLogger("p2ptrain.node")
@@ -105,7 +105,7 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         problems: list[str] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_SECONDS if len(stored) == 1 else None):
-                found, problems = await ask_around(transport, addresses, wait)  # the first to answer may have nothing
+                found, problems = await ask_around(transport, addresses, wait)  # the first to answer may know no run
         now = asyncio.get_running_loop().time()
         for problem in problems:
             tell(told, problem, now)
@@ -168,7 +168,7 @@ def stored_runs(config: NodeConfig) -> list[RunConfig]:
 
 
 def check_addresses(network: NetworkConfig) -> None:
-    """Raises ConfigError for a malformed address, which would otherwise be tried for ever."""
+    """Raises ConfigError for a malformed address, which would otherwise be tried forever."""
     for key, addresses in (("bootstrap", network.bootstrap), ("trusted_relays", network.trusted_relays)):
         for address in addresses:
             try:
@@ -193,7 +193,7 @@ def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
         if run.run_id.startswith(wanted or "")
     ]
     remembered = [address for addresses in of_runs for address in addresses]
-    SystemRandom().shuffle(remembered)  # so that no few peers can be first at every start
+    SystemRandom().shuffle(remembered)  # so that the same few peers are not first at every start
     remembered.sort(key=lambda address: kind_of_address(address) in ("public", "name"), reverse=True)
     return network.model_copy(update={"trusted_relays": (*network.bootstrap, *remembered)})
 
@@ -261,7 +261,7 @@ async def fetch_dataset(
                 await fetch_tokenizer(fetcher, run, data, sources.peers)
             return data
         except FetchError as error:
-            log.warning("%s; will go on trying", error)
+            log.warning("%s; the node keeps trying", error)
         await asyncio.sleep(wait)
         await sources.ask_again(transport, run_id, wait)
         wait = min(2 * wait, FIND_SECONDS_MAX)

@@ -1,8 +1,8 @@
 """The intake: the queue of events that wait for the core.
 
-Messages of peers are decoded here, and attached payloads are checked by the device before they are queued. Events of
-peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for what
-it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
+Messages from peers are decoded here, and attached payloads are checked by the device before they are queued. Events
+from peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for
+what it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
 asked for.
 """
 

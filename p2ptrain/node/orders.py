@@ -2,8 +2,8 @@
 
 Their effect lasts until the daemon ends; permanent settings belong in the node's config. That file is not read again
 while the node runs, not even on SIGHUP: most of its keys could not take effect then, and a signal cannot return an
-error, while an order is checked at once and answered with what applies now. Orders come only over the control socket
-(control.py).
+error, while an order is checked at once and answered with the settings now in force. Orders come only over the control
+socket (control.py).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from p2ptrain.store.records import Batch
 from p2ptrain.store.store import Store
 
 FRESH_SECONDS = 60.0  # by then the core has counted a payload that arrived, or does not need it
-LAST_CHANCE = 0.75  # share of the kept history that may pass without a checkpoint before everything waits for one
+LAST_CHANCE = 0.75  # share of the kept history that may pass without a checkpoint before training waits for one
 RETRY_SECONDS = 5.0  # between attempts to write it then
 NOT_OFFERED = "it is damaged, or its root covers only a part of it"
 PRUNE_ROUNDS = 8  # between prunings of the store

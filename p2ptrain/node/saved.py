@@ -252,7 +252,7 @@ def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer
         return _dataset(config, run).open_tokenizer()
     file_bytes = read_regular(path, TOKENIZER_BYTES_MAX) or b""
     if tokenizer_digest(file_bytes) != run.tokenizer.digest:
-        raise DataError(f"{path}: damaged, or of another run: its digest is not {run.tokenizer.digest}")
+        raise DataError(f"{path}: damaged, or from another run: its digest is not {run.tokenizer.digest}")
     tokenizer = JsonTokenizer(file_bytes, str(path))
     if tokenizer.vocab_size > run.model.vocab_size:  # nobody could have trained with it
         raise DataError(f"{path}: {tokenizer.vocab_size} tokens, but the run's model has {run.model.vocab_size}")

@@ -42,7 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class StatusSource(Protocol):
-    """The source of everything shown. Methods return at once, on the event loop; None while the node is starting."""
+    """The source of everything shown. Methods return at once, on the event loop; None while the node starts."""
 
     def status(self) -> Status | None: ...
     def peers(self) -> PeerList | None: ...
@@ -104,7 +104,7 @@ class App:
     def __init__(self, facts: StatusSource, guard: Guard, release: str, assets: Path = ASSETS) -> None:
         self.facts, self.guard, self.events = facts, guard, Events()
         self.slots = Slots()
-        # In memory, all 70 kB: aiohttp leaks an open file if the client hangs up while the file is being opened.
+        # Kept in memory (70 kB): aiohttp leaks an open file if the client hangs up while the file is being opened.
         kept = [path for path in sorted(assets.iterdir()) if path.suffix in KINDS and path.is_file()]
         self._files = {path.name: path.read_bytes() for path in kept}
         self._files[INDEX] = page_of(self._files[INDEX].decode()).encode()
@@ -139,7 +139,7 @@ class App:
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         refused = self.guard.refuse(request)
         if refused is not None:
-            # Only the token in the header is missing: it may be in the URL.
+            # Only the token in the header is missing, so it may be in the URL.
             admitted = self.guard.admit(request) if refused.status == HTTPStatus.UNAUTHORIZED else None
             return secured(admitted or refused)
         try:

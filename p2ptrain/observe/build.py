@@ -31,8 +31,8 @@ from p2ptrain.observe.schema import (
     Traffic,
 )
 
-ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than these take
-CONTRIBUTORS_TOLD = 20_000  # over all rounds of one answer: 1.2 MB
+ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than once in so many
+CONTRIBUTORS_TOLD = 20_000  # in all rounds of one answer: 1.2 MB
 # Kinds of blobs (net/blobs/blob.py) by purpose.
 BLOB_PURPOSES: dict[Purpose, tuple[str, ...]] = {
     "payloads": ("payload",),

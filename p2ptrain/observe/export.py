@@ -45,7 +45,7 @@ SCRIPTS = ("words", "figures", "history", "charts", "panels", "exported")  # eac
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run's data on this disk."""
+    """A run's data, as recorded on this disk."""
 
     run: RunConfig
     me: bytes  # this node's key; empty if unknown
@@ -188,7 +188,7 @@ def _summary(recorded_run: RecordedRun) -> str:
         ("rounds", f"{len(rounds):,} recorded, {first.round:,} to {last.round:,}"),
         ("from, to", f"{_time(first.applied_at)} to {_time(last.applied_at)}"),
         ("model", f"{parameter_count(run.model):,} parameters, recipe {escape(run.recipe.name)}"),
-        ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} nats a token, in training here" if losses else "none"),
+        ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} nats per token, in training here" if losses else "none"),
         ("contributions", f"{all_of_them:,} taken from {len(taken):,} nodes, {refused:,} refused"),
         (
             "this node",

@@ -30,8 +30,8 @@ from p2ptrain.observe.sockets import HttpListener
 LOOK_SECONDS = 1.0  # between events of the same kind
 LOOK_AGAIN_SECONDS = 60.0  # after a bug, which may repeat: the log gets one line a minute
 LINES_KEPT = 64  # log lines that a page shows when it opens
-LINES_WAITING_MAX = 256  # log lines of one second; the oldest are dropped first
-ROUNDS_AT_ONCE = 32  # new rounds in one look; after more, a page should ask for all of them
+LINES_WAITING_MAX = 256  # log lines per second; the oldest are dropped first
+ROUNDS_AT_ONCE = 32  # new rounds sent at once; after more, a page should ask for all of them
 STARTING = "starting: the node has not found its run yet, or is loading it"
 NOT_CHANGES = ("since_applied_seconds", "uptime_seconds", "loop_lag_seconds")  # fields that only show time passing
 LEVELS: tuple[tuple[int, Level], ...] = (
@@ -130,7 +130,7 @@ class HttpFace:
         self._look(LOOK_AGAIN_SECONDS)
 
     async def _look_for_ever(self, after_seconds: float) -> None:
-        """Publishes changes while anybody watches."""
+        """Publishes changes while there are watchers."""
         events = self._app.events
         await asyncio.sleep(after_seconds)
         events.go_on()

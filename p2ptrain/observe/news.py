@@ -10,8 +10,8 @@ from p2ptrain.core.complaints import MEANINGS, Code, Complaint
 from p2ptrain.core.state import AgreedState
 from p2ptrain.identity import peer_id_of
 
-NAMES_MAX = 8  # peers named in one line
-LOOKS = 3  # in a row before a complaint is logged: some pass within a round
+NAMES_MAX = 8  # peers named per line
+LOOKS = 3  # checks in a row that find a complaint before it is logged: some pass within a round
 DROPS_SECONDS = 60.0  # between two lines about dropped messages: a flood may last for days
 
 Line = tuple[int, str]  # logging level and text

@@ -31,7 +31,7 @@ log = logging.getLogger("p2ptrain.progress")
 
 
 def line_of(status: Status) -> str:
-    """Describes a node in one line. That a run is small does not count as a complaint."""
+    """Describes a node in one line. Leaves out the complaint that a run is small."""
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     health = f" · {status.troubles[0].text}" if status.troubles else ""
     sent, received = (count_of(status.bytes.get(f"bytes {way}", 0)) for way in ("sent", "received"))
@@ -100,7 +100,7 @@ class ProgressLine:
 
 
 def lines_of(status: dict[str, Any]) -> str:
-    """Describes a node in some lines, for `p2ptrain status`. Other figures are listed unless they are 0."""
+    """Describes a node in a few lines, for `p2ptrain status`."""
     tolerance = status["fault_tolerance"]
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f} nats a token"
     attempt = f", try {status['view'] + 1}" if status.get("view") else ""

@@ -2,7 +2,7 @@
 
 Nothing depends on these records. After each event the core's phase is noted, and the time until the next event counts
 towards it. When a round is applied, its record is made from the core's view (manifest, certificate, tallies) and from
-the differences in the device's and transport's counters. So the four phases of a record add up to the time since the
+the changes in the device's and transport's counters. So the four phases of a record add up to the time since the
 previous round was applied, and its bytes, tokens and late contributions are those of that time, whichever round they
 were meant for.
 

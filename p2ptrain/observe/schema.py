@@ -66,12 +66,12 @@ class Stored(Part):
 
     @classmethod
     def of_rows(cls, rows: Iterable[dict[str, Any]]) -> Iterator[Self]:
-        """Reads the rows that fit. One that does not, of another release perhaps, is no reason not to start."""
+        """Reads the rows that fit the schema; others, perhaps from another release, must not prevent a start."""
         for row in rows:
             try:
                 yield cls.of(row)
             except (ValidationError, TypeError) as error:
-                log.warning("a row of the records is left out: %s", str(error).partition("\n")[0])
+                log.warning("skipping a row of the records: %s", str(error).partition("\n")[0])
 
     @property
     def row(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class FaultTolerance(Part):
 
 
 class Traffic(Part):
-    """Bytes of one purpose: each message counted once, without libp2p's overhead and relayed traffic."""
+    """Bytes for one purpose: each message counts once, without libp2p's overhead and relayed traffic."""
 
     sent: Annotated[Count, Figure("sent", "bytes", "traffic_bytes", "counter", TRAFFIC, SENT)] = Field(
         description="bytes"
@@ -129,7 +129,7 @@ class Mine(Stored):
     """This node's work in the run, over all its starts."""
 
     applied: Annotated[Count, Figure("my contributions applied")] = Field(
-        0, description="its contributions that rounds took"
+        0, description="contributions of this node that rounds took"
     )
     applied_of_all: Annotated[Count, Figure("contributions applied meanwhile")] = Field(
         0, description="all contributions that rounds took while this node was running"
@@ -170,7 +170,7 @@ class Status(Answer):
     run_id: str = Field(description="hex")
     run_name: str
     peer_id: str = Field(description="of this node")
-    addresses: list[str] = Field(description="at which others can reach this node, as far as it knows")
+    addresses: list[str] = Field(description="where others can reach this node, as far as it knows")
     branch: str = Field(description="id of the history that the node follows, hex; the run id until a regroup")
     head: str = Field(description="of that history, hex, for `join --trust`")
     round: Annotated[Count, Figure("round")] = Field(description="the current round")
@@ -360,7 +360,7 @@ class Points(Stored):
 class Peer(PeerRecord):
     """A peer as this node sees it. All counts are this node's own observations."""
 
-    addresses: list[str] = Field(description="at which it can be reached, the best first; empty: unknown")
+    addresses: list[str] = Field(description="where it can be reached, the best first; empty: unknown")
     address_kind: Literal["loopback", "private", "public", "relay", "name", "unknown"] = Field(
         description="of the best address; relay: through another node; name: a host name"
     )
@@ -372,7 +372,7 @@ class Peer(PeerRecord):
     is_connected: bool
     is_member: bool = Field(description="it has a vote")
     is_admitted: bool = Field(description="it may contribute")
-    is_greylisted: bool = Field(description="it has so many points that it is kept away")
+    is_greylisted: bool = Field(description="it is kept away because of its points")
 
     @computed_field(description="of the node")  # type: ignore[prop-decorator]  # as its own documentation does it
     @property

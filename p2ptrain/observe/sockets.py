@@ -2,7 +2,7 @@
 
 aiohttp parses and answers requests; this module adds what it lacks. A connection carries one request and is then
 closed, so none is idle. The client has some seconds to send the request, and some more to read the answer. When all
-slots are taken, the connection that has waited longest without a request is closed. A thousand clients that send
+slots are taken, the connection that has been without a request longest is closed. A thousand clients that send
 nothing (slow loris) therefore cost nobody an answer, because a request that has arrived is never dropped for another.
 When the server ends, no connection survives: neither one that was just accepted nor one whose client does not read.
 """
@@ -212,7 +212,7 @@ class Connection(web.RequestHandler):
         return bool(self._request_count)
 
     def stays(self) -> None:
-        """Lifts the time limit for a long answer, whose writer watches that the client reads."""
+        """Lifts the time limit for a long answer; its writer checks that the client keeps reading."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -47,7 +47,7 @@ def line_of(record: RoundRecord) -> str:
 
 
 class Tracker(Protocol):
-    """A destination of figures. On an OSError they are lost; `kill` ends a blocked call from another thread."""
+    """A destination for figures. On an OSError they are lost; `kill` ends a blocked call from another thread."""
 
     directory: Path
 
@@ -99,5 +99,5 @@ class Tracking:
 
     def _lose(self, why: str) -> None:
         if not self.lost:
-            log.warning("%s: figures are not tracked: %s; this is logged only once", self._tracker.directory, why)
+            log.warning("%s: figures are not tracked: %s (logged only once)", self._tracker.directory, why)
         self.lost += 1

@@ -52,7 +52,7 @@ class WandbRun:
         self._bounding = threading.Thread(target=self._bound, name="wandb output", daemon=True)
 
     def write(self, record: RoundRecord) -> None:
-        """OSError if the child has ended. It is not restarted, because that would take seconds each round."""
+        """Writes a round's figures. OSError if the child has ended; a restart would take seconds each round."""
         if self._child is None:
             self._child = self._start()
         figures = {name: value for name, value in tracked_of(record).items() if math.isfinite(value)}

@@ -111,14 +111,14 @@ class ClaimsToBeAhead(Unsolicited):
 
 
 class EndlessHistories(ClaimsToBeAhead):
-    """Gives a different lineage in each answer, so that each answer leads to another question."""
+    """Puts a different lineage into each answer, so that each answer leads to another question."""
 
     def __init__(self, rng: Random, signer: FakeSigner) -> None:
         super().__init__(rng, signer)
         self.told_short: set[bytes] = set()  # peers whose last answer had the shorter lineage
 
     def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
-        core.repair.budgets.pop(effect.peer, None)  # the core inside is honest, and would soon be weary of it
+        core.repair.budgets.pop(effect.peer, None)  # the honest core inside would soon stop answering
         self.told_short ^= {effect.peer}
         lineage = effect.history.lineage
         return History(lineage[:1] if effect.peer in self.told_short else lineage, NUMBER_MAX - 1, (), None, ())
@@ -150,7 +150,7 @@ class FalseJumps(ClaimsToBeAhead):
         return History(lineage, entry.manifest.round, (*changes, beginning), base, (entry,))
 
     def _start(self, core: Node, chain: Chain) -> tuple[AgreedState, tuple[Step, ...]]:
-        """Returns the state that our branch begins from, and the steps from the asker's state to that one."""
+        """Returns the state that our branch begins from, and the steps that lead there from the asker's state."""
         state = chain.state
         fork = chain.forks.get(state.branch)
         entry, later = core.chain.entry(state.round + 1), core.chain.state_at(state.branch, state.round + 1)

@@ -1,8 +1,8 @@
-"""The calendar: virtual time, and one heap that holds everything that is going to happen.
+"""The calendar: virtual time, and one heap of everything that is scheduled to happen.
 
-A published message is one entry, however many it reaches: it walks a list of arrivals, one at a time, and all receivers
-share one event. That is half of what makes millions of deliveries a minute possible; the other is the decoder's
-(cluster.py).
+A published message is one entry, however many nodes it reaches: it walks a list of arrivals, one at a time, and all
+receivers share one event. Together with the shared decoder (cluster.py) this makes millions of deliveries a minute
+possible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Flight:
 
     def __init__(self, arrivals: list[tuple[float, int]], event: Event, payload: bytes) -> None:
         self.arrivals, self.event = arrivals, event
-        self.payload = payload  # that rides along; empty: none
+        self.payload = payload  # attached to the message; empty: none
 
 
 class Timer:
@@ -52,32 +52,32 @@ class Calendar:
         self._order = count()
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Schedule an action."""
+        """Schedules an action."""
         heappush(self._heap, (max(time, self.now), next(self._order), (action, arguments)))
 
     def after(self, low: float, high: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Schedule an action after a delay drawn from between these two."""
+        """Schedules an action after a delay drawn from this range."""
         self.at(self.now + self._rng.uniform(low, high), action, *arguments)
 
     def timer(self, node: SimNode, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a node's action, which is dropped if the process ends first and put off while it sleeps."""
+        """Schedules a node's action, which is dropped if the process ends first and put off while it sleeps."""
         heappush(self._heap, (max(time, self.now), next(self._order), Timer(node, action, arguments)))
 
     def fly(self, arrivals: list[tuple[float, int]], event: Event, payload: bytes) -> None:
-        """Schedule an event's arrival at several nodes; `arrivals` has the last one first."""
+        """Schedules an event's arrival at several nodes; `arrivals` has the last one first."""
         if arrivals:
             self.deliveries += len(arrivals)
             heappush(self._heap, (arrivals[-1][0], next(self._order), Flight(arrivals, event, payload)))
 
     def stop(self) -> None:
-        """End the simulation after the current entry."""
+        """Ends the simulation after the current entry."""
         self.is_over = True
 
     def run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Event], None]) -> None:
-        """Run until stopped, or until this time.
+        """Runs until stopped, or until this time.
 
-        The garbage collector is off meanwhile: it would look through millions of messages again and again, and what
-        a round leaves behind holds no cycles.
+        The garbage collector is off meanwhile: it would scan millions of messages again and again, and the garbage of a
+        round has no cycles.
         """
         was_on = gc.isenabled()
         gc.disable()

@@ -1,8 +1,8 @@
 """Checkers: the invariants of every simulation, checked after each event that an honest node acted on.
 
-They see the effects of nodes and the messages that nodes have sent; which events they are shown is up to watch.py. Each
-does little for an event and nothing for most of them; what they promise for a round depends on how many members lie in
-it (ledger.py).
+They see the effects of nodes and the messages that nodes have sent; watch.py decides which events they are shown. Each
+does little work for an event, and none for most of them; what they demand of a round depends on how many of its
+members lie (ledger.py).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Checker", "Violation", "safety", "standard"]
 
-PLACES_MAX = 100_000  # messages that are remembered: those of many rounds, in a swarm of any size
-ROUNDS_KEPT = 64  # for which the signatures of certificates are remembered
-EVENTS_BETWEEN = 16  # between two looks at a node's buffers; a leak is found a little later
-VIEWS_MORE = 12  # than members, after the faults: to find together again, and a second turn of the honest
+PLACES_MAX = 100_000  # messages remembered: those of many rounds, in a swarm of any size
+ROUNDS_KEPT = 64  # rounds for which the signatures in certificates are remembered
+EVENTS_BETWEEN = 16  # events between two checks of a node's buffers; a leak is found a little later
+VIEWS_MORE = 12  # views beyond the member count after the faults: to reconnect, and for a second turn of the honest
 
 
 def safety() -> list[Checker]:
-    """Return the safety checkers, which hold under any faults."""
+    """Returns the safety checkers, which hold under any faults."""
     ledger = Ledger()
     return [
         ledger,
@@ -118,7 +118,7 @@ class RealQuorums(Checker):
         bits = int.from_bytes(certificate.seats, "little")
         seats = [seat for seat in range(bits.bit_length()) if bits >> seat & 1]
         if len(seats) < quorum(len(members)) or seats[-1] >= len(members):
-            raise Violation(f"{what} has {len(seats)} of {len(members)} members, the quorum is {quorum(len(members))}")
+            raise Violation(f"{what} has {len(seats)} of {len(members)} members; the quorum is {quorum(len(members))}")
         fields = ("vote", certificate.branch, certificate.round, certificate.view, 2, certificate.manifest)
         signers = [members[seat] for seat in seats]
         self._verify(cluster, what, fields, signers, certificate.signatures)
@@ -128,7 +128,7 @@ class RealQuorums(Checker):
         if len(set(step.signers)) < quorum(len(step.members)) or not set(step.signers) <= set(step.members):
             raise Violation(f"{what} is signed by {len(set(step.signers))} of {len(step.members)} members")
         if not set(step.members) <= set(self.ledger.rosters[step.parent]):
-            raise Violation(f"{what} has members that were none before")
+            raise Violation(f"{what} has members that were not members before")
         fields = ("regroup", step.parent_branch, step.parent, step.attempt, step.members)
         self._verify(cluster, what, fields, step.signers, step.signatures)
 
@@ -160,7 +160,7 @@ class EqualRoots(Checker):
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if type(event) is Applied and cluster.nodes[index].state.is_wrong:
-            pass  # a fault of the scenario's: its root is not one that may be certified
+            pass  # the scenario's fault: this root must never be certified
         elif type(event) is Applied:
             place = event.branch, event.round
             root, other = self.roots.setdefault(place, (event.root, index))
@@ -183,7 +183,7 @@ class EqualRoots(Checker):
 
 
 class OnlyForward(Checker):
-    """Rounds never go back on a branch, except to what the disk holds when a process starts again."""
+    """Rounds never go back on a branch, except to what is on disk when a process restarts."""
 
     def __init__(self) -> None:
         self.decided: dict[int, dict[bytes, int]] = {}
@@ -219,7 +219,7 @@ class OnlyForward(Checker):
 
 
 class NobodyHonestBanned(Checker):
-    """Evidence and refused payloads convict liars only."""
+    """Evidence and refused payloads ban liars only."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -235,14 +235,14 @@ class NobodyHonestBanned(Checker):
 
 
 class BoundedBuffers(Checker):
-    """Every buffer stays within its bound, also in a flood of messages that change nothing."""
+    """Every buffer stays within its bound, even in a flood of messages that change nothing."""
 
     def __init__(self) -> None:
         self.events: dict[int, int] = {}
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         core = cluster.nodes[index].core
-        if effects or type(event) is not MessageReceived:  # else it stands for many that the cluster has counted
+        if effects or type(event) is not MessageReceived:  # such a message stands for many that the cluster has counted
             count = self.events[index] = self.events.get(index, 0) + 1
             if count % EVENTS_BETWEEN:
                 return
@@ -250,11 +250,11 @@ class BoundedBuffers(Checker):
             return
         for name, (size, bound) in core.limits().items():
             if size > bound:
-                raise Violation(f"node {index} keeps {size} {name}, the bound is {bound}")
+                raise Violation(f"node {index} keeps {size} {name}; the bound is {bound}")
 
 
 class NothingCensored(Checker):
-    """A contribution that every honest member holds is in the manifest, unless its author is out."""
+    """A contribution that every honest member holds is in the manifest, unless its author was removed."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -284,7 +284,7 @@ class NothingCensored(Checker):
                 del self.offers[old]
 
     def _attested(self, index: int, message: Availability) -> None:
-        """Collect the names in all of this member's availabilities for the round: a restarted one may send another."""
+        """Collects the names in all of this member's availabilities for the round: a restarted one may send two."""
         place = message.branch, message.round
         if place in self.ledger.decided:
             return  # too late for the manifest
@@ -318,7 +318,7 @@ class OneVoice(Checker):
         received = cluster.decode(envelope)
         place = _place(received.message) if received else None
         if received is None or place is None or place[-1] != cluster.nodes[index].key:
-            return  # handed over for somebody else
+            return  # relayed for its author
         if self.places.setdefault(place, received.digest) != received.digest:
             what = f"{place[0]} of round {getattr(received.message, 'round', '?')}"
             raise Violation(f"node {index}, which is honest, has made two of the same place: {what}")
@@ -328,7 +328,7 @@ class OneVoice(Checker):
 
 
 def _place(message: Message) -> tuple[object, ...] | None:
-    """Return the place that a message takes, with its author last; an honest node sends one message a place."""
+    """Returns the place that a message takes, with its author last; an honest node sends one message per place."""
     match message:
         case Announcement(branch=branch, round=number, author=author):
             return "announcement", branch, number, author
@@ -347,7 +347,7 @@ def _place(message: Message) -> tuple[object, ...] | None:
 
 
 class Recovered(Checker):
-    """Once the faults are over, everyone soon goes on, on one history."""
+    """Once the faults are over, everyone soon makes progress on one history."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -365,7 +365,7 @@ class Recovered(Checker):
                 self._compare(step, self.view_then)
 
     def _compare(self, entry: Entry, view_then: int) -> None:
-        """Check how many views a round took that was decided since. One begun earlier has used some already."""
+        """Checks how many views a round took after the faults; a round that began earlier had used some already."""
         members = self.ledger.rosters.get(entry.manifest.parent, ())
         is_promised = self.ledger.promises(entry.manifest.parent) is Guarantee.EVERYTHING
         views = entry.certificate.view - view_then
@@ -390,7 +390,7 @@ class Recovered(Checker):
         return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(cluster).values())
 
     def _heads(self, cluster: Cluster) -> dict[int, AgreedState]:
-        """Return the states of honest nodes, except those that currently believe in a branch of liars alone."""
+        """Returns the states of honest nodes, except those that currently follow a branch of liars alone."""
         heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
         return {index: head for index, head in heads.items() if not are_liars(cluster, head.members)}
 
@@ -404,11 +404,11 @@ class Recovered(Checker):
             line.add(head)
         for index, state in heads.items():
             if state.head not in line:
-                raise Violation(f"node {index} is in round {state.round} of another history than node {first}")
+                raise Violation(f"node {index} is in round {state.round} of a different history from node {first}")
 
 
 def standard() -> list[Checker]:
-    """Return all checkers: safety, and that the swarm goes on after the faults."""
+    """Returns all checkers: safety, and that the swarm goes on after the faults."""
     checkers = safety()
     ledger = checkers[0]
     assert isinstance(ledger, Ledger), "the ledger comes first, since the others ask it"

@@ -28,12 +28,12 @@ from p2ptrain.sim.setup import Setup
 from p2ptrain.sim.topology import Topology
 from p2ptrain.sim.watch import Watch
 
-DECODED_MAX = 20_000  # messages whose decoded form is kept: those of a few rounds
-TICKS_MAX = 200  # in a row that are due at once: more is a busy loop
+DECODED_MAX = 20_000  # decoded messages kept: those of a few rounds
+TICKS_MAX = 200  # ticks in a row that are due at once: more is a busy loop
 
 
 def decoder(verifier: FakeSigner) -> Callable[[bytes], Received | None]:
-    """Make a function that decodes and verifies each message once for all nodes; it returns None for a bad one."""
+    """Makes a function that decodes and verifies each message once for all nodes; it returns None for a bad one."""
 
     @lru_cache(DECODED_MAX)
     def decoded(envelope: bytes) -> Received | None:
@@ -67,32 +67,32 @@ class Cluster:
         self.executor = Executor(self)
 
     def run(self) -> None:
-        """Run until everyone has reached the goal, or the time is up."""
+        """Runs until everyone has reached the goal or the time is up."""
         self.calendar.run(self.setup.scenario.seconds, self.nodes, self.give)
         self.watch.at_end(self)
 
     @property
     def honest(self) -> list[SimNode]:
-        """Honest nodes whose processes run."""
+        """The honest nodes whose processes are running."""
         return [node for node in self.nodes if node.honest and node.alive]
 
     @property
     def rounds(self) -> int:
-        """Rounds that the swarm has decided on."""
+        """The number of rounds that the swarm has decided."""
         return max((node.disk.state.round for node in self.nodes if node.honest), default=0)
 
     # -----------------------------------------------------------------------------------------------
     # Processes
 
     def add_node(self, ticket: bytes = b"") -> SimNode:
-        """Add a machine. Its process is not running yet."""
+        """Adds a machine, whose process is not running yet."""
         node = self.setup.machine(len(self.nodes), ticket)
         self.nodes.append(node)
         self.key_index[node.key] = node.index
         return node
 
     def start(self, node: SimNode, forgetful: bool = False) -> None:
-        """Start the node's process from its disk; `forgetful`: from an empty one."""
+        """Starts the node's process from its disk; `forgetful`: from an empty one."""
         assert node.core is None, "a process is started once"
         setup = self.setup
         if forgetful:
@@ -110,7 +110,7 @@ class Cluster:
         self.topology.refresh(node)
 
     def kill(self, node: SimNode) -> None:
-        """SIGKILL: unwritten records are lost, and of those being written a random number survives."""
+        """Kills a process as SIGKILL does: queued records are lost; a random number of those being written survives."""
         if node.core is None:
             return
         writing, kept = node.process.queue.writing, 0
@@ -122,7 +122,7 @@ class Cluster:
         node.held_payloads.keep(node.disk.payloads)
 
     def stop(self, node: SimNode) -> None:
-        """End the process properly, for good."""
+        """Ends the process properly, for good."""
         node.end()
         self.topology.refresh(node)
         node.leave()
@@ -131,7 +131,7 @@ class Cluster:
     # Events
 
     def give(self, node: SimNode, event: Event) -> None:
-        """Give a node an event, carry out its effects, and schedule its next tick."""
+        """Gives a node an event, carries out its effects, and schedules its next tick."""
         process = node.process
         core = process.core
         if core is None:
@@ -161,14 +161,14 @@ class Cluster:
 
     def _schedule_tick(self, node: SimNode, deadline: float) -> None:
         node.process.expect_tick(deadline)
-        time = node.clock.virtual(deadline) + 1e-6  # rounding must not bring it too early
+        time = node.clock.virtual(deadline) + 1e-6  # rounding must not make it fire early
         self.calendar.timer(node, time, self._tick, node, deadline)
 
     def _tick(self, node: SimNode, due: float) -> None:
         process = node.process
         core = process.core
         if core is None or process.tick_at != due:
-            return  # another one was scheduled meanwhile
+            return  # another tick was scheduled meanwhile
         process.expect_tick(NEVER)
         deadline = core.deadline
         if deadline is None:
@@ -184,14 +184,14 @@ class Cluster:
             raise Violation(f"node {node.index} wanted to be called at once {TICKS_MAX} times in a row: a busy loop")
 
     def set_clock(self, node: SimNode, jump: float, rate: float) -> None:
-        """Make the node's clock jump, and run at this rate from now on."""
+        """Makes the node's clock jump, and then run at this rate."""
         node.clock.set(self.calendar.now, jump, rate)
         node.process.expect_tick(NEVER)
         if node.core is not None and node.core.deadline is not None:
             self._schedule_tick(node, node.core.deadline)
 
     def wake(self, node: SimNode) -> None:
-        """Wake a machine that sleeps, and hand it the events that waited."""
+        """Wakes a sleeping machine, and hands it the events that waited."""
         life = node.life
         for event in node.process.wake():
             if node.life == life:

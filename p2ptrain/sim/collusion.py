@@ -1,6 +1,6 @@
 """Collusion: lies that several nodes tell together.
 
-They share a plan, which the first of them keeps, and each signs with its own key only.
+They share a plan, kept by the first of them, and each signs with its own key only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
         self.pairs: dict[tuple[bytes, int, int], tuple[bytes, bytes]] = {}
 
     def forget(self) -> None:
-        """Drop old entries."""
+        """Drops old entries."""
         while len(self.secrets) > TWINS_MAX:
             del self.secrets[next(iter(self.secrets))]
         while len(self.pairs) > TWINS_MAX:
@@ -46,7 +46,7 @@ class Plan:
 
 
 class Forks(Proposer):
-    """Each contribution reaches one half; each proposer among us proposes with it and without; all vote for both."""
+    """Each contribution reaches one half; our proposers propose once with it and once without; all vote for both."""
 
     def __init__(self, rng: Random, signer: FakeSigner) -> None:
         super().__init__(rng, signer)
@@ -55,7 +55,7 @@ class Forks(Proposer):
         self.fellows: set[bytes] = set()
 
     def _join(self, cluster: Cluster) -> None:
-        """Adopt the plan of the first colluder."""
+        """Adopts the plan of the first colluder."""
         ours = [node for node in cluster.nodes if isinstance(fork_of(node.liar), Forks)]
         first = fork_of(ours[0].liar) if ours else self
         assert isinstance(first, Forks)
@@ -78,7 +78,7 @@ class Forks(Proposer):
                 return [Publish(received.envelope)]
 
     def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
-        """Leave out our own messages, because the wrapped core does not know what we sent instead."""
+        """Drops our own messages, because the wrapped core does not know what we sent instead."""
         others = tuple(each for each in effect.envelopes if not self._is_mine(cluster, each))
         return [Send(effect.peer, others)] if others else []
 
@@ -108,7 +108,7 @@ class Forks(Proposer):
         return [*self._secrets(message), *self.two_faced(cluster, message.round, first, second)]
 
     def _secrets(self, message: Proposal) -> list[Said]:
-        """Return the availabilities that our proposals may name."""
+        """Returns the availabilities that our proposals may name."""
         return [Publish(each.envelope) for each in self.plan.secrets.get((message.branch, message.round), {}).values()]
 
     def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
@@ -118,7 +118,7 @@ class Forks(Proposer):
         return self.two_faced(cluster, message.round, first, second)
 
     def _proposed(self, core: Node, vote: Vote) -> bytes:
-        """Return the manifest proposed in this view; else the one that we would have voted for."""
+        """Returns the manifest proposed in this view, or else the one that we would have voted for."""
         view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
         proposal = view.proposal.message if view and view.proposal else None
         return proposal.manifest if isinstance(proposal, Proposal) else vote.manifest
@@ -127,9 +127,9 @@ class Forks(Proposer):
 class ProposesAnew(Forks):
     """Lets a few decide on a proposal, and then proposes something else, as if nobody had voted.
 
-    We prevote an honest member's proposal to everyone and precommit it to a few only: those may decide, the others may
-    not. Our own proposals are for the poorest manifest there is, and all of us vote for it. Our contributions reach one
-    other member besides those few, so that there is a poorer manifest.
+    We send everyone a prevote for an honest member's proposal, and only a few the precommit: those may decide, the
+    others may not. Our own proposals are for the smallest manifest there is, and all of us vote for it. Our
+    contributions reach one other member besides those few, so that there is a smaller manifest.
     """
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
@@ -140,7 +140,7 @@ class ProposesAnew(Forks):
         return super().say(cluster, core, received)
 
     def _few(self, cluster: Cluster, core: Node, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Return the members that the fewest others hear, and the remaining ones except us."""
+        """Returns the members that the fewest others hear, and all remaining ones but us."""
         others = [node for node in cluster.nodes if node.key not in self.fellows]
 
         def heard_by(node: SimNode) -> int:
@@ -172,7 +172,7 @@ class ProposesAnew(Forks):
 
 
 class Schedule(Liar):
-    """Changes its lie every few seconds, in step with its fellows."""
+    """Changes its lie every few seconds, in step with the other colluders."""
 
     def __init__(self, rng: Random, signer: FakeSigner, moods: Mapping[str, Liar]) -> None:
         super().__init__(rng, signer)
@@ -189,5 +189,5 @@ class Schedule(Liar):
 
 
 def fork_of(liar: Liar | None) -> Liar | None:
-    """Return the forking part of a liar."""
+    """Returns the part of a liar that forks, if it has one."""
     return liar.moods["fork"] if isinstance(liar, Schedule) else liar

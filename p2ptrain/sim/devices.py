@@ -1,4 +1,4 @@
-"""The devices of simulated nodes: training, applying, and fetching a state take their time and come back as events."""
+"""The devices of simulated nodes: training, applying and fetching a state take time and come back as events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Devices:
         cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment))
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action` once the node's device has finished this job and those queued before it."""
+        """Calls `action` once the node's device has finished this job and those queued before it."""
         done_at = node.accelerator.book(self.cluster.calendar.now, seconds)
         self.cluster.calendar.timer(node, done_at, action, node, *arguments)
 
@@ -77,7 +77,7 @@ class Devices:
             node.disk.save_checkpoint(SavedState(number, root, head))
 
     def catch_up(self, node: SimNode, effect: ev.CatchUp) -> None:
-        """Load the newest state that anyone serves. Pieces are checked on arrival, so no wrong state gets in."""
+        """Loads the newest state that any node serves. Pieces are checked on arrival, so no wrong state gets in."""
         cluster, seconds = self.cluster, 0.0
         node.accelerator.begin_catching_up(effect)
         saved = {checkpoint.root for checkpoint in node.disk.checkpoints}
@@ -103,7 +103,7 @@ class Devices:
             self._on_device(node, seconds, self._not_caught_up, effect)
 
     def _serves_state(self, source: SimNode, place: tuple[int, bytes], node: SimNode) -> bool:
-        """Whether a node can serve this state: a node keeps the newest one, and one of every few rounds."""
+        """Whether a node can serve this state: it keeps the newest, and one every few rounds."""
         kept, (number, root) = source.state.kept, place
         is_kept = place in kept and (
             number % self.cluster.setup.scenario.disk.checkpoint_rounds == 0 or place == [*kept][-1]

@@ -1,7 +1,7 @@
-"""The disk of a node: persists records, and gives back what the store would at a start.
+"""The disk of a node: persists records, and returns what the store would at a start.
 
-It keeps the journal that a real store keeps, and a few of the trainer's checkpoints. A checkpoint that is not on the
-saved history any more (its branch has lost) is passed over for an older one.
+It keeps the journal that a real store keeps, and a few of the trainer's checkpoints. A checkpoint that is no longer on
+the saved history (its branch has lost) is passed over for an older one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHECKPOINTS_KEPT = 4
 class SavedState(NamedTuple):
     round: int
     root: bytes
-    head: bytes  # the manifest after which it was made; of one that was fetched, its certified root stands for it
+    head: bytes  # the manifest that led to this state; for a fetched state, its certified root
 
 
 class Disk(Journal):
@@ -26,7 +26,7 @@ class Disk(Journal):
 
     def __init__(self, first: SavedState, base: AgreedState, kept: int) -> None:
         super().__init__(base, kept)
-        self.first = first  # the first weights: everyone has them
+        self.first = first  # the initial weights, which everyone has
         self.checkpoints: list[SavedState] = []
 
     def save_checkpoint(self, checkpoint: SavedState) -> None:
@@ -34,7 +34,7 @@ class Disk(Journal):
         del self.checkpoints[:-CHECKPOINTS_KEPT]
 
     def saved(self) -> Saved:
-        """Return the saved state that a process starts from."""
+        """Returns the saved state that a process starts from."""
         checkpoint = self._newest_checkpoint()
         return self.saved_at(checkpoint.round, checkpoint.root)
 

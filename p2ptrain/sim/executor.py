@@ -1,7 +1,7 @@
 """The executor of simulated nodes: carries out effects, as the daemon does with the real world.
 
-The effect queue decides the order and what waits for the disk, here as there (core/effect_queue.py). What takes a
-device or moves payloads is in devices.py and payload_exchange.py.
+The effect queue decides the order and what waits for the disk, here as there (core/effect_queue.py). Effects that
+need the device or move payloads are in devices.py and payload_exchange.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
 if TYPE_CHECKING:
     from p2ptrain.sim.cluster import Cluster
 
-HISTORY_SECONDS = 8.0  # until an answer is given up
-REDIAL_SECONDS = 20.0  # until a peer that was disconnected is there again
+HISTORY_SECONDS = 8.0  # how long to wait for an answer
+REDIAL_SECONDS = 20.0  # until a disconnected peer is connected again
 Actions = dict[type, Callable[[SimNode, Any], None]]
 
 
@@ -34,7 +34,7 @@ class Executor:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.rng = cluster.setup.stream("driver")  # named so in all seeds that were kept
+        self.rng = cluster.setup.stream("driver")  # the saved seeds depend on this name
         self.payloads = PayloadExchange(cluster)
         self.devices = Devices(cluster, self.payloads, self.rng)
         self._slow_disks: dict[int, float] = {}  # by node: mean seconds of an fsync
@@ -48,7 +48,7 @@ class Executor:
             ev.Train: self.devices.train,
             ev.Apply: self.devices.apply,
             ev.Return: self._return,
-            ev.Persist: lambda node, effect: None,  # it is on the disk
+            ev.Persist: lambda node, effect: None,  # already written by the queue
             ev.NoteWrongState: self._note_wrong_state,
             ev.CatchUp: self.devices.catch_up,
             ev.AskHistory: self._ask_history,
@@ -65,7 +65,7 @@ class Executor:
         self._go_on(node)
 
     def _go_on(self, node: SimNode) -> None:
-        """Carry out queued effects, as far as the disk allows."""
+        """Carries out queued effects until one has to wait for the disk."""
         process = node.process
 
         def act(effect: ev.Effect | ToSome) -> None:
@@ -80,7 +80,7 @@ class Executor:
             calendar.timer(node, calendar.now + seconds, self._written, node, records)
 
     def slow_disk(self, node: SimNode, fsync_seconds: float) -> None:
-        """Set the mean fsync time of this node's disk."""
+        """Sets the mean fsync time of this node's disk."""
         self._slow_disks[node.index] = fsync_seconds
 
     def mend_disk(self, node: SimNode) -> None:
@@ -92,7 +92,7 @@ class Executor:
         self._go_on(node)
 
     def write(self, node: SimNode, records: Sequence[ev.Record]) -> None:
-        """Put records on the disk."""
+        """Writes records to the disk."""
         for record in records:
             message: Message | None = None
             if type(record) is ev.Said:
@@ -108,7 +108,7 @@ class Executor:
                 node.held_payloads.turn(record.state.round)
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
-        """Whether the node ever lost the quorum: then others may have had reason to follow the remaining members."""
+        """Whether the node ever lost the quorum: if so, others may have had reason to follow the remaining members."""
         counters = node.core.view().counters if node.core else {}
         return bool(self.cluster.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
 
@@ -199,7 +199,7 @@ class Executor:
 
     def _history_came(self, node: SimNode, peer: SimNode, encoded: bytes) -> None:
         if node.process.questions.pop(peer.index, None) is None:
-            return  # nobody asked
+            return  # it was never asked for
         event: ev.Event
         try:
             history: History = decode_history(encoded)

@@ -1,6 +1,6 @@
 """Faults: schedules the faults of a scenario.
 
-Each is a few actions in the calendar. After the last one has ended, the swarm has to recover by itself.
+Each fault is a few actions in the calendar. After the last one ends, the swarm has to recover by itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.network import bits
 
-SLEEP_SECONDS = 10.0  # after which the connections of a machine that sleeps are gone
-START_SECONDS = 0.2  # within which all processes start
-LAST_ROUND = 2**40  # until which an invitation is good: later than any round of a simulation
+SLEEP_SECONDS = 10.0  # until the connections of a sleeping machine are closed
+START_SECONDS = 0.2  # all processes start within this time
+LAST_ROUND = 2**40  # when invitations expire: later than any round of a simulation
 FUSE_MAX = 12  # effects before a SIGKILL that hits between two of them
 
 
 def begin(cluster: Cluster) -> None:
-    """Schedule the start of all nodes, and every fault."""
+    """Schedules the start of every node, and every fault."""
     for node in cluster.nodes:
         cluster.calendar.after(0.0, START_SECONDS, cluster.start, node)
     for number, fault in enumerate(cluster.setup.scenario.fault):
@@ -38,7 +38,7 @@ def begin(cluster: Cluster) -> None:
 
 
 def _picked(cluster: Cluster, nodes: sc.Nodes) -> list[SimNode]:
-    """Return those of the named nodes that exist by now."""
+    """Returns the named nodes that exist by now."""
     return [cluster.nodes[index] for index in cluster.setup.scenario.pick(nodes) if index < len(cluster.nodes)]
 
 
@@ -94,7 +94,7 @@ def _kill(cluster: Cluster, fault: sc.Storm, draw: Random, index: int) -> None:
 
 
 def _after_kill(cluster: Cluster, fault: sc.Storm, node: SimNode) -> None:
-    if node.process.fuse is not None:  # it has done nothing since
+    if node.process.fuse is not None:  # it has carried out no effect since
         cluster.kill(node)
     _restart(cluster, node)
 
@@ -211,7 +211,7 @@ def _join(cluster: Cluster, number: int, fault: sc.Newcomers) -> None:
 
 
 def _ticket(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
-    """Return the invitation that a newcomer shows."""
+    """Returns the invitation that a newcomer shows."""
     if kind == "none":
         return b""
     if kind == "spent":

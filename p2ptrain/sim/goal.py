@@ -1,4 +1,6 @@
-"""The goal: how far everyone has to come, also once the faults are over. Reaching it ends the simulation."""
+"""The goal: the round that everyone has to reach, some rounds after the faults included. Reaching it ends the
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ from p2ptrain.sim.scenario import Scenario
 
 
 class Goal:
-    """The round that every honest node has to apply, unless it is gone for good."""
+    """The round that every honest node has to apply, except nodes that are gone for good."""
 
     def __init__(self, scenario: Scenario, calendar: Calendar, nodes: Sequence[SimNode]) -> None:
         self.round = scenario.rounds
-        self.resumed_at: float | None = None  # when everyone went on after the faults
+        self.resumed_at: float | None = None  # when everyone had made progress after the faults
         self._scenario, self._calendar, self._nodes = scenario, calendar, nodes
         self._next_look = 0.0
 
     def look(self) -> None:
-        """End the simulation if the goal is reached; called when a round was applied or a state was loaded."""
+        """Ends the simulation if the goal is reached; called after each applied round and each loaded state."""
         calendar = self._calendar
         if calendar.is_over or calendar.now < self._next_look:
             return
@@ -29,12 +31,12 @@ class Goal:
         waiting = [node for node in self._nodes if node.honest and not node.is_gone]
         if self.resumed_at is None and not self._has_resumed(waiting):
             return
-        # With nobody left there is nobody who has reached it.
+        # If nobody is left, nobody has reached it.
         if waiting and all(node.alive and node.state.round >= self.round for node in waiting):
             calendar.stop()
 
     def faults_ended(self) -> None:
-        """Note that all faults are over, so that the swarm has to recover from here on."""
+        """Notes that all faults are over, so that the swarm has to recover from here on."""
         self._next_look = 0.0
         self.look()
 

@@ -1,8 +1,8 @@
 """Keys and signatures for simulations: cheap, and strong enough among nodes of one process.
 
 Ed25519 takes a hundred times as long. A signature here is the keyed BLAKE3 of what is signed; its key is derived from
-the author's public key, so that anyone verifies by doing it again. A liar could do that too, so it must not: it is
-given a signer of its own and nothing else, and what it makes up without one does not verify.
+the author's public key, so anyone can verify it by computing it again. A liar could forge it the same way, so it is
+given its own signer and nothing else, and what it makes up without one does not verify.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from blake3 import blake3
 from p2ptrain.core.messages import SIGNATURE_BYTES
 from p2ptrain.digest import digest
 
-KEYS_MAX = 8_192  # signing keys that are remembered: those of the largest simulation, twice
+KEYS_MAX = 8_192  # signing keys remembered: twice those of the largest simulation
 
 
 def node_key(seed: int, index: int) -> bytes:
-    """Return a node's public key, whose rank among all keys is random."""
+    """Returns a node's public key, whose rank among all keys is random."""
     return digest("simulated key", seed.to_bytes(16, "little", signed=True), index.to_bytes(8, "little"))
 
 
@@ -34,7 +34,7 @@ def sign_as(run_id: bytes, key: bytes, signed: bytes) -> bytes:
 class FakeSigner:
     """Signs as one node, verifies everyone."""
 
-    checks = True  # tests switch it off, to see that the checkers notice
+    checks = True  # tests switch it off to see that the checkers notice
 
     def __init__(self, run_id: bytes, key: bytes) -> None:
         self.run_id, self.key = run_id, key

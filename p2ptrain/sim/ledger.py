@@ -2,8 +2,8 @@
 
 Quorums, rosters and signed bytes are computed here again, so that the checkers (checkers.py) share no judgement
 with the core that they check. What is promised depends on how many members lie. As long as no roster had more than f
-liars, everything holds. Beyond, but while any two quorums still share an honest member, honest nodes decide alike, and
-no more. Beyond that, anything goes.
+liars, everything holds. With more, while any two quorums still share an honest member, honest nodes decide alike, but
+nothing else holds. With still more, anything goes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class TwoHistories(Violation):
 
 
 class Checker:
-    """Base of all checkers: called about honest nodes, and raises Violation."""
+    """Base of all checkers: called for honest nodes only, and raises Violation."""
 
-    holds_beyond = False  # also once a roster has more than f faulty members
+    holds_beyond = False  # whether it applies even once a roster has more than f faulty members
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         """Called after an honest node has handled an event."""
@@ -63,7 +63,7 @@ def may_lie(size: int) -> int:
 
 
 def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
-    """Return this key's signature under a message; `body` is the message's kind and fields."""
+    """Returns this key's signature of a message; `body` is the message's kind and fields."""
     kind = body[0]
     name = blake3(msgspec.msgpack.encode(body), derive_key_context=f"p2ptrain 1 message {kind}").digest()
     return sign_as(run_id, key, f"p2ptrain 1 {kind}".encode() + b"\0" + run_id + name)
@@ -107,7 +107,7 @@ class Ledger(Checker):
                 self._entry(cluster, index, step.manifest)
             head = record.state.head
             if record.state.members != self.rosters[head]:
-                raise Violation(f"node {index} has another roster after round {record.state.round} than was agreed on")
+                raise Violation(f"node {index} has a different roster after round {record.state.round} than was agreed")
 
     def _entry(self, cluster: Cluster, index: int, manifest: Manifest) -> None:
         head = manifest.digest
@@ -121,7 +121,7 @@ class Ledger(Checker):
         self._note(cluster, head, members, manifest.parent)
 
     def _jumped(self, cluster: Cluster, base: AgreedState) -> None:
-        """Note a branch of liars alone, which a node without a seat may believe in."""
+        """Notes a branch of liars alone, which a node without a seat may follow."""
         if base.head not in self.rosters and are_liars(cluster, base.members):
             self._note(cluster, base.head, base.members, b"")
 
@@ -138,12 +138,12 @@ class Ledger(Checker):
         self.guarantees[head] = min(self._by_members[members], self.guarantees.get(parent, Guarantee.EVERYTHING))
 
     def promises(self, head: bytes) -> Guarantee:
-        """Return the guarantee for the round or branch after this manifest."""
+        """Returns the guarantee for the round or branch after this manifest."""
         return self.guarantees.get(head, Guarantee.NOTHING)
 
 
 def are_liars(cluster: Cluster, members: Members) -> bool:
-    """Whether all members are liars: their decisions bind nobody who is honest."""
+    """Whether all members are liars: their decisions bind no honest node."""
     return not any(cluster.nodes[cluster.key_index[key]].honest for key in members)
 
 
@@ -155,5 +155,5 @@ def _guarantee(cluster: Cluster, members: Members) -> Guarantee:
 
 
 def certified(effects: Sequence[Effect]) -> list[Certified]:
-    """Return the rounds and branches that a node has decided on or adopted."""
+    """Returns the rounds and branches that a node has decided on or adopted."""
     return [effect.record for effect in effects if type(effect) is Persist and type(effect.record) is Certified]

@@ -18,11 +18,11 @@ from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.rewriting import Liar, ToSome
 
 NEVER = float("inf")
-HELD_UP_MAX = 20_000  # events that wait for a machine that sleeps: what the buffers of its connections hold; a guess
+HELD_UP_MAX = 20_000  # events that wait for a sleeping machine: what its connections' buffers hold; a guess
 
 
 class HeldPayloads:
-    """Holds payloads. Those older than `rounds` rounds are dropped some time within as many again."""
+    """Holds payloads. One older than `rounds` rounds is dropped before it is twice as old."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -37,7 +37,7 @@ class HeldPayloads:
         self.new.add(payload)
 
     def turn(self, number: int) -> None:
-        """Drop old payloads as rounds pass."""
+        """Drops old payloads as rounds pass."""
         if number >= self.turned_at + self.rounds:
             self.old, self.new, self.turned_at = self.new, set(), number
 
@@ -47,19 +47,19 @@ class HeldPayloads:
 
 @dataclass(slots=True)
 class ModelState:
-    """The state of the model on one machine: a chain of digests. The same manifest applied to the same state gives the
-    same state, and nothing else does."""
+    """The state of the model on one machine: a chain of digests. Only the same manifest applied to the same state gives
+    the same state."""
 
     round: int
     root: bytes
     head: bytes  # the manifest that was applied last
-    kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can hand to others
-    is_wrong: bool = False  # a bit has flipped, and no state was fetched since
+    kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can serve
+    is_wrong: bool = False  # a bit has flipped, and no state has been fetched since
     applied: list[tuple[bytes, int, bytes, bytes]] = field(default_factory=list)  # branch, round, manifest, root
     moved_at: float = 0.0  # when it last changed
 
     def become(self, number: int, root: bytes, head: bytes, kept: int, now: float | None = None) -> None:
-        """Switch to another state; `now` is left out at a start, which does not count as progress."""
+        """Switches to another state; `now` is omitted at a start, which does not count as progress."""
         self.round, self.root, self.head = number, root, head
         self.moved_at = self.moved_at if now is None else now
         self.kept.pop((number, root), None)
@@ -68,7 +68,7 @@ class ModelState:
             del self.kept[next(iter(self.kept))]
 
     def mend(self) -> None:
-        """Clear the flipped bit, because a correct state was fetched."""
+        """Clears the flipped bit after a correct state was fetched."""
         self.is_wrong = False
 
     def flip_a_bit(self) -> None:
@@ -79,11 +79,11 @@ class ModelState:
 class Accelerator:
     """The device that trains, applies and loads states."""
 
-    pace: float  # this machine's own, as a multiple of the scenario's seconds
+    pace: float  # this machine's slowness: a factor on the scenario's seconds
     training: Train | None = None
     catching: CatchUp | None = None  # the last attempt
     stalled_until: float = 0.0
-    busy_until: float = 0.0  # with applying and fetching, one after the other
+    busy_until: float = 0.0  # applying and fetching take turns
 
     def begin_training(self, effect: Train) -> None:
         self.training = effect
@@ -95,7 +95,7 @@ class Accelerator:
         self.catching = effect
 
     def book(self, now: float, seconds: float) -> float:
-        """Queue a job of this duration; returns the time at which it will be done."""
+        """Queues a job of this duration; returns the time at which it will be done."""
         self.busy_until = max(self.busy_until, now) + seconds
         return self.busy_until
 
@@ -114,8 +114,8 @@ class Lifetime:
     queue: EffectQueue[Effect | ToSome] = field(default_factory=EffectQueue)
     held_up: deque[Event] = field(default_factory=deque)  # events that wait while the machine sleeps
     asleep_until: float = 0.0
-    tick_at: float = NEVER  # local time of the next Tick that is on the heap
-    questions: dict[int, int] = field(default_factory=dict)  # histories asked for: by peer, which question
+    tick_at: float = NEVER  # local time of the next Tick on the heap
+    questions: dict[int, int] = field(default_factory=dict)  # histories asked for: the question's number, by peer
     fuse: int | None = None  # effects until a SIGKILL
     was_stalled: bool = False
     busy: int = 0  # ticks in a row that left another one due
@@ -147,7 +147,7 @@ class Lifetime:
         return began
 
     def light_fuse(self, effects: int) -> None:
-        """Have the process killed after this many more effects."""
+        """Kills the process after this many more effects."""
         self.fuse = effects
 
     def burn(self) -> bool:
@@ -190,8 +190,8 @@ class SimNode:
     state: ModelState
     accelerator: Accelerator
     process: Lifetime = field(default_factory=Lifetime)
-    life: int = 0  # how often it was started, and has ended
-    liar: Liar | None = None  # rewrites its effects
+    life: int = 0  # counts its starts and ends
+    liar: Liar | None = None  # rewrites its effects if it lies
     has_left: bool = False
     is_dead: bool = False  # crashed for good
     has_forgotten: bool = False  # lost its disk
@@ -214,19 +214,19 @@ class SimNode:
         return self.has_left or self.is_dead
 
     def begin(self, core: Node) -> None:
-        """Start a process."""
+        """Starts a process."""
         self.process = Lifetime(core)
         self.life += 1
 
     def end(self) -> None:
-        """End the process and drop its pending events and timers."""
-        self.process.queue.clear()  # it may be at it just now
+        """Ends the process and drop its pending events and timers."""
+        self.process.queue.clear()  # it may be running right now
         self.process = Lifetime()
         self.life += 1
         self.accelerator.reset()
 
     def forget(self, disk: Disk) -> None:
-        """Replace the disk by an empty one."""
+        """Replaces the disk with an empty one."""
         self.disk, self.has_forgotten = disk, True
         self.held_payloads.keep(())
 
@@ -237,5 +237,5 @@ class SimNode:
         self.is_dead = True
 
     def lie(self, liar: Liar | None) -> None:
-        """Rewrite effects from now on; None: no longer."""
+        """Lets this liar rewrite the node's effects from now on; None ends it."""
         self.liar = liar

@@ -20,14 +20,14 @@ class Measurements:
 
     def __init__(self) -> None:
         self.timeline: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)  # by node: when it applied what
-        self.heard_messages = 0  # by all together
+        self.heard_messages = 0  # all nodes together
         self.heard_bytes = 0
-        self.kinds: Counter[str] = Counter()  # messages published or sent, by kind
+        self.kinds: Counter[str] = Counter()  # messages sent, by kind
         self.ticks: Counter[int] = Counter()
-        self.views: dict[tuple[bytes, int], int] = {}  # by branch and round: the last view
+        self.views: dict[tuple[bytes, int], int] = {}  # last view, by branch and round
         self.manifests: dict[tuple[bytes, int], Manifest] = {}
         self.taken: Counter[bytes] = Counter()  # contributions, by author
-        self.banned: dict[bytes, int] = {}  # by key: in which round
+        self.banned: dict[bytes, int] = {}  # by key: the round
         self.unseated: Counter[bytes] = Counter()
         self.branches: dict[bytes, Beginning] = {}
         self.returned: Counter[int] = Counter()
@@ -35,7 +35,7 @@ class Measurements:
         self.disconnects: Counter[int] = Counter()
         self.stalls: Counter[int] = Counter()
         self.mismatches: Counter[int] = Counter()  # states that came out wrong, by node
-        self.payloads_fetched = 0  # that came from another node
+        self.payloads_fetched = 0  # from other nodes
 
     # -----------------------------------------------------------------------------------------------
     # Recorded while the simulation runs
@@ -52,7 +52,7 @@ class Measurements:
         self.heard_bytes += size
 
     def certified(self, node: SimNode, record: Certified) -> None:
-        """Note that a node has adopted a decided round, or a branch."""
+        """Notes that a node has adopted a decided round, or a branch."""
         if not node.honest:
             return
         step = record.step
@@ -76,7 +76,7 @@ class Measurements:
         self.timeline[node.index].append((now, manifest.round))
 
     def look_for_stall(self, node: SimNode) -> None:
-        """Count how often nodes concluded that the quorum is lost."""
+        """Counts how often nodes concluded that the quorum was lost."""
         if node.core is None:
             return
         self.stalls[node.index] += node.process.begins_to_stall(node.core.view().is_stalled)

@@ -1,9 +1,9 @@
 """The network: when messages arrive, if they do.
 
-Each node reaches every other over a link of its own, so gossip is a message a link and what gossip would repair stays
-broken: harsher than the real thing. A node's uplink is shared by all its messages; gossip costs it FANOUT copies,
-since others pass them on. Streams (what is sent to one peer) are not lost, but take longer where messages get lost;
-while the link is cut they fail.
+Each node reaches every other over a link of its own, so gossip is one message per link, and losses that gossip would
+repair stay: harsher than the real thing. A node's uplink is shared by all its messages; gossip costs it FANOUT copies,
+since others pass them on. Streams (messages to one peer) lose nothing, but take longer on a lossy link; while the link
+is cut they fail.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from random import Random
 from p2ptrain.core.messages import Message, Vote, kind_of
 from p2ptrain.sim.scenario import Links
 
-FANOUT = 8  # copies of a message that gossip makes its publisher send
-RETRANSMISSIONS_MAX = 8  # until a packet of a stream gets through
+FANOUT = 8  # copies of a message that its publisher sends
+RETRANSMISSIONS_MAX = 8  # attempts until a packet of a stream gets through
 
 Arrival = tuple[float, int]  # when, to whom
 
@@ -26,8 +26,8 @@ class LinkModel:
 
     def __init__(self, links: Links, rng: Random) -> None:
         self.links, self.rng = links, rng
-        self.cuts: dict[int, list[tuple[int, int]]] = {}  # by fault: (sources, targets) as bits, that are cut
-        self.clogs: dict[int, tuple[int, float]] = {}  # by fault: sources as bits, and until when they are held
+        self.cuts: dict[int, list[tuple[int, int]]] = {}  # cut links by fault: (sources, targets) as bits
+        self.clogs: dict[int, tuple[int, float]] = {}  # by fault: sources as bits, and when their messages are released
         self.losing: dict[int, tuple[int, frozenset[str]]] = {}  # by fault: authors as bits, and kinds of message
         self.uplink: dict[int, float] = {}  # when a node's uplink is free again
         self._settle()
@@ -42,7 +42,7 @@ class LinkModel:
         self._settle()
 
     def cut(self, fault: int, pairs: list[tuple[int, int]]) -> None:
-        """Cut these links: from any of the first to any of the second, as bits; none: heal them."""
+        """Cuts the links from any of the first to any of the second, as bits; no pairs: heals them."""
         self.cuts[fault] = pairs
         if not pairs:
             del self.cuts[fault]
@@ -57,13 +57,13 @@ class LinkModel:
         self._settle()
 
     def lose(self, fault: int, authors: int, kinds: frozenset[str]) -> None:
-        """Lose messages of these kinds by these authors (bits); no kinds ends it."""
+        """Loses messages of these kinds by these authors (bits); no kinds ends it."""
         self.losing[fault] = authors, kinds
         if not kinds:
             del self.losing[fault]
 
     def is_open(self, source: int, target: int) -> bool:
-        """Whether the link from one to the other is not cut."""
+        """Whether the link from source to target is not cut."""
         return not any(
             sources >> source & 1 and targets >> target & 1
             for pairs in self.cuts.values()
@@ -79,7 +79,7 @@ class LinkModel:
     # When things arrive
 
     def _leaves(self, source: int, now: float, size: int) -> float:
-        """Return when the last byte has left the source's uplink."""
+        """Returns when the last byte has left the source's uplink."""
         rate = self.links.bytes_per_second
         if not rate:
             return now
@@ -88,7 +88,7 @@ class LinkModel:
         return leaves
 
     def spread(self, source: int, targets: Sequence[int], now: float, size: int) -> list[Arrival]:
-        """Return when a published message reaches each target, the last arrival first."""
+        """Returns when a published message reaches each target, the last arrival first."""
         links, draw = self.links, self.rng.random
         start = self._leaves(source, now, size * min(FANOUT, len(targets))) + links.latency_seconds
         jitter = links.jitter_seconds
@@ -105,7 +105,7 @@ class LinkModel:
         return found
 
     def _adverse(self, source: int, target: int, at: float) -> list[float]:
-        """Return the arrival times of a message's copies: none, one or two."""
+        """Returns the arrival times of a message's copies: none, one or two."""
         links, draw = self.links, self.rng.random
         if not self.is_open(source, target) or draw() < links.loss:
             return []
@@ -121,7 +121,7 @@ class LinkModel:
         return at
 
     def stream(self, source: int, target: int, now: float, size: int) -> float | None:
-        """Return when a message on a stream arrives; None if the link is cut."""
+        """Returns when a message on a stream arrives; None if the link is cut."""
         if not self.is_open(source, target):
             return None
         links, draw = self.links, self.rng.random
@@ -134,7 +134,7 @@ class LinkModel:
 
 
 def bits(nodes: Sequence[int]) -> int:
-    """Return nodes as a bit mask."""
+    """Returns nodes as a bit mask."""
     found = 0
     for node in nodes:
         found |= 1 << node

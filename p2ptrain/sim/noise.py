@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from p2ptrain.core.node import Node
     from p2ptrain.sim.cluster import Cluster
 
-MEMORY_MAX = 400  # old messages that a replaying liar has at hand
-WORDS_MAX = 40  # messages of one member that are kept, to be repeated when the member is gone
-FLOOD_A_SECOND = 60  # messages: enough to fill every buffer that has no bound, and the simulation stays fast
+MEMORY_MAX = 400  # old messages that a replaying liar keeps
+WORDS_MAX = 40  # messages kept of one member, to be repeated when it is gone
+FLOOD_A_SECOND = 60  # messages: enough to overflow any unbounded buffer, few enough for a fast simulation
 
 
 class Replays(Liar):
@@ -79,7 +79,7 @@ class Unsolicited(Liar):
 
 
 class KeepsTheDead(Unsolicited):
-    """Remembers each member's last message, and repeats it again and again once that member is gone."""
+    """Remembers each member's last messages, and repeats them again and again once that member is gone."""
 
     a_second = 12
 
@@ -126,7 +126,7 @@ class Asks(Unsolicited):
 
 
 class Floods(Unsolicited):
-    """Floods the others with absurd messages; `quietly`: with none that would be evidence against the sender."""
+    """Floods the others with absurd messages; `quietly`: only with those that are no evidence against the sender."""
 
     def __init__(self, rng: Random, signer: FakeSigner, quietly: bool = False) -> None:
         super().__init__(rng, signer)

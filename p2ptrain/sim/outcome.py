@@ -1,7 +1,7 @@
 """The outcome of a simulation: runs a scenario and compares the result with its expectations.
 
-The checkers watch the invariants (one history, equal roots, no honest node banned); here it is the goal, and the
-scenario's own `expect`.
+The checkers watch the invariants (one history, equal roots, no honest node banned); this module checks the goal and
+the scenario's own `expect`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import Expect, Links, Scenario, Workload
 
-CHECK_ROUNDS_FROM = 64  # nodes: from here on checkers look once a node and round, below after every event
+CHECK_ROUNDS_FROM = 64  # nodes: from this size on, checkers look once per node and round; below, after every event
 
 Prepare = Callable[[Cluster], None]
 
@@ -32,7 +32,7 @@ class Outcome(Struct):
     """The result of one run."""
 
     cluster: Cluster
-    clean_rate: float | None  # rounds a minute of the clean twin, if that was asked for
+    clean_rate: float | None  # rounds a minute of the clean twin, if it was run
     failures: list[str]
     error: Exception | None = None  # the exception that ended the run
 
@@ -44,7 +44,7 @@ class Outcome(Struct):
 def simulate(
     scenario: Scenario, seed: int, checkers: Sequence[Checker] = (), prepare: Prepare | None = None
 ) -> Outcome:
-    """Run a scenario; failures are reported as sentences. `prepare` is called with the cluster before the start."""
+    """Runs a scenario; failures are reported as sentences. `prepare` is called with the cluster before the start."""
     cluster = Cluster(seed, scenario, checkers, is_sparing=scenario.nodes >= CHECK_ROUNDS_FROM)
     if prepare is not None:
         prepare(cluster)
@@ -53,7 +53,7 @@ def simulate(
         cluster.run()
     except Violation as violation:
         return Outcome(cluster, None, [f"at {cluster.calendar.now:.3f} s: {violation}"], violation)
-    except FAILURES as error:  # the core has caught itself in a contradiction, or stumbled
+    except FAILURES as error:  # an assertion of the core failed, or it crashed
         text = f"at {cluster.calendar.now:.3f} s, {type(error).__name__}: {error} ({_where(error)})"
         return Outcome(cluster, None, [text], error)
     clean = rate(simulate(clean_twin(scenario), seed).cluster) if scenario.expect.rate_share_min is not None else None
@@ -66,14 +66,14 @@ def _where(error: Exception) -> str:
 
 
 def clean_twin(scenario: Scenario) -> Scenario:
-    """Return the same scenario with nothing slow, lost or broken."""
+    """Returns the same scenario without anything slow, lost or broken."""
     training = scenario.training
     even = Workload(training.seconds, training.spread, training.payload_bytes, training.state_bytes)
     return replace(scenario, training=even, links=Links(), fault=[], expect=Expect())
 
 
 def rate(cluster: Cluster) -> float:
-    """Return the median honest node's rounds a virtual minute; branches that lost do not count."""
+    """Returns the rounds that the median honest node applies in a virtual minute, without branches that lost."""
     rates = [
         60.0 * applied[-1][1] / applied[-1][0]
         for node in cluster.nodes
@@ -83,13 +83,13 @@ def rate(cluster: Cluster) -> float:
 
 
 def final_members(cluster: Cluster) -> list[int]:
-    """Return the final roster, as seen by the most advanced honest node."""
+    """Returns the final roster, as seen by the most advanced honest node."""
     last = _furthest(cluster)
     return sorted(cluster.key_index[key] for key in last.disk.state.members) if last else []
 
 
 def history(cluster: Cluster) -> list[Manifest]:
-    """Return the decided manifests as seen by the most advanced honest node, without branches that lost."""
+    """Returns the decided manifests as seen by the most advanced honest node, without branches that lost."""
     last, metrics = _furthest(cluster), cluster.metrics
     if last is None:
         return []
@@ -176,7 +176,7 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
 
 
 def _counts(cluster: Cluster, expect: Expect) -> Iterator[tuple[str, float, float | None, float | None]]:
-    """Yield each count's name, value and limits."""
+    """Yields each counter's name, value and limits."""
     metrics, decided = cluster.metrics, history(cluster)
     rounds, taken = max(1, len(decided)), sum(len(manifest.taken) for manifest in decided)
     views = max(metrics.views.values(), default=0)

@@ -1,4 +1,4 @@
-"""Payloads between simulated nodes: making one, fetching it from source after source, and serving it.
+"""Payloads between simulated nodes: makes them, fetches them from source after source, and serves them.
 
 Only small payloads have content; large ones are a name and a length.
 """
@@ -20,7 +20,7 @@ from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
 if TYPE_CHECKING:
     from p2ptrain.sim.cluster import Cluster
 
-CHECK_SECONDS = 0.001  # for a payload's digest and strict decoder
+CHECK_SECONDS = 0.001  # to check a payload's digest and decode it
 
 
 class Payload(Struct, frozen=True):
@@ -28,7 +28,7 @@ class Payload(Struct, frozen=True):
 
     payload_bytes: int
     good: bool
-    attachment: bytes  # empty: too large to ride along
+    attachment: bytes  # empty: too large to be attached
 
 
 class PayloadExchange:
@@ -45,7 +45,7 @@ class PayloadExchange:
         return payload is not None and payload.good
 
     def make(self, node: SimNode, number: int, base_round: int, good: bool = True) -> tuple[bytes, Payload]:
-        """Make a payload and return it with its name."""
+        """Makes a payload, and returns it with its name."""
         size = self.cluster.setup.scenario.training.payload_bytes
         seed = b"".join(place.to_bytes(8, "little") for place in (number, base_round, next(self._made)))
         start = digest("simulated payload", node.key, seed)
@@ -74,7 +74,7 @@ class PayloadExchange:
                 self._failed(node, effect, sources, source, "cannot be reached", DIAL_SECONDS)
 
     def _serve(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes], source: SimNode) -> None:
-        """Answer a request that has arrived at the source."""
+        """Answers a request that has arrived at the source."""
         cluster, payload = self.cluster, self.payloads.get(effect.payload)
         withholds = source.liar is not None and not source.liar.serves(cluster, source.index, effect.payload, node.key)
         why = ""

@@ -1,4 +1,4 @@
-"""The event log of a simulated node, and how `p2ptrain replay` signs as it did."""
+"""The event log of a simulated node, and the signer with which `p2ptrain replay` repeats it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIMULATED = "simulated"
 
 
 def watch(cluster: Cluster, index: int, log: EventLog) -> None:
-    """Write the events of one simulated node to a log."""
+    """Writes the events of one simulated node to a log."""
     life = 0
 
     def note(node: SimNode, event: Event, effects: Sequence[object] | None, local: float) -> None:
@@ -32,5 +32,5 @@ def watch(cluster: Cluster, index: int, log: EventLog) -> None:
 
 
 def signer_of(header: Header) -> FakeSigner:
-    """Return the signer that the simulated node had."""
+    """Returns the signer of the simulated node."""
     return FakeSigner(header.run_id, header.me)

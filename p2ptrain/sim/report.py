@@ -9,11 +9,11 @@ from pathlib import Path
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim.outcome import Outcome, final_members, history, rate
 
-NAMED_MAX = 12  # nodes that a line names one by one
+NAMED_MAX = 12  # nodes listed in a line
 
 
 def summary(outcome: Outcome, seed: int) -> str:
-    """Describe the outcome, line by line."""
+    """Describes the outcome, line by line."""
     cluster, metrics, calendar = outcome.cluster, outcome.cluster.metrics, outcome.cluster.calendar
     swarm = f"{len(cluster.nodes)}, seed {seed}, {calendar.now:.1f} virtual seconds"
     scenario, decided = cluster.setup.scenario, history(cluster)
@@ -45,7 +45,7 @@ def summary(outcome: Outcome, seed: int) -> str:
         ("members", f"{len(final_members(cluster))} in the end"),
     ]
     if cluster.watch.is_beyond:
-        lines.append(("beyond", "more than f of a roster were faulty: but for one history, nothing is promised"))
+        lines.append(("beyond", "more than f of a roster were faulty: nothing is promised but one history"))
     lines += [("FAILED", failure) for failure in outcome.failures]
     return "\n".join(f"{name:12}{text}" for name, text in lines)
 
@@ -65,7 +65,7 @@ def _named(nodes: Iterable[int]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError if no picture can be written to this path; called before a simulation of maybe minutes."""
+    """Raises ConfigError if no picture can be written to this path; called first: simulations may take minutes."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (an extra, and slow to import)
     except ImportError as error:
@@ -75,7 +75,7 @@ def check_plot(path: Path) -> None:
 
     why = ""
     if path.suffix.lstrip(".").lower() not in {"", *FigureCanvasBase.get_supported_filetypes()}:
-        why = f"no picture is called {path.suffix}"
+        why = f"{path.suffix} is not a picture format"
     elif path.is_dir() or not path.parent.is_dir():
         why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -85,7 +85,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """Draw each node's rounds over time, with the faults in the background."""
+    """Draws each node's rounds over time, with the faults in the background."""
     check_plot(path)
     from matplotlib import pyplot  # noqa: PLC0415
 

@@ -1,11 +1,11 @@
 """Rewriting: a Byzantine node is an honest one whose effects are rewritten before they are carried out.
 
 The honest core inside is what makes a liar dangerous: it keeps up with the run, holds payloads, knows whose turn it
-is. Its messages are then doubled, bent, kept back or addressed to some only. A liar has its own signing key and no
+is. Its messages are then doubled, altered, held back or sent to some only. A liar has its own signing key and no
 other, may know everything (the simulation included), and may agree with other liars on what to do.
 
 This is the base of all liars. Lies about a round are in round_lies.py, those about branches and histories in
-branch_lies.py, floods and forgeries in noise.py, those of several together in collusion.py; liars.py names them all.
+branch_lies.py, floods and forgeries in noise.py, collusion in collusion.py; liars.py names them all.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from p2ptrain.core.node import Node
     from p2ptrain.sim.cluster import Cluster
 
-TWINS_MAX = 256  # second versions that are remembered, so that what is said again is said alike
+TWINS_MAX = 256  # second versions remembered, so that a message sent again is the same
 
 
 class ToSome(Struct, frozen=True):
-    """An effect that only liars have: publish to these nodes and to nobody else."""
+    """An effect that only liars have: publishes a message to these nodes and to nobody else."""
 
     envelope: bytes
     recipients: tuple[bytes, ...]
@@ -52,15 +52,15 @@ Said: TypeAlias = Effect | ToSome
 class Liar:
     """Base of all liars: passes the honest core's effects on unchanged."""
 
-    is_two_faced = False  # whether its second versions are for one half of the swarm, or for everyone
+    is_two_faced = False  # whether its second versions go to one half of the swarm only
 
     def __init__(self, rng: Random, signer: FakeSigner) -> None:
         self.rng, self.signer, self.me = rng, signer, signer.key
         self.salt = rng.randbytes(16)
-        self.twins: dict[bytes, Received] = {}  # by the digest of what it stands beside
+        self.twins: dict[bytes, Received] = {}  # by the digest of the first version
 
     def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
-        """Replace the effects of the honest core."""
+        """Replaces the effects of the honest core."""
         core = cluster.nodes[index].core
         assert core is not None, "a node that is down has no effects"
         said: list[Said] = []
@@ -78,11 +78,11 @@ class Liar:
         return [*said, *self.add(cluster, core)]
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
-        """Replace the publication of a message."""
+        """Replaces the publication of a message."""
         return [Publish(received.envelope)]
 
     def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
-        """Replace messages to one peer, who gets the version meant for its half of the swarm."""
+        """Replaces messages to one peer, which gets the version meant for its half of the swarm."""
         if not self.twins:
             return [effect]
         return [Send(effect.peer, tuple(self._version(cluster, effect.peer, each) for each in effect.envelopes))]
@@ -96,11 +96,11 @@ class Liar:
         return envelope if is_first else twin.envelope
 
     def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
-        """Replace the answer to a peer that asks for history."""
+        """Replaces the answer to a peer that asked for history."""
         return [effect]
 
     def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        """Return further effects that the honest core did not ask for."""
+        """Returns additional effects, which the honest core did not ask for."""
         return []
 
     def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
@@ -111,12 +111,12 @@ class Liar:
     # Tools
 
     def signed(self, message: Authored, attachment: bytes = b"") -> Received:
-        """Sign a message; in another's name the signature is invalid."""
+        """Signs a message; the signature is invalid if the message is in another's name."""
         signature = self.signer.sign(signed_bytes(self.signer.run_id, message))
         return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
 
     def twin(self, received: Received, make: Callable[[], Received | None]) -> Received | None:
-        """Return the second version of a message, made once."""
+        """Returns the second version of a message; it is made only once."""
         known = self.twins.get(received.digest)
         if known is None and (known := make()) is not None:
             self.twins[received.digest] = known
@@ -125,14 +125,14 @@ class Liar:
         return known
 
     def sides(self, cluster: Cluster, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Return two halves of the swarm, drawn anew for every round."""
+        """Returns two halves of the swarm, drawn afresh for each round."""
         keys = [node.key for node in cluster.nodes if node.key != self.me]
         prefix = self.salt + number.to_bytes(8, "little")
         left = {key for key in keys if blake3(prefix + key).digest()[0] & 1}
         return tuple(key for key in keys if key in left), tuple(key for key in keys if key not in left)
 
     def two_faced(self, cluster: Cluster, number: int, first: Received, second: Received | None) -> list[Said]:
-        """Publish one version to one half of the swarm, and the other to the rest."""
+        """Publishes one version to one half of the swarm, and the other to the rest."""
         if second is None:
             return [Publish(first.envelope)]
         left, right = self.sides(cluster, number)
@@ -144,7 +144,7 @@ class Liar:
 
 
 def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], object]) -> tuple[Received, ...]:
-    """Return the first q availabilities by rank, one of each member, or all if there are fewer."""
+    """Returns the first q availabilities by rank, one from each member, or all if there are fewer."""
     ordered = sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest))
     one_each: dict[bytes, Received] = {}
     for received in ordered:
@@ -153,7 +153,7 @@ def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], 
 
 
 def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
-    """Return the manifest that these availabilities lead to; None if we lack something that they name."""
+    """Returns the manifest that these availabilities lead to; None if we lack something that they name."""
     context = core.context
     availabilities = [availability_of(received) for received in named]
     if len(availabilities) != core.here.roster.quorum:
@@ -179,10 +179,10 @@ def is_here(core: Node, message: Availability | Proposal | Vote) -> bool:
 
 
 class Proposer(Liar):
-    """Base of the liars that bend proposals: `rank` orders the availabilities to name."""
+    """Base of the liars that alter proposals: `rank` orders the availabilities to name."""
 
     def propose(self, core: Node, proposal: Proposal, pool: Iterable[Received]) -> Received | None:
-        """Return our proposal with other availabilities; None if there are none."""
+        """Returns our proposal with other availabilities; None if there are none."""
         named = choose(core, pool, self.rank)
         manifest = manifest_from(core, named)
         if manifest is None:

@@ -52,9 +52,9 @@ class ProposesTheUnavailable(Proposer):
 
 
 class Censors(Proposer):
-    """Keeps the contributions of the first other member out where it can."""
+    """Keeps the contributions of the first other member out of manifests where it can."""
 
-    hidden: frozenset[bytes] = frozenset()  # its announcements
+    hidden: frozenset[bytes] = frozenset()  # the victim's announcements
 
     def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
         message = received.message

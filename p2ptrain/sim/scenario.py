@@ -1,9 +1,9 @@
 """Scenarios: simulations as data, with a file format.
 
-A scenario is a sentence that says what it shows, a swarm, a network, faults, and expectations.
+A scenario has a sentence that says what it shows, a swarm, a network, faults and expectations.
 It is written as TOML and read strictly, so that a typo is an error and not a fault that never happened. Times are
-virtual seconds since the start. Nodes are numbered from 0; those that join later are numbered on from there. Where a
-key takes nodes, it takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
+virtual seconds since the start. Nodes are numbered from 0; those that join later get the next numbers. A key
+for nodes takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Workload(Struct, frozen=True, forbid_unknown_fields=True):
     """How long a contribution takes, and how large it is."""
 
     seconds: Seconds = 1.0
-    spread: Share = 0.1  # of `seconds`, each way; a machine's pace, and each round's, are drawn within
+    spread: Share = 0.1  # share of `seconds` by which a machine's pace, and each round's, may differ either way
     payload_bytes: Annotated[int, Meta(ge=1, lt=2**32)] = 40
-    state_bytes: Count = 1_000_000  # fetched by a node that catches up
+    state_bytes: Count = 1_000_000  # what a node that catches up has to fetch
     apply_seconds: Seconds = 0.01
     slow: list[Slow] = []
 
@@ -63,11 +63,11 @@ class Links(Struct, frozen=True, forbid_unknown_fields=True):
     """Every link between two nodes."""
 
     latency_seconds: Seconds = 0.02  # one way, at least
-    jitter_seconds: Seconds = 0.01  # mean of what comes on top, exponentially distributed
+    jitter_seconds: Seconds = 0.01  # mean of the additional delay, exponentially distributed
     bytes_per_second: Annotated[float, Meta(ge=0)] = 0.0  # of a node's uplink; 0: no limit
-    loss: Share = 0.0  # of gossip's messages; a stream sends again, which takes time
+    loss: Share = 0.0  # share of gossip's messages; a stream resends, which takes time
     duplicate: Share = 0.0
-    reorder: Share = 0.0  # of messages that are held up
+    reorder: Share = 0.0  # share of messages that are delayed
     reorder_seconds: Seconds = 1.0  # mean
 
 
@@ -75,7 +75,7 @@ class Durability(Struct, frozen=True, forbid_unknown_fields=True):
     """How long writes take, and how much of them survives a crash."""
 
     fsync_seconds: Seconds = 0.002  # mean
-    kept: Share = 0.5  # chance that what was being written at a crash is there afterwards
+    kept: Share = 0.5  # chance that a write in progress survives a crash
     checkpoint_rounds: Annotated[int, Meta(ge=1)] = 4  # how often the trainer's state is saved
 
 
@@ -90,7 +90,7 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
 
 
 class Crash(Fault, frozen=True, tag="crash"):
-    """SIGKILL at `at`; the process is back at `until`, if that is given. `forgetful`: without its disk."""
+    """SIGKILL at `at`; the process restarts at `until`, if given. `forgetful`: with an empty disk."""
 
     nodes: Nodes
     until: Seconds | None = None
@@ -98,13 +98,13 @@ class Crash(Fault, frozen=True, tag="crash"):
 
 
 class Storm(Fault, frozen=True, tag="storm"):
-    """SIGKILLs again and again, also between one effect and the next."""
+    """Repeated SIGKILLs, also between one effect and the next."""
 
     nodes: Nodes
     until: Seconds
-    every_seconds: Annotated[float, Meta(gt=0)]  # mean, of each node
+    every_seconds: Annotated[float, Meta(gt=0)]  # mean per node
     down_seconds: Seconds = 2.0  # mean
-    at_once: Count = 1  # nodes that are down at the same time, at most
+    at_once: Count = 1  # most nodes down at the same time
 
 
 class Partition(Fault, frozen=True, tag="partition"):
@@ -112,12 +112,12 @@ class Partition(Fault, frozen=True, tag="partition"):
 
     groups: list[Nodes]
     until: Seconds
-    one_way: bool = False  # the first group is heard by the others, and hears nothing
-    flap_seconds: Seconds = 0.0  # cut and healed in turn, each for so long; 0: cut all the time
+    one_way: bool = False  # the others hear the first group, which hears nothing
+    flap_seconds: Seconds = 0.0  # cut and healed in turn, each this long; 0: cut all the time
 
 
 class Clog(Fault, frozen=True, tag="clog"):
-    """Nothing that these nodes send arrives before `until`, and then everything at once."""
+    """Nothing that these nodes send arrives before `until`; then everything does at once."""
 
     nodes: Nodes
     until: Seconds
@@ -133,7 +133,7 @@ class Lossy(Fault, frozen=True, tag="lossy"):
 
 
 class Lose(Fault, frozen=True, tag="lose"):
-    """Gossip loses, everywhere, the messages of these kinds by these nodes; streams get through."""
+    """Gossip loses these nodes' messages of these kinds everywhere; streams get through."""
 
     nodes: Nodes
     until: Seconds
@@ -141,14 +141,14 @@ class Lose(Fault, frozen=True, tag="lose"):
 
 
 class Sleep(Fault, frozen=True, tag="sleep"):
-    """SIGSTOP, or a closed lid: events wait until `until`, and then all come in."""
+    """SIGSTOP, or a closed lid: events wait until `until`, and then all arrive."""
 
     nodes: Nodes
     until: Seconds
 
 
 class Clock(Fault, frozen=True, tag="clock"):
-    """The node's clock jumps, and runs at another rate from then on."""
+    """The node's clock jumps, and runs at a different rate from then on."""
 
     nodes: Nodes
     jump_seconds: float = 0.0
@@ -156,7 +156,7 @@ class Clock(Fault, frozen=True, tag="clock"):
 
 
 class Stall(Fault, frozen=True, tag="stall"):
-    """A training that runs at `at`, or begins before `until`, ends after `until` at the earliest."""
+    """Training that is running at `at`, or begins before `until`, does not end before `until`."""
 
     nodes: Nodes
     until: Seconds
@@ -169,7 +169,7 @@ class Flip(Fault, frozen=True, tag="flip"):
 
 
 class SlowDisk(Fault, frozen=True, tag="slow disk"):
-    """Writes take long for a while."""
+    """Writes are slow for a while."""
 
     nodes: Nodes
     until: Seconds
@@ -177,7 +177,7 @@ class SlowDisk(Fault, frozen=True, tag="slow disk"):
 
 
 class Newcomers(Fault, frozen=True, tag="join"):
-    """Newcomers join with a ticket each: none, a new invitation, the one that the last newcomer spent, an expired one,
+    """Newcomers join, each with a ticket: none, a new invitation, the one that the last newcomer used, an expired one,
     or one that they signed themselves."""
 
     count: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
@@ -209,7 +209,7 @@ AnyFault: TypeAlias = (
 
 
 class Pause(Struct, frozen=True, forbid_unknown_fields=True):
-    """These nodes apply nothing in this time."""
+    """These nodes apply nothing in this period."""
 
     nodes: Nodes
     since: Seconds
@@ -217,7 +217,7 @@ class Pause(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpectedRounds(Struct, frozen=True, forbid_unknown_fields=True):
-    """Each of these nodes applies at least so many rounds in this time."""
+    """Each of these nodes applies at least this many rounds in this period."""
 
     nodes: Nodes
     since: Seconds
@@ -226,66 +226,66 @@ class ExpectedRounds(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Expect(Struct, frozen=True, forbid_unknown_fields=True):
-    """Expectations of the end, besides the checkers' invariants. Absent: anything goes."""
+    """Expectations of the outcome, besides the checkers' invariants. Absent: anything goes."""
 
-    rate_share_min: Share | None = None  # of rounds a minute, over the same swarm with nothing slow and no fault
-    taken_share_min: Share | None = None  # contributions taken, over those that could have been, one a member and round
-    taken_from: dict[str, Count] = {}  # by node: contributions taken from it, at least
+    rate_share_min: Share | None = None  # rounds a minute, relative to the same swarm with nothing slow and no fault
+    taken_share_min: Share | None = None  # contributions taken, out of one per member and round
+    taken_from: dict[str, Count] = {}  # by node: minimum of contributions taken from it
     paused: list[Pause] = []
     progress: list[ExpectedRounds] = []
-    resumed_seconds_max: Seconds | None = None  # after the faults ended, until everyone has applied another round
+    resumed_seconds_max: Seconds | None = None  # from the end of the faults until everyone has applied another round
     regroups_min: Count | None = None
     regroups_max: Count | None = None
     banned: Nodes | None = None  # exactly these
     members: Nodes | None = None  # exactly these, in the end
-    left: Nodes | None = None  # these are gone, and in nobody's roster
-    kept: Nodes | None = None  # all that these have applied is in the history in the end: their branch has won
+    left: Nodes | None = None  # these have left, and are in nobody's roster
+    kept: Nodes | None = None  # the final history has all that these have applied: their branch has won
     views_max: Count | None = None  # of any round
     views_min: Count | None = None  # of the longest round
     empty_rounds_max: Count | None = None  # manifests that took nothing
     stalls_max: Count | None = None
     stalls_min: Count | None = None
     catch_ups_min: Count | None = None  # states that were fetched from others
-    mismatches_min: Count | None = None  # nodes that found their own root to differ
+    mismatches_min: Count | None = None  # nodes that found that their own root differs
     mismatches_max: Count | None = None
-    returned_max: Count | None = None  # contributions that came too late for good
-    events_max: Annotated[float, Meta(gt=0)] | None = None  # ticks a node and round
+    returned_max: Count | None = None  # contributions that no round could take any more
+    events_max: Annotated[float, Meta(gt=0)] | None = None  # ticks per node and round
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """One simulation without its seed."""
+    """A simulation without its seed."""
 
     sentence: Annotated[str, Meta(min_length=1, max_length=400)]  # says what the scenario shows
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)]
-    rounds: Annotated[int, Meta(ge=1)]  # it ends when everybody who runs has applied so many
-    seconds: Annotated[float, Meta(gt=0, le=1e9)] = 3_600.0  # by then it must have ended
-    rounds_after: Count = 5  # everybody must apply so many after the faults have ended
+    rounds: Annotated[int, Meta(ge=1)]  # it ends when every running node has applied this many
+    seconds: Annotated[float, Meta(gt=0, le=1e9)] = 3_600.0  # the time limit
+    rounds_after: Count = 5  # everyone must apply this many after the faults have ended
     faults_end: Seconds | None = None  # default: the end of the last fault
     training: Workload = Workload()
     links: Links = Links()
     disk: Durability = Durability()
-    agreement: dict[str, Any] = {}  # of the run's config
+    agreement: dict[str, Any] = {}  # keys of the run's config
     admission: dict[str, Any] = {}
-    admission_keys: Nodes = []  # whose keys stand in `admission.keys`: of who may invite, or of who is on the allowlist
+    admission_keys: Nodes = []  # nodes whose keys are in `admission.keys`: those that may invite, or the allowlist
     fault: list[AnyFault] = []
     expect: Expect = Expect()
 
     def run(self, seed: int) -> RunConfig:
-        """The run's config. Nodes have other keys with each seed."""
+        """The run's config. Nodes have different keys with each seed."""
         keys = [node_key(seed, index).hex() for index in self.pick(self.admission_keys)]
         admission = {**self.admission, "keys": keys} if keys else self.admission
         return RunConfig.model_validate({"name": "simulated", "agreement": self.agreement, "admission": admission})
 
     @cached_property
     def end_of_faults(self) -> float:
-        """When the last fault is over: the network is as in `links`, and all nodes that come back are there."""
+        """When the last fault is over: the network is as in `links`, and every node that comes back is running."""
         if self.faults_end is not None:
             return self.faults_end
         return max((getattr(fault, "until", None) or fault.at for fault in self.fault), default=0.0)
 
     @property
     def size(self) -> int:
-        """The number of nodes, with all newcomers."""
+        """The number of nodes, newcomers included."""
         return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Newcomers))
 
     def _no_node(self, node: int) -> ConfigError:
@@ -297,14 +297,14 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             return sorted(set(nodes))
         found: set[int] = set()
         for word in nodes.split():
-            numbers = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", word)  # longer ones name nobody, and take long
+            numbers = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", word)  # longer numbers name no node
             if word == "all":
                 found.update(range(self.nodes))
             elif word == "f":
                 found.update(range(self.nodes - tolerated_by(self.nodes), self.nodes))
             elif numbers and int(numbers[1]) <= int(numbers[2] or numbers[1]):
                 first, last = int(numbers[1]), int(numbers[2] or numbers[1])
-                if last >= self.size:  # before a range of a thousand million is counted out
+                if last >= self.size:  # checked before a range of a billion is expanded
                     raise self._no_node(last)
                 found.update(range(first, last + 1))
             else:
@@ -318,7 +318,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 def load_scenario(path: Path, nodes: int | None = None) -> Scenario:
-    """The scenario in a file, perhaps with another number of nodes."""
+    """Reads a scenario from a file, perhaps with a different number of nodes."""
     source = str(path)
     try:
         text = path.read_bytes()
@@ -335,7 +335,7 @@ def load_scenario(path: Path, nodes: int | None = None) -> Scenario:
 
 
 def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
-    """A scenario from the table in a file."""
+    """Makes a scenario from the table in a file."""
     try:
         scenario = msgspec.convert(table, Scenario)
     except msgspec.ValidationError as error:
@@ -352,7 +352,7 @@ def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
 
 
 def _check_nodes(scenario: Scenario) -> None:
-    """Raise ConfigError if a key names a node that never exists, or a fault ends before it begins."""
+    """Raises ConfigError if a key names a node that never exists, or a fault ends before it begins."""
     expect = scenario.expect
     places: list[tuple[str, Nodes]] = [
         (f"training.slow[{at}]", slow.nodes) for at, slow in enumerate(scenario.training.slow)
@@ -374,7 +374,7 @@ def _check_nodes(scenario: Scenario) -> None:
     places += [("expect.progress", progress.nodes) for progress in expect.progress]
     for name in expect.taken_from:
         if not re.fullmatch("[0-9]+", name):
-            raise ConfigError("is not one node's number", key=f"expect.taken_from.{name}", fix="Write such as 3 = 10")
+            raise ConfigError("is not a node's number", key=f"expect.taken_from.{name}", fix="Write such as 3 = 10")
         places.append((f"expect.taken_from.{name}", name))
     for key, nodes in places:
         try:
@@ -386,7 +386,7 @@ def _check_nodes(scenario: Scenario) -> None:
 
 
 def _mistake(text: str, source: str) -> ConfigError:
-    """Turn msgspec's message into ours: "Object contains unknown field `x` - at `$.links`"."""
+    """Turns msgspec's message into ours: "Object contains unknown field `x` - at `$.links`"."""
     what, _, place = text.partition(" - at `$")
     key = place.rstrip("`").lstrip(".").replace("[...]", "")
     known = _keys_at(key)
@@ -406,7 +406,7 @@ FAULT_KINDS: dict[str, type[Fault]] = {str(kind.__struct_config__.tag): kind for
 
 
 def _keys_at(key: str) -> list[str]:
-    """The keys that a place in the file takes."""
+    """Returns the keys that are valid at a place in the file."""
     kinds: list[Any] = [Scenario]
     for part in re.sub(r"\[\d+\]", "", key).split(".") if key else []:
         found = [get_type_hints(kind)[part] for kind in kinds if part in get_type_hints(kind)]
@@ -424,14 +424,14 @@ def _structs_in(hint: Any) -> list[type[Struct]]:
 
 
 def to_toml(scenario: Scenario) -> str:
-    """The text that reads back as this scenario, without defaults."""
+    """Returns the scenario as TOML that reads back as the same scenario; defaults are left out."""
     lines: list[str] = []
     _write_table(_plain(scenario), "", lines)
     return "\n".join(lines).strip() + "\n"
 
 
 def _plain(struct: Struct) -> dict[str, Any]:
-    """The values that differ from the defaults, as tables."""
+    """Returns the values that differ from the defaults, as tables."""
     found: dict[str, Any] = {}
     tag = struct.__struct_config__.tag
     if tag is not None:

@@ -1,7 +1,7 @@
-"""The setup: all that a scenario and a seed determine before anything happens.
+"""The setup: everything that a scenario and a seed determine before the simulation starts.
 
-Everything is drawn from generators that are seeded by the scenario's seed and a name, so that the same seed gives the
-same run on every machine.
+Everything is drawn from generators seeded by the scenario's seed and a name, so that the same seed gives the same run
+on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from p2ptrain.sim.scenario import Lie, Scenario
 
 
 class Setup:
-    """The run, its genesis, and the machines before they start."""
+    """The run, its genesis, and the machines before their start."""
 
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.seed, self.scenario, self.run_config = seed, scenario, scenario.run(seed)
@@ -33,11 +33,11 @@ class Setup:
         self._liars = {index for lie in lies for index in scenario.pick(lie.nodes)}
 
     def rng_name(self, *names: object) -> str:
-        """Return the seed of the generator for one use."""
+        """Returns the seed of the generator for one use."""
         return " ".join(map(str, (self.seed, *names)))
 
     def stream(self, *names: object) -> Random:
-        """Return the generator for one use: each has its own, so that an extra draw changes no other."""
+        """Returns the generator for one use: each use has its own, so that an extra draw changes no other."""
         return Random(self.rng_name(*names))
 
     def signer(self, index: int) -> FakeSigner:
@@ -48,7 +48,7 @@ class Setup:
         return Disk(SavedState(0, start.root, start.head), start, self.run_config.agreement.history_rounds)
 
     def machine(self, index: int, ticket: bytes = b"") -> SimNode:
-        """Make a machine whose process has not started; `ticket` is the invitation that the node shows."""
+        """Makes a machine whose process has not started; `ticket` is the invitation that the node shows."""
         draw = self.stream("machine", index)
         training = self.scenario.training
         pace = 1.0 + training.spread * draw.uniform(-1.0, 1.0)

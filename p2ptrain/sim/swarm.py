@@ -2,11 +2,11 @@
 
 After Groce, Zhang, Eide, Chen and Regehr, "Swarm testing" (ISSTA 2012): each run has only some of the faults, chosen
 at random, because faults that always come together hide one another. At most f members lie or are gone for good, which
-is what the protocol promises to bear; where a roster comes about in which more than f are faulty (after a regroup,
-say), only one history is looked for from then on: of what else goes wrong, nothing was promised. Where two quorums of
-that roster need not share a member without fault, not even one history is, and the run ends without a verdict: of
-3f + 1 members, of one and of three that takes one too many, of others two or three. What fails is shrunk: faults are
-dropped, the run is shortened and nodes are taken away, as long as it still fails.
+is what the protocol promises to tolerate. If a roster arises in which more than f are faulty (after a regroup, say),
+only a single history is required from then on, because nothing else was promised. If two quorums of that roster need
+not share a member without fault, not even that is promised, and the run ends without a verdict: with 3f + 1 members,
+or one, or three, this takes one faulty member beyond f, otherwise two or three. A failing scenario is shrunk: faults
+are dropped, the run is shortened and nodes are removed, as long as it still fails.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from p2ptrain.sim.outcome import Outcome, simulate
 
 NODES = (4, 16)
 ROUNDS = (20, 80)
-RECOVERY_SECONDS = 1_800.0  # after the faults: a few views at their longest, a regroup, and a state to fetch
+RECOVERY_SECONDS = 1_800.0  # after the faults: a few of the longest views, a regroup, and fetching a state
 SHRINK_SECONDS = 120.0  # of real time
 LIAR_KINDS = sorted(liars.KINDS)
 
 
 class Failed(Struct, frozen=True):
-    """A seed that fails, and its scenario."""
+    """A failing seed and its scenario."""
 
     seed: int
     failures: list[str]
@@ -56,12 +56,12 @@ class SwarmSummary(Struct):
     seeds: int = 0
     rounds: int = 0
     deliveries: int = 0
-    beyond: int = 0  # runs in which more than f members of a roster were faulty: at most one history is promised
+    beyond: int = 0  # runs in which a roster had more than f faulty members: at most one history is promised
     seconds: float = 0.0
     failed: Failed | None = None
 
     def __str__(self) -> str:
-        beyond = f", {self.beyond} came to where more than f of a roster were faulty" if self.beyond else ""
+        beyond = f", {self.beyond} reached a roster with more than f faulty members" if self.beyond else ""
         return (
             f"{self.rounds:,} rounds of {self.seeds:,} swarms, {self.deliveries:,} messages, "
             f"in {self.seconds:,.0f} s: {'one failed' if self.failed else 'nothing found'}{beyond}"
@@ -74,7 +74,7 @@ def swarm(
     seconds: float | None = None,
     progress: Callable[[SwarmSummary], None] | None = None,
 ) -> SwarmSummary:
-    """Simulate drawn scenarios until a round count or a time limit is reached, or one of them fails."""
+    """Simulates drawn scenarios until a number of rounds or a time limit is reached, or one of them fails."""
     summary, began = SwarmSummary(), time.monotonic()
     while summary.rounds < rounds and (seconds is None or summary.seconds < seconds):
         at = seed + summary.seeds
@@ -108,7 +108,7 @@ def run(scenario: sc.Scenario, seed: int) -> Outcome:
 
 
 def draw(seed: int) -> sc.Scenario:
-    """Draw the scenario of a seed."""
+    """Draws the scenario for a seed."""
     return _Draw(seed).scenario()
 
 
@@ -117,10 +117,11 @@ class _Draw:
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, Random(f"swarm {seed}")
-        self.nodes = min(self.rng.randint(*NODES), self.rng.randint(*NODES))  # small swarms find as much, and are cheap
+        # The smaller of two draws, because small swarms find just as much and are cheap.
+        self.nodes = min(self.rng.randint(*NODES), self.rng.randint(*NODES))
         self.rounds = self.rng.randint(*ROUNDS)
         self.training = self.rng.choice([0.2, 1.0, 1.0, 5.0, 30.0])
-        # Faults begin when a few rounds are done, and end when about half of them could be.
+        # Faults begin after a few rounds, and end when about half of the rounds could be done.
         self.start = 3.0 * self.training + 1.0
         self.end = self.start + max(30.0, self.rounds * self.training * 0.6)
         budget = tolerated_by(self.nodes)
@@ -216,7 +217,7 @@ class _Draw:
                 {"kind": "liar", "at": 0.0, "nodes": self.liars[place::kinds], "how": self._choice(*LIAR_KINDS)}
                 for place in range(kinds)
             ]
-        if self.dead:  # early, so that what is left is enough whatever comes later
+        if self.dead:  # drawn early, so that enough members remain whatever comes later
             found.append({"kind": "crash", "at": round(self.rng.uniform(0.5, self.start), 3), "nodes": self.dead})
         if self.leavers:
             found.append({"kind": "leave", "at": self._span()["at"], "nodes": self.leavers})
@@ -313,7 +314,7 @@ class _Draw:
 
 
 def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Scenario, list[str]]:
-    """Find a smaller scenario that fails with the same seed; returns it with its failures."""
+    """Finds a smaller scenario that fails with the same seed, and returns it with its failures."""
     until = time.monotonic() + SHRINK_SECONDS
     is_smaller = True
     while is_smaller and time.monotonic() < until:
@@ -329,7 +330,7 @@ def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Sc
 
 
 def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
-    """Yield scenarios that are simpler by one step, the largest step first."""
+    """Yields scenarios that are one step simpler, the largest step first."""
     for place in range(len(scenario.fault)):
         yield replace(scenario, fault=scenario.fault[:place] + scenario.fault[place + 1 :])
     for name, plain in (("links", sc.Links()), ("training", sc.Workload()), ("disk", sc.Durability())):
@@ -346,7 +347,7 @@ def _smaller(scenario: sc.Scenario) -> Iterator[sc.Scenario]:
 
 
 def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
-    """Return the scenario without one node; the nodes after it are renumbered."""
+    """Returns the scenario without one node, and with the nodes after it renumbered."""
 
     def rest(nodes: sc.Nodes) -> list[int]:
         return [node - (node > gone) for node in scenario.pick(nodes) if node != gone]

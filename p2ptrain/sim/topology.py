@@ -1,7 +1,7 @@
-"""The topology: who is connected with whom, and when nodes notice that a peer has come or gone.
+"""The topology: who is connected to whom, and when nodes notice that a peer has come or gone.
 
-Messages reach everyone over links of their own; a connection is what the core hears of. It exists while both processes
-run and are awake and the link is open one way at least, and either change is noticed only after a while.
+Messages reach everyone over links of their own; connections are what the core is told about. A connection exists while
+both processes run and are awake and the link is open at least one way; either change is noticed only after a while.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from p2ptrain.sim.machine import SimNode
 if TYPE_CHECKING:
     from p2ptrain.sim.cluster import Cluster
 
-PEERS_MAX = 32  # connections of a node that the core hears of; gossip reaches everyone
-ALL_CONNECTED_MAX = 33  # nodes: up to here everyone is connected with everyone
+PEERS_MAX = 32  # connections per node that the core is told about; gossip reaches everyone
+ALL_CONNECTED_MAX = 33  # nodes: up to this size everyone is connected to everyone
 NOTICE_SECONDS = (1.0, 4.0)  # until a lost or a new connection is noticed
-DIAL_SECONDS = 3.0  # until an unreachable peer is given up
-REQUEST_BYTES = 100  # a request on a stream
+DIAL_SECONDS = 3.0  # until dialling an unreachable peer is given up
+REQUEST_BYTES = 100  # size of a request on a stream
 
 
 class Topology:
@@ -27,8 +27,8 @@ class Topology:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         size = len(cluster.nodes)
-        self.possible: list[set[int]] = [set() for _ in range(size)]  # peers of a node when both are there
-        self.connected: list[set[int]] = [set() for _ in range(size)]  # peers that it knows to be there
+        self.possible: list[set[int]] = [set() for _ in range(size)]  # a node's peers while both are running
+        self.connected: list[set[int]] = [set() for _ in range(size)]  # the peers that it believes to be connected
         for index in range(size):
             others = [other for other in range(size) if other != index]
             if size > ALL_CONNECTED_MAX:
@@ -38,7 +38,7 @@ class Topology:
                 self.possible[other].add(index)
 
     def introduce(self, node: SimNode) -> None:
-        """Find peers for a newcomer."""
+        """Picks peers for a newcomer."""
         cluster = self.cluster
         others = [other for other in range(node.index) if not cluster.nodes[other].is_gone]
         found = cluster.rng.sample(others, min(len(others), PEERS_MAX))
@@ -48,7 +48,7 @@ class Topology:
             self.possible[other].add(node.index)
 
     def refresh(self, *nodes: SimNode) -> None:
-        """Have these nodes and their peers notice, after a while, which of their connections have changed."""
+        """Lets these nodes and their peers notice, after a while, which of their connections have changed."""
         cluster = self.cluster
         for node in nodes:
             for other in sorted(self.possible[node.index]):
@@ -63,7 +63,7 @@ class Topology:
         return one.alive and other.alive and is_awake and is_open
 
     def reach(self, node: SimNode, peer: bytes, size: int) -> tuple[SimNode, float] | None:
-        """Return the peer and the arrival time of a message on a stream; None if the peer cannot be reached."""
+        """Returns the peer and the arrival time of a message on a stream; None if the peer cannot be reached."""
         cluster = self.cluster
         index = cluster.key_index.get(peer)
         if index is None or not cluster.nodes[index].alive:
@@ -72,7 +72,7 @@ class Topology:
         return None if at is None else (cluster.nodes[index], at)
 
     def tell(self, node: SimNode, peer: bytes, event: Event) -> bool:
-        """Schedule an event's arrival at a peer, on a stream; False if the peer cannot be reached."""
+        """Schedules an event's arrival at a peer, on a stream; False if the peer cannot be reached."""
         reached = self.reach(node, peer, REQUEST_BYTES)
         if reached:
             self.cluster.calendar.timer(reached[0], reached[1], self.cluster.give, reached[0], event)
@@ -93,11 +93,11 @@ class Topology:
                 self.cluster.give(here, PeerLost(peer.key))
 
     def drop(self, node: SimNode) -> None:
-        """Close connections of a killed process whose end nobody noticed before it started again."""
+        """Closes the connections of a killed process that restarted before anyone noticed."""
         for other in sorted(self.connected[node.index]):
             self._lose(node, self.cluster.nodes[other])
 
     def disconnect(self, one: SimNode, other: SimNode, seconds: float) -> None:
-        """Close a connection, which is restored after a while."""
+        """Closes a connection, and restores it after a while."""
         self._lose(one, other)
         self.cluster.calendar.after(seconds, 2 * seconds, self._notice, one, other)

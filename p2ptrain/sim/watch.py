@@ -1,7 +1,7 @@
-"""The watch: shows checkers what honest nodes do and say, and observers everything.
+"""The watch: shows the checkers what honest nodes do and say, and shows observers everything.
 
-Of the messages that a node only takes in, which are most, checkers see one in a while; in a large swarm, of the rest,
-only what decides or applies a round.
+Most messages only go into a node and have no effect; of these the checkers see a sample. In a large swarm they see, of
+the rest, only what decides or applies a round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from p2ptrain.sim.rewriting import ToSome
 if TYPE_CHECKING:
     from p2ptrain.sim.cluster import Cluster
 
-SWALLOWED_BETWEEN = 512  # messages that a node only takes in, for each that checkers see: a look costs as much as a few
+SWALLOWED_BETWEEN = 512  # messages without effect for each one that checkers see; a check costs several messages
 
 Observer = Callable[[SimNode, Event, Sequence[Effect | ToSome] | None, float], None]  # None: it did not survive
 
@@ -29,15 +29,15 @@ class Watch:
     def __init__(self, checkers: Sequence[Checker], is_sparing: bool) -> None:
         self.checkers = tuple(checkers)
         self.observers: list[Observer] = []
-        self.is_beyond = False  # more than f members of a roster were faulty: at most one history is promised
-        self.is_sparing = is_sparing  # look only when a round was decided or applied
+        self.is_beyond = False  # a roster had more than f faulty members: at most one history is promised
+        self.is_sparing = is_sparing  # checks only when a round was decided or applied
 
     def observe(self, node: SimNode, event: Event, effects: Sequence[Effect | ToSome] | None, local: float) -> None:
         for observer in self.observers:
             observer(node, event, effects, local)
 
     def after(self, cluster: Cluster, node: SimNode, event: Event, effects: Sequence[Effect | ToSome]) -> None:
-        """Show the checkers what a node has done about an event."""
+        """Shows the checkers what a node has done about an event."""
         is_swallowed = not effects and type(event) is MessageReceived  # nothing was said, decided or applied
         if is_swallowed and node.process.swallow() % SWALLOWED_BETWEEN:
             return
@@ -46,7 +46,7 @@ class Watch:
                 checker.after(cluster, node.index, event, effects)  # type: ignore[arg-type]
 
     def said(self, cluster: Cluster, node: SimNode, envelope: bytes) -> None:
-        """Show the checkers a message that an honest node has sent in its own name."""
+        """Shows the checkers a message that an honest node has sent in its own name."""
         for checker in self.checkers:
             checker.said(cluster, node.index, envelope)
 
@@ -55,14 +55,14 @@ class Watch:
             checker.at_end(cluster)
 
     def roster_came_into_force(self, cluster: Cluster, state: AgreedState, was_lost: bool = True) -> None:
-        """Dismisses checkers whose promise a new roster no longer supports.
+        """Drops the checkers whose promise no longer holds with a new roster.
 
-        With more than f faulty members in it, only one history is still promised: the other checkers are dismissed.
-        Where two quorums need not share a member without fault, not even that is, and the run ends.
+        With more than f faulty members, only a single history is still promised: the other checkers are dropped. If two
+        quorums need not share a member without fault, not even that is promised, and the run ends.
 
-        Liars are faulty, and so is a node that has lost its memory: it is silent for as long as it may have spoken. A
-        roster of liars alone does not come into force, and whoever believes in one is to be brought back; but where a
-        quorum was lost before, there may have been nothing better to follow.
+        Liars are faulty, and so is a node that has lost its memory: it stays silent for the rounds in which it may have
+        spoken. A roster of liars alone does not come into force, and a node that follows one has to be brought back;
+        but if a quorum was lost before, there may have been nothing better to follow.
         """
         if not was_lost and are_liars(cluster, state.members):
             return

@@ -339,7 +339,7 @@ def read_stamp(directory: Path) -> Stamp:
     path = directory / STAMP_NAME
     content = read_regular(path, STAMP_BYTES_MAX)
     if content is None:
-        raise DataError(f"{path}: missing, or not a file of a checkpoint")
+        raise DataError(f"{path}: missing, or not a checkpoint file")
     try:
         if _is_newer(content):
             raise NewerError(directory)
@@ -352,7 +352,7 @@ def read_stamp(directory: Path) -> Stamp:
 
 
 def _is_newer(content: bytes) -> bool:
-    """Whether a later version made this stamp. One of ours with a bit flipped in its version is damaged instead."""
+    """Whether a later version made this stamp. One with a flipped bit in its version is damaged instead."""
     made = msgspec.json.decode(content, type=_AnyStamp).format
     if made == FORMAT or not made.startswith(FORMAT[:-1]):
         return False

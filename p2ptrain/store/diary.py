@@ -41,7 +41,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     places: Count
     outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # earlier rounds, still to be taken
     payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    # Both change the order of sums, and so the bits.
+    # Both change the order of sums, and therefore the bits.
     threads: Count = 0  # of torch; 0: not recorded
     sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not recorded, or no limit
 

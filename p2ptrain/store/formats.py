@@ -1,4 +1,4 @@
-"""The format version of small JSON files and lines: a field `format`, which is omitted while it is 1."""
+"""The format version of small JSON files and lines: a field `format`, omitted if it is 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSION = 1
 
 
 class _AnyVersion(Struct):
-    """The version field, whatever else the format contains."""
+    """The version field, whatever else the content has."""
 
     format: int = VERSION
 

@@ -1,10 +1,10 @@
-"""The write-ahead log: whatever a node must not contradict later is written here before anyone hears it.
+"""The write-ahead log: everything that a node must not contradict later is written here before it is sent.
 
 Records are appended with one write and one sync per batch. When a segment (segment.py) has grown too large, a new one
-is begun with a snapshot of the journal; it is complete before it gets its name. Since each segment begins with a
+begins with a snapshot of the journal; it is complete before it gets its name. Since each segment begins with a
 snapshot, only the newest is read, and older ones are removed.
 
-A power cut can tear only the end of the newest segment, which nobody has been told of: it is cut off.
+A power cut can tear only the end of the newest segment, whose records were not sent to anyone: it is cut off.
 """
 
 from __future__ import annotations

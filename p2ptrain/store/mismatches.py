@@ -1,8 +1,8 @@
-"""Counts how often this machine computed another state than everybody else, across restarts.
+"""Counts across restarts how often this machine computed a different state from everybody else.
 
 A wrong state is corrected by adopting the right one. But a machine that keeps computing wrong states is broken: after
 three within a hundred rounds the node ends, and refuses to start until its owner has intervened. Otherwise systemd or
-a container's restart policy would keep it going for ever.
+a container's restart policy would keep it going forever.
 
 The rounds are in a small file, because the owner can simply remove that, unlike a row of a database. If the file is
 damaged or lost, counting starts again.

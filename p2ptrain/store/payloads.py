@@ -1,8 +1,8 @@
 """Stores payloads by digest: in memory while a round is being agreed on, and in files once they must last.
 
 A payload that no round takes never touches the disk. If memory gets short, the least recently used ones are written to
-files without syncing, since the core relies on every payload that it was told of. Digests are checked on reading; a
-damaged file counts as missing.
+files without syncing, because the core relies on every payload that was reported to it. Digests are checked on reading;
+a damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PayloadStore:
         return missing
 
     def fleeting(self, names: Iterable[bytes]) -> list[bytes]:
-        """Returns those of these payloads that are here but would not survive a power cut."""
+        """Returns which of these payloads are here but would not survive a power cut."""
         with self._lock:
             return [
                 name for name in names if name in self._spilled or (name in self._memory and name not in self._lasting)

@@ -7,14 +7,15 @@
     mine        this node's own totals in the run, in one row
     format      the version of this format, in one row
 
-Nothing that is agreed on depends on it. So commits are not synced (WAL mode and synchronous = NORMAL: a power cut loses
-the last rows but leaves the file intact); a damaged file is logged, moved aside as records.sqlite.damaged and replaced;
-and if the disk cannot be written, only history is lost. Rows that peers can cause are bounded in number and in bytes.
+Nothing that the nodes agree on depends on it. So commits are not synced (WAL mode and synchronous = NORMAL: a power cut
+loses the last rows but leaves the file intact); a damaged file is logged, moved aside as records.sqlite.damaged and
+replaced; and if the disk cannot be written, only history is lost. Rows that peers can cause are bounded in number and
+in bytes.
 
 Each row is a map from names to values, encoded as msgpack with its own digest: a row with a flipped bit is skipped, not
 shown as a figure. The names are defined in observe/schema.py. The version is also in sqlite's header: only if both
-places agree has a newer p2ptrain written the file, and this one must not touch it. If just one differs, a bit has
-flipped, which is no reason not to start.
+places agree has a newer p2ptrain written the file, and this one must not touch it. If only one differs, a bit has
+flipped, which must not prevent a start.
 
 One thread writes at a time; readers open the file read-only, even while others write.
 """
@@ -48,8 +49,8 @@ POINTS_MAX = 20_000  # rows; the oldest are deleted first
 BYTES_MAX = 2**28  # of the file: 100,000 rounds of 50 contributors, or 7,000 rounds of 1,024
 PRUNE_WRITES = 64  # writes between checks of these bounds
 WAL_PAGES = 256  # after which sqlite checkpoints its WAL: 1 MB
-WAL_BYTES_MAX = 2**20  # to which the WAL is then truncated; it grows beyond while a reader needs older pages
-BUSY_SECONDS = 2.0  # for which a writer waits for another writer, which should not exist
+WAL_BYTES_MAX = 2**20  # the WAL is then truncated to this; it grows larger while a reader needs older pages
+BUSY_SECONDS = 2.0  # a writer's wait for another writer, which should not exist
 
 _Addresses = Annotated[list[Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]], Meta(max_length=ADDRESSES_MAX)]
 _log = structlog.get_logger("p2ptrain.store")
@@ -100,7 +101,7 @@ class Records:
         self._lock = threading.Lock()
         self._writes = 0
         if path.exists():  # refuses a newer format at once; a missing file is created at the first write
-            with suppress(_RecordsError):  # it will come up again
+            with suppress(_RecordsError):  # it will be raised again
                 self._do("opened", lambda connection: None)
         self._take_over_addresses()
 
@@ -136,7 +137,7 @@ class Records:
         self._writes += 1
 
     def past(self, count: int) -> SavedRows:
-        """Returns the last rounds, all peers, and `mine`; empty if unreadable, which is no reason not to start."""
+        """Returns the last rounds, all peers, and `mine`; empty if unreadable, so that the node can start anyway."""
 
         def work(connection: sqlite3.Connection) -> SavedRows:
             rounds = _rounds_in(connection, count, self.path)
@@ -348,7 +349,7 @@ def _code_of(error: sqlite3.Error) -> int:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is at fault: not an sqlite file, corrupt, or with other tables than ours."""
+    """Whether the file is at fault: not an sqlite file, corrupt, or with different tables."""
     return _code_of(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 

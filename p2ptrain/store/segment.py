@@ -5,7 +5,7 @@
     frame     u32 length | 8 bytes BLAKE3 of the body | 4 bytes BLAKE3 of these, the segment and the offset | body
 
 The head of a frame has its own digest, so that the length can be trusted: a frame whose body ends beyond the file was
-torn by a power cut, and nobody was told of it; one that is complete but has a wrong digest was damaged later. Damage is
+torn by a power cut, and was never sent; one that is complete but has a wrong digest was damaged later. Damage is
 an error and is never cut off, because that record may have been sent. After Mohan et al., "ARIES" (TODS 1992), and the
 logs of LevelDB and TigerBeetle, which make the same distinction.
 """
@@ -66,7 +66,7 @@ def _header_digest(number: int, version: int) -> bytes:
 
 def frame(number: int, at: int, body: bytes) -> bytes:
     """Frames a body for an offset of a segment."""
-    assert len(body) < RECORD_BYTES_MAX, "a record has its bound"
+    assert len(body) < RECORD_BYTES_MAX, "a record is within its bound"
     name = digest("log record", body)[:8]
     return _FRAME.pack(len(body), name, _frame_digest(number, at, len(body), name)) + body
 
@@ -84,13 +84,13 @@ def frames_of(path: Path, number: int, data: bytes) -> tuple[list[tuple[int, byt
     if version > VERSION:
         raise DataError(f"{path}: has format {version}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
     if name != _header_digest(number, version):
-        raise damaged(path, 0, "the header is not what was written")
+        raise damaged(path, 0, "its header has changed since it was written")
     bodies, at = [], _HEADER.size
     while at < len(data):
         body = _body_at(number, data, at)
         if body is None:
             if not _is_torn(number, data, at):
-                raise damaged(path, at, "the record is not what was written")
+                raise damaged(path, at, "the record has changed since it was written")
             break
         bodies.append((at, body))
         at += _FRAME.size + len(body)

@@ -44,7 +44,7 @@ _log = structlog.get_logger("p2ptrain.store")
 
 
 class PayloadLostError(DataError):
-    """A message about to be sent depends on a payload that is no longer here."""
+    """A message about to be sent depends on a payload that has been lost."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name

@@ -115,7 +115,7 @@ def test_a_torn_end_is_what_a_crash_leaves(directory: Path) -> None:
     path.write_bytes(content + frame(int(path.name[:8]), len(content), b"a record")[:-3])
     report = audit(directory)
     assert report.all_holds
-    assert any("not whole" in finding.what for finding in bad(report, Grade.NOTE))
+    assert any("incomplete" in finding.what for finding in bad(report, Grade.NOTE))
 
 
 def test_what_a_running_node_replaces_meanwhile_is_looked_at_again(
@@ -184,7 +184,7 @@ def test_a_flipped_bit_in_each_kind_of_file_is_found_and_the_file_named(director
     for at, _ in flips(path, Random(kind), 12):
         report = audit(directory)
         named = [finding for finding in bad(report) if str(path) in str(finding) or path.name == finding.subject]
-        torn = kind == "wal/*.log" and any("not whole" in finding.what for finding in report.findings)
+        torn = kind == "wal/*.log" and any("incomplete" in finding.what for finding in report.findings)
         parent = str(path.parent) in " ".join(map(str, bad(report)))
         assert named or torn or parent, (at, report.lines())
 
@@ -248,7 +248,7 @@ def test_a_certificate_of_too_few_is_found(directory: Path, run: RunConfig) -> N
         return ev.Certified(forged(run, before, record.step.manifest, signers=2), record.state, record.trunk)
 
     rewrite(directory, change)
-    assert "the certificate has 2 signatures, the quorum is 3" in only(audit(directory))
+    assert "the certificate has 2 signatures; the quorum is 3" in only(audit(directory))
 
 
 def test_a_state_root_that_all_keys_sign_falsely_is_found_by_replaying(directory: Path, run: RunConfig) -> None:
@@ -290,7 +290,7 @@ def test_a_payload_in_the_place_of_another_is_found(directory: Path) -> None:
     one.write_bytes(other.read_bytes())
     report = audit(directory)
     assert [finding.subject for finding in bad(report)] == [str(one)]
-    assert "not what its name says" in bad(report)[0].what
+    assert "does not match its name" in bad(report)[0].what
 
 
 def test_a_payload_that_no_decoder_takes_is_found_where_all_keys_say_that_it_was_applied(
@@ -366,13 +366,13 @@ def test_a_record_that_follows_nothing_is_found(directory: Path) -> None:
         lambda record: None if isinstance(record, ev.Certified) and record.state.round == number else record,
     )
     report = audit(directory)
-    assert "does not follow what stands before it" in str(bad(report)[0])
+    assert "does not follow from those before it" in str(bad(report)[0])
     assert report.certified == (1, number - 1)
 
 
 def test_what_another_identity_said_is_found(directory: Path) -> None:
     (directory / "identity").write_text(IDENTITIES[1].key.hex() + "\n")
-    assert "are not of" in only(audit(directory))
+    assert "are not by" in only(audit(directory))
 
 
 def restamped(checkpoint: Checkpoint, **changes: Any) -> None:
@@ -388,16 +388,16 @@ def restamped(checkpoint: Checkpoint, **changes: Any) -> None:
 def test_a_checkpoint_of_another_history_is_found(directory: Path, run: RunConfig) -> None:
     older, newer = checkpoints_of(directory, run)[:2]
     restamped(older, root=newer.stamp.root)
-    assert "has another root than its stamp says" in only(audit(directory))
+    assert "is not the one in its stamp" in only(audit(directory))
     shutil.copyfile(newer.path / STATE_NAME, older.path / STATE_NAME)
     restamped(older, root=newer.stamp.root)
-    assert f"{TRAINER_NAME} has other weights" in only(audit(directory))
+    assert f"{TRAINER_NAME} and {STATE_NAME} have different weights" in only(audit(directory))
     shutil.copyfile(newer.trainer_path, older.trainer_path)
     restamped(older, root=newer.stamp.root)
-    assert "is of another round" in only(audit(directory))
+    assert "belongs to another round" in only(audit(directory))
     restamped(newer, round=older.round, head=older.stamp.head)
     shutil.rmtree(older.path)
-    assert "is of another round" in only(audit(directory))
+    assert "belongs to another round" in only(audit(directory))
 
 
 def test_a_checkpoint_after_another_manifest_cannot_be_checked(directory: Path, run: RunConfig) -> None:
@@ -429,7 +429,7 @@ def spoil_weights(checkpoint: Checkpoint, run: RunConfig) -> None:
 def test_a_checkpoint_with_another_root_than_the_certified_one_is_found(directory: Path, run: RunConfig) -> None:
     older = checkpoints_of(directory, run)[0]
     spoil_weights(older, run)
-    assert f"{older.path}: of another history: round {older.round} was certified" in only(audit(directory))
+    assert f"{older.path}: from another history: round {older.round} was certified" in only(audit(directory))
 
 
 def test_a_checkpoint_that_the_rounds_do_not_lead_to_is_found_by_replaying(directory: Path, run: RunConfig) -> None:
@@ -478,6 +478,6 @@ def test_a_directory_without_a_run_and_one_with_several_are_the_users_error(dire
     assert find_directory(tmp_path, "ab" * 32).name == "ab" * 8
     with pytest.raises(ConfigError, match="no run cd in"):
         find_directory(tmp_path, "cd")
-    with pytest.raises(ConfigError, match="of another run than cd"):
+    with pytest.raises(ConfigError, match="does not belong to run cd"):
         find_directory(directory, "cd")
-    assert "damaged, or of another run" in only(audit(directory.parent / ("ab" * 8)))
+    assert "damaged, or from another run" in only(audit(directory.parent / ("ab" * 8)))

@@ -180,7 +180,7 @@ def test_of_many_findings_some_are_told_and_all_are_counted(directory: Path, mon
     assert not report.all_holds
     left_out = len(whole.findings) - 12
     lines = report.lines()
-    assert (len(lines), lines[12]) == (14, f"and {left_out} findings more, of the same directory")
+    assert (len(lines), lines[12]) == (14, f"and {left_out} more findings in the same directory")
     assert (report.as_json()["left_out"], whole.as_json()["left_out"]) == (left_out, 0)
 
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_says_it_is_endless_is_not_read(directory: Path, run: 
     files: dict[str, Any] = {name: type(newest.stamp.state)(ENDLESS_BYTES, "ab" * 32)}
     (newest.path / "checkpoint.json").write_bytes(msgspec.structs.replace(newest.stamp, **files).encoded())
     [wrong] = found(audit(directory))
-    assert str(wrong).startswith(f"WRONG         {newest.path}: {file.name} has {ENDLESS_BYTES} bytes, and ")
+    assert str(wrong).startswith(f"WRONG         {newest.path}: {file.name} has {ENDLESS_BYTES} bytes, but ")
 
 
 def test_what_this_machine_has_no_memory_for_is_not_replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,10 +212,10 @@ def test_what_this_machine_has_no_memory_for_is_not_replayed(directory: Path, mo
     largest = max(path.stat().st_size for path in (directory / "payloads").iterdir())
     monkeypatch.setattr(weights, "free_memory_bytes", lambda: largest)
     [finding] = found(audit(directory), Grade.OPEN)
-    assert f"bytes of payloads, and there are {largest:,} of memory" in finding.what
+    assert f"bytes of payloads, but only {largest:,} bytes of memory are free" in finding.what
     monkeypatch.setattr(weights, "free_memory_bytes", lambda: 1)  # not even for one of them
     monkeypatch.setattr(weights, "SMALL_BYTES", 0)
-    assert "and 1 bytes of memory are free here" in found(audit(directory), Grade.OPEN)[0].what
+    assert "but only 1 bytes of memory are free here" in found(audit(directory), Grade.OPEN)[0].what
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_file_that_is_cut_short_while_it_is_compared_ends_nothing(
     monkeypatch.setattr(tensors, "_are_there", cutting)
     why = differs(path, newest.round, asked)
     assert why is not None
-    assert "has other weights" in why
+    assert "have different weights" in why
 
 
 def test_a_state_that_changes_after_it_was_checked_is_not_replayed_from(
@@ -319,7 +319,7 @@ def test_a_state_that_changes_after_it_was_checked_is_not_replayed_from(
     monkeypatch.setattr(audited, "check_checkpoints", changing)
     report = audited._audit(directory, Report(str(directory)))
     assert [finding.subject for finding in found(report, Grade.OPEN)] == ["replay"]
-    assert "has changed since it was checked" in found(report, Grade.OPEN)[0].what
+    assert "changed after it was checked" in found(report, Grade.OPEN)[0].what
     assert report.replayed is None
 
 

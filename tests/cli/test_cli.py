@@ -244,7 +244,7 @@ def test_check_says_the_id_of_a_sealed_run(capsys: pytest.CaptureFixture[str], t
 
 def test_check_knows_a_nodes_file(capsys: pytest.CaptureFixture[str]) -> None:
     file = ROOT / "node_config.example.toml"
-    assert p2ptrain(capsys, "config", "check", file) == (0, f"{file}: OK, the settings of a node\n", "")
+    assert p2ptrain(capsys, "config", "check", file) == (0, f"{file}: OK, a node's settings\n", "")
 
 
 @pytest.mark.parametrize(("arguments", "model"), [((), RunConfig), (("run",), RunConfig), (("node",), NodeConfig)])

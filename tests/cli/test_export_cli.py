@@ -78,7 +78,7 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
     for arguments, told in (
         (
             ("there", "--data-dir", tmp_path / "nothing"),
-            "there: it exists already. Name a directory that is to be made",
+            "there: it exists already. Name a directory that does not exist yet",
         ),
         (("out", *node.place, "--run", "none"), f"--data-dir: no run none in {node.directory}."),
         (("out", "--data-dir", tmp_path / "nothing"), f"--data-dir: no run in {tmp_path / 'nothing'}."),
@@ -193,7 +193,7 @@ def test_another_tokenizer_than_the_runs_is_refused(
     path.write_bytes(tokenizer_json(fill=1))
     arguments = ("--checkpoint", tmp_path / "copy", *node.place)
     status, _, err = p2ptrain("export", tmp_path / "no", *arguments)
-    assert (status, f"{path}: damaged, or of another run" in err) == (1, True)
+    assert (status, f"{path}: damaged, or from another run" in err) == (1, True)
     path.unlink()
     assert p2ptrain("export", tmp_path / "out", *arguments)[0] == 0  # the node has it
     [kept] = node.directory.glob("data/*/tokenizer.json")
@@ -227,7 +227,7 @@ def test_the_card_tells_the_members_of_the_round_if_the_log_does(p2ptrain: Comma
     first = genesis(bytes.fromhex(run.run_id), tuple(sorted(KEYS[:2])), bytes(32))
     for number, state, told in (
         (certified[-1].round, certified[-1], f"after this round {len(certified[-1].members)} with a vote,"),
-        (1_000, base, f"after this round {len(base.members)} with a vote, of {len(base.admitted)} admitted"),
+        (1_000, base, f"after this round {len(base.members)} with a vote, {len(base.admitted)} admitted"),
         (1_001, first, "| members | 3 when it began |"),  # its manifest is not in the log
     ):
         node.save(number, state_of(run), head=state.head)

@@ -208,8 +208,8 @@ IN_A_RUN = {
     "[recipe]\nname = 3": 'FILE: recipe.name: expected text in quotes, found 3. Write for instance name = "distro"',
     "[recipe]\nchunk = 8\nk = 33": "FILE: recipe: k = 33 is more than half of the 64 coefficients of a chunk. "
     "Choose at most 32",
-    "[recipe]\nvalue_bits = 2": "FILE: recipe: value_bits = 2. Recipe distro sends signs alone, use 1 or recipe demo",
-    "[recipe]\nlocal_steps = 2": "FILE: recipe: local_steps = 2. Recipe distro takes one step a round, "
+    "[recipe]\nvalue_bits = 2": "FILE: recipe: value_bits = 2. Recipe distro sends only signs, use 1 or recipe demo",
+    "[recipe]\nlocal_steps = 2": "FILE: recipe: local_steps = 2. Recipe distro takes one step per round, "
     "use passes_per_step or recipe local",
     "[recipe]\nlearning_rate = 0.1\nweight_decay = 11": "FILE: recipe: learning_rate * weight_decay is above 1. "
     "Weights would change sign, lower weight_decay",

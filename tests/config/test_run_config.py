@@ -150,7 +150,7 @@ def test_founders_that_cannot_be_the_first_members_are_refused(admission: dict[s
 
 def test_an_unsealed_run_has_no_id_and_says_what_to_do() -> None:
     with pytest.raises(
-        ConfigError, match=r"^state.initial_root: the run has no id yet. Start it: that makes the first"
+        ConfigError, match=r"^state.initial_root: the run has no id yet. Start it first, which makes the first"
     ):
         _ = RunConfig(name="a").run_id
     assert not RunConfig(name="a").is_sealed
@@ -282,5 +282,5 @@ def test_no_change_of_a_canonical_encoding_is_taken_for_the_same_run(data: st.Da
 
 
 def test_a_config_beyond_the_limit_is_refused_by_its_length_alone() -> None:
-    with pytest.raises(RemoteProtocolError, match=r"^run config of 65537 bytes, the limit is 65536$"):
+    with pytest.raises(RemoteProtocolError, match=r"^run config of 65537 bytes; the limit is 65536$"):
         RunConfig.from_canonical(bytes(65_537))

@@ -55,7 +55,7 @@ def test_a_quorum_is_enough_and_one_less_is_not(size: int) -> None:
     if size > 1:
         few = certified(manifest, state, signers=state.members[: state.roster.quorum - 1])
         assert refused(state, few) == (
-            f"the certificate has {state.roster.quorum - 1} signatures, the quorum is {state.roster.quorum}"
+            f"the certificate has {state.roster.quorum - 1} signatures; the quorum is {state.roster.quorum}"
         )
 
 

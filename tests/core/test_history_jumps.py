@@ -76,8 +76,8 @@ def test_no_change_can_be_left_out(place: int) -> None:
     assert jump_refused(CHANGES[:place] + CHANGES[place + 1 :]) in (
         "the certificate names seats that do not exist",
         "the certificate has an invalid signature",
-        "the certificate has 3 signatures, the quorum is 4",
-        "the certificate has 4 signatures, the quorum is 5",
+        "the certificate has 3 signatures; the quorum is 4",
+        "the certificate has 4 signatures; the quorum is 5",
         "the branch begins elsewhere",
         "the branch has keys that are not members",
         "the roster changes do not follow one another",
@@ -128,7 +128,7 @@ def test_a_change_needs_the_quorum_of_the_roster_before_it() -> None:
     takeover = msgspec.structs.replace(plain_manifest(state, RUN_CONFIG), unseated=KEYS[1:4])
     entry = certified(takeover, state, signers=KEYS[:1])
     following = state.after(takeover, RUN_CONFIG)
-    assert jump_refused([entry], following, state) == "the certificate has 1 signatures, the quorum is 3"
+    assert jump_refused([entry], following, state) == "the certificate has 1 signatures; the quorum is 3"
     assert jump_refused([], following, state) == "the roster changes do not lead to the base"
 
 
@@ -241,7 +241,7 @@ def test_a_history_that_is_too_long_is_not_even_looked_at(monkeypatch: pytest.Mo
     assert len(ENCODED) <= HISTORY_BYTES_MAX
     monkeypatch.setattr(module, "HISTORY_BYTES_MAX", len(ENCODED) - 1)
     limit = len(ENCODED) - 1
-    assert not_a_history(ENCODED) == f"a history of {len(ENCODED)} bytes, the limit is {limit}"
+    assert not_a_history(ENCODED) == f"a history of {len(ENCODED)} bytes; the limit is {limit}"
     assert encode_answer(WHOLE) is None  # nor sent
     monkeypatch.setattr(module, "HISTORY_BYTES_MAX", len(ENCODED))
     assert decode_history(ENCODED) == WHOLE

@@ -172,7 +172,7 @@ def test_more_useless_messages_than_a_hand_over_brings_count_as_a_flood() -> Non
 def test_whoever_talks_nonsense_is_disconnected() -> None:
     bench = Bench(4, me=1)
     effects = [bench.do(ev.MalformedReceived(KEYS[3], "not a message")) for _ in range(20)]
-    assert effects == [[]] * 19 + [[ev.Disconnect(KEYS[3], "its messages are of no use")]]
+    assert effects == [[]] * 19 + [[ev.Disconnect(KEYS[3], "its messages are useless")]]
     assert bench.do(ev.MalformedReceived(KEYS[3], "not a message")) == []  # once, whatever is still to be read
     bench.do(ev.PeerSeen(KEYS[3]))
     assert bench.do(ev.MalformedReceived(KEYS[3], "not a message")) == effects[-1]

@@ -481,7 +481,7 @@ def test_a_damaged_record_is_named(damage: str) -> None:
 
 
 def test_a_record_that_is_too_long_is_not_even_looked_at() -> None:
-    with pytest.raises(DataError, match=f"of {SAVED_BYTES_MAX + 1} bytes, the limit is {SAVED_BYTES_MAX}"):
+    with pytest.raises(DataError, match=f"of {SAVED_BYTES_MAX + 1} bytes; the limit is {SAVED_BYTES_MAX}"):
         Reputation().restore(bytes(SAVED_BYTES_MAX + 1), 0.0)
 
 

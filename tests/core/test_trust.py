@@ -418,7 +418,9 @@ def test_a_head_is_remembered_until_a_history_with_it_was_adopted(store: Store) 
 def test_a_head_that_an_adopted_history_has_not_got_is_the_users_error(store: Store) -> None:
     state = adopt(store)
     assert trusted_head(store, state.head) == b""
-    with pytest.raises(ConfigError, match="--trust: the history that this node has adopted does not contain the head"):
+    with pytest.raises(
+        ConfigError, match="--trust: the history that this node has adopted and kept does not contain the head"
+    ):
         trusted_head(store, STRANGER)
     assert trusted_head(store, b"") == b""
 

@@ -83,7 +83,7 @@ def test_what_is_found_is_told_line_by_line_with_what_to_do() -> None:
     assert verdict_of(found) == "a node can work here: 0 failed, 1 warnings"
     assert can_work(found)
     found.append(Diagnosis("disk", "failed", "full", "Make room"))
-    assert verdict_of(found) == "a node cannot work so: 1 failed, 1 warnings"
+    assert verdict_of(found) == "a node cannot work here: 1 failed, 1 warnings"
     told = json_of(found)
     assert (told["version"], told["can_work"]) == (1, False)
     assert told["checks"][1] == {"what": "clock", "level": "warning", "result": "2 s\x1b[2J behind", "fix": "Set it"}
@@ -126,7 +126,7 @@ def test_torch_is_there_and_not_too_old(version: str, expected: tuple[str, bool]
         ({}, Hardware("", "580.1"), fine, "warning", "torch was installed without CUDA"),
         ({}, Hardware("13.0", "470.1"), fine, "warning", "torch cannot use it"),
         ({"name": "cpu"}, Hardware("", "580.1"), fine, "good", "cpu"),
-        ({"name": "cuda:1"}, Hardware("13.0", "580.1", (H200,)), fine, "failed", "cuda:1 is not there: 1 CUDA"),
+        ({"name": "cuda:1"}, Hardware("13.0", "580.1", (H200,)), fine, "failed", "cuda:1 not found: 1 CUDA"),
         ({"name": "cuda"}, Hardware("", ""), fine, "failed", "driver none"),
         ({}, Hardware("", ""), wrong, "failed", "exactly"),
         ({}, Hardware("13.0", "580.1", (H200,)), wrong, "failed", "exactly"),
@@ -211,7 +211,7 @@ def test_a_package_that_the_config_asks_for_is_there(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", there.get)
     assert machine.check_tracking(TrackingConfig()) == []
     (found,) = machine.check_tracking(TrackingConfig(wandb="figures"))
-    assert (level_of(found), found.result) == (FAILED, "tracking.wandb: needs wandb")  # as the start does
+    assert (level_of(found), found.result) == (FAILED, "tracking.wandb: needs wandb")  # as a start does
     there["wandb"] = object()
     (found,) = machine.check_tracking(TrackingConfig(wandb="figures"))
     assert level_of(found) == GOOD
@@ -266,7 +266,7 @@ def test_who_holds_a_lock_is_found_without_taking_it(tmp_path: Path) -> None:
     lock.release()
     with Lock.of_identity(key):
         found = disk.check_locks(tmp_path, key, note, answers=False)
-        assert (level_of(found), f"process {os.getpid()} speaks as" in found.result) == (FAILED, True)
+        assert (level_of(found), f"process {os.getpid()} uses the key" in found.result) == (FAILED, True)
     note.touch()
     found = disk.check_locks(tmp_path, key, note, answers=False)
     assert (level_of(found), "did not end properly" in found.result) == (GOOD, True)
@@ -351,7 +351,7 @@ def test_it_fails_where_a_node_cannot_work(
     assert "failed   key" in out
     assert "failed   http" in out
     assert f"failed   ports            {address} is in use" in out
-    assert out.splitlines()[-1].startswith("a node cannot work so: ")
+    assert out.splitlines()[-1].startswith("a node cannot work here: ")
 
 
 def test_each_thing_is_looked_at_when_what_was_found_before_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +424,7 @@ def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
     found, answers = asked(SilentDaemonError("the daemon does not answer; it may be suspended"))
     assert (level_of(found), answers) == (WARNING, False)
-    found, answers = asked(NoDaemonError("no daemon runs there"))
+    found, answers = asked(NoDaemonError("no daemon is running there"))
     assert (level_of(found), answers) == (GOOD, False)
     found, answers = asked(P2ptrainError("it is starting"))
     assert (level_of(found), answers) == (GOOD, True)

@@ -337,7 +337,7 @@ class MemoryStream:
         frame = pipe.take()
         if len(frame) > bytes_max:
             self.abort()
-            raise RemoteProtocolError(f"a frame of {len(frame)} bytes, the limit is {bytes_max}")
+            raise RemoteProtocolError(f"a frame of {len(frame)} bytes; the limit is {bytes_max}")
         return frame
 
     async def close(self) -> None:

@@ -87,11 +87,11 @@ DIGEST = "0" * 64
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "data that is named and not given": (
         lambda path: begin(run_of(data=DataConfig(manifest=DIGEST)), path / "new", [ME]),
-        rf"^data\.manifest: names data set {DIGEST}, and none was given\. Give its directory with --data$",
+        rf"^data\.manifest: names data set {DIGEST}, but none was given\. Give its directory with --data$",
     ),
     "data that is given and not named": (
         lambda path: begin(RUN, path / "new", [ME], path / "data"),
-        r"^data\.manifest: is embedded, and a data set was given\. Write the digest .* or leave --data out$",
+        r"^data\.manifest: is embedded, but a data set was given\. Write the digest .* or leave --data out$",
     ),
     "other data than is named": (
         lambda path: begin(run_of(data=DataConfig(manifest=DIGEST)), path / "new", [ME], path / "data"),
@@ -123,11 +123,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: begin(
             run_of(data=_named(path), state=StateConfig(initial_root=DIGEST)), path / "new", [ME], path / "data"
         ),
-        r"^state\.initial_root: this machine makes other first weights \([0-9a-f]{64}\)\. Join the run",
+        r"^state\.initial_root: this machine makes different first weights \([0-9a-f]{64}\)\. Join the run",
     ),
     "other founders": (
         lambda path: begin(run_of(admission=AdmissionConfig(founders=(OTHER,))), path / "new", [ME]),
-        r"^admission\.founders: names other founders\. Join the run",
+        r"^admission\.founders: names different founders\. Join the run",
     ),
     "a founder twice": (
         lambda path: begin(run_of(data=_named(path)), path / "new", [ME, ME], path / "data"),

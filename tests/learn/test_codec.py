@@ -118,7 +118,7 @@ def test_every_truncation_and_extension_is_refused(name: str, chunk: int, k: int
     layout, recipe, form = make(name, chunk, k, value_bits, 2)
     payload = pack(contribution(8, layout, recipe), form)
     for length in range(len(payload)):
-        with pytest.raises(RemoteProtocolError, match=f"payload of {length} bytes, this run's have {len(payload)}"):
+        with pytest.raises(RemoteProtocolError, match=f"payload of {length} bytes; this run's have {len(payload)}"):
             unpack(payload[:length], form)
     with pytest.raises(RemoteProtocolError, match="this run's have"):
         unpack(payload + b"\0", form)
@@ -135,7 +135,7 @@ def test_each_kind_of_second_encoding_is_refused_with_its_reason() -> None:
     def spoiled(at: int, octet: int) -> bytes:
         return good[:at] + bytes([octet]) + good[at + 1 :]
 
-    with pytest.raises(RemoteProtocolError, match=r"a scale of 2\*\*16, the limit is 2\*\*15"):
+    with pytest.raises(RemoteProtocolError, match=r"a scale of 2\*\*16; the limit is 2\*\*15"):
         unpack(spoiled(0, 80), form)
     with pytest.raises(RemoteProtocolError, match="a bit is set after the end of a section"):
         unpack(spoiled(form.groups + upper_bytes - 1, good[form.groups + upper_bytes - 1] | 0x80), form)

@@ -141,7 +141,7 @@ def test_the_embedded_corpus_is_the_language_reference_and_the_library() -> None
 
 def test_a_python_without_its_library_cannot_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(ConfigError, match="Install the whole standard library, or name files"):
+    with pytest.raises(ConfigError, match="Install the complete standard library, or name files"):
         embedded_sources()
 
 

@@ -114,7 +114,7 @@ def test_text_shorter_than_a_sequence_gives_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("positions", [[9], [-1], [0, 99]])
 def test_a_position_that_is_not_there_is_our_mistake(tmp_path: Path, positions: list[int]) -> None:
     dataset, _ = dataset_of(tmp_path, 1, 1_000)
-    with pytest.raises(AssertionError, match="a position that is not there"):
+    with pytest.raises(AssertionError, match="a position does not exist"):
         dataset.batch(np.array(positions), 100)
 
 
@@ -302,7 +302,7 @@ def test_a_manifest_of_one_piece_opens(tmp_path: Path) -> None:
     [
         (manifest(version=2), "Invalid enum value 2"),
         (manifest(token_bytes=3), "Invalid enum value 3"),
-        (manifest(token_bytes=2), "2 bytes a token do not fit 256 tokens"),
+        (manifest(token_bytes=2), "2 bytes per token do not fit 256 tokens"),
         (manifest(extra=1), "unknown field `extra`"),
         ({key: value for key, value in manifest().items() if key != "held_out"}, "missing required field `held_out`"),
         (manifest(training={"pieces": [], "tokens": 0}), "no training tokens"),
@@ -367,7 +367,7 @@ def test_a_manifest_that_lies_about_a_size_is_not_blamed_on_who_sends_the_piece(
     piece = b"three"
     training = {"pieces": [piece_digest(piece)], "tokens": 1_000}
     dataset = TokenDataset.open(tmp_path, write_manifest(tmp_path, manifest(training=training)))
-    with pytest.raises(DataError, match="has 5 bytes, and 1000 by the manifest"):
+    with pytest.raises(DataError, match="has 5 bytes, but 1000 by the manifest"):
         dataset.add_piece(bytes.fromhex(piece_digest(piece)), piece)
     assert named(dataset) == [piece_digest(piece)]
 

@@ -134,7 +134,7 @@ def test_the_card_says_where_the_model_comes_from(weights: Weights) -> None:
         f"| state root | `{weights.root.hex()}`, over all weights |",
         f"| branch | `{BRANCH.hex()}` |",
         f"| last manifest | `{HEAD.hex()}` |",
-        "| members | 3 when it began; after this round 3 with a vote, of 5 admitted |",
+        "| members | 3 when it began; after this round 3 with a vote, 5 admitted |",
         f"| data manifest | `{run.data.manifest}` |",
         "| tokenizer | bytes: a token is a byte of UTF-8 |",
         "| recipe | distro: sign update, 32 coefficients of 64 x 64, 1 steps a round, learning rate constant,",
@@ -192,7 +192,7 @@ def flipped(path: Path, at: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda path: flipped(path, 0), r"state\.bin: damaged: its digest is not the one of the checkpoint"),
+        (lambda path: flipped(path, 0), r"state\.bin: damaged: its digest is not the checkpoint's"),
         (lambda path: flipped(path, -1), r"state\.bin: damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:-4]), r"state\.bin: damaged"),
         (lambda path: path.write_bytes(path.read_bytes() + b"more"), r"state\.bin: damaged"),
@@ -225,7 +225,7 @@ def test_weights_with_another_root_than_they_claim_are_refused(tmp_path: Path) -
 def test_weights_of_another_size_than_the_runs_model_are_refused(tmp_path: Path) -> None:
     run = run_of()
     weights = weights_of(Node(tmp_path / "node", run).save(8, state_of(run)[:-1]), run)
-    why = r"state\.bin: [\d,]+ bytes of weights, and the run's model has [\d,]+"
+    why = r"state\.bin: [\d,]+ bytes of weights, but the run's model has [\d,]+"
     with pytest.raises(DataError, match=why):
         export(tmp_path / "out", weights, BYTES, None)
     with pytest.raises(DataError, match=why), pytest.MonkeyPatch.context() as patch:
@@ -242,7 +242,7 @@ def test_nothing_is_overwritten(kind: str, weights: Weights, tmp_path: Path) -> 
         out.write_text("mine")
     else:
         out.mkdir()
-    with pytest.raises(ConfigError, match=r"out: it exists already\. Name a directory that is to be made"):
+    with pytest.raises(ConfigError, match=r"out: it exists already\. Name a directory that does not exist yet"):
         export(out, weights, BYTES, None)
 
 

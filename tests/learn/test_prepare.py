@@ -266,7 +266,7 @@ def test_a_directory_with_other_things_is_refused_and_untouched(tmp_path: Path, 
     written(out / "pieces" / ("a" * 64), "a piece of an interrupted call")
     written(out / name, "precious")
     before = sorted(out.rglob("*"))
-    with pytest.raises(ConfigError, match=r"it holds other things .*Name a new or empty directory") as caught:
+    with pytest.raises(ConfigError, match=r"it holds other files .*Name a new or empty directory") as caught:
         prepared(out, file)
     assert name in str(caught.value)
     assert sorted(out.rglob("*")) == before
@@ -284,7 +284,7 @@ def test_two_calls_do_not_share_a_directory(tmp_path: Path) -> None:
     file, out = written(tmp_path / "a.txt", "text\n"), tmp_path / "out"
 
     def meanwhile(done: int, total: int) -> None:
-        with pytest.raises(ConfigError, match="another prepare is at work in it"):
+        with pytest.raises(ConfigError, match="another `data prepare` is using it"):
             prepared(out, file)
 
     made = prepare(out, [file], embedded=False, tokenizer=BytesTokenizer(), held_out=Fraction(0), progress=meanwhile)
@@ -370,7 +370,7 @@ def test_the_tokenizer_is_stored_with_what_it_made(tmp_path: Path, monkeypatch: 
         with pytest.raises(KeyboardInterrupt):
             prepared(out, file, tokenizer=tokenizer)
     assert (out / "tokenizer.json").exists()
-    with pytest.raises(ConfigError, match=r"it holds other things \(tokenizer\.json\)"):
+    with pytest.raises(ConfigError, match=r"it holds other files \(tokenizer\.json\)"):
         prepared(out, file)  # as bytes: the file may be somebody's own
     prepared(out, file, tokenizer=tokenizer)
     assert (out / "tokenizer.json").read_bytes() == tokenizer_json()

@@ -354,7 +354,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
     assert tried == [6, 3, 2, 2, 2]
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     torch.testing.assert_close(short.gradient, whole.gradient)
-    assert "out of memory in a pass of 6 sequences" in caplog.text and "going on with 3 a pass" in caplog.text
+    assert "out of memory in a pass of 6 sequences" in caplog.text and "continuing with 3 per pass" in caplog.text
     assert "device.sequences_per_pass" in caplog.text
     tried.clear()
     short.gradient_step(1, batch(1, 6), [], recipe)

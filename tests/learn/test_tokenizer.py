@@ -133,19 +133,19 @@ def panics_at_a_text() -> bytes:
 
 def test_a_file_at_which_the_library_panics_is_named_and_ends_nothing(tmp_path: Path) -> None:
     path = written(tmp_path / "loud.json", panics_in_loading())
-    with pytest.raises(DataError, match=r"loud\.json: the tokenizers library gave up on it \(.*\)\. Take a file as"):
+    with pytest.raises(DataError, match=r"loud\.json: the tokenizers library failed on it \(.*\)\. Use a file as"):
         load_tokenizer(path)
 
 
 def test_a_file_at_which_the_library_panics_later_is_named_too(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(written(tmp_path / "late.json", panics_at_a_text()))
-    with pytest.raises(DataError, match=r"late\.json: the tokenizers library gave up on it"):
+    with pytest.raises(DataError, match=r"late\.json: the tokenizers library failed on it"):
         tokenizer.encode("text")
 
 
 def test_an_export_does_not_end_in_a_panic_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JSON_TOKENIZER, "file_bytes", panics_in_loading())
-    with pytest.raises(DataError, match="the run's tokenizer: the tokenizers library gave up on it"):
+    with pytest.raises(DataError, match="the run's tokenizer: the tokenizers library failed on it"):
         _end_name(JSON_TOKENIZER)
 
 
@@ -177,8 +177,8 @@ def test_a_file_or_vocabulary_beyond_the_limit_is_refused(tmp_path: Path, monkey
     path = written(tmp_path / "large.json", tokenizer_json())
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer_module, "TOKENIZER_BYTES_MAX", 1_000)
-        with pytest.raises(ConfigError, match=r"large\.json: 1001 bytes, the limit is 1000"):
+        with pytest.raises(ConfigError, match=r"large\.json: 1001 bytes; the limit is 1000"):
             load_tokenizer(path)
     monkeypatch.setattr(tokenizer_module, "VOCAB_SIZE_MAX", 258)
-    with pytest.raises(ConfigError, match=r"large\.json: 259 tokens, a run needs from 2 to 258"):
+    with pytest.raises(ConfigError, match=r"large\.json: 259 tokens; a run needs 2 to 258"):
         load_tokenizer(path)

@@ -144,7 +144,7 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any], dict[str, str]], Any], str]] 
     ),
     "kept indices out of range": (
         lambda tensors, _: tensors["kept.0.indices"].fill_(4096),
-        r"kept\.0 names a coefficient that is not there",
+        r"kept\.0 names a coefficient that does not exist",
     ),
     "kept values of another shape": (
         lambda tensors, _: tensors.update({"kept.0.removed": torch.ones(3, 3)}),
@@ -159,7 +159,7 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any], dict[str, str]], Any], str]] 
     "a round of many digits": (lambda _, metadata: metadata.update(round="9" * 5000), "the round is missing"),
     "kept indices that do not rise": (
         lambda tensors, _: tensors["kept.0.indices"].fill_(7),
-        r"kept\.0 names a coefficient that is not there",
+        r"kept\.0 names a coefficient that does not exist",
     ),
     "kept values that are not finite": (
         lambda tensors, _: tensors["kept.0.removed"].fill_(float("nan")),
@@ -191,9 +191,9 @@ def test_saved_state_that_is_not_whole_is_refused_and_changes_nothing(
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 100])
 def test_a_file_that_is_no_saved_state_is_named(dataset: TokenDataset, content: bytes, tmp_path: Path) -> None:
     (tmp_path / "state").write_bytes(content)
-    with pytest.raises(DataError, match="not readable as saved state"):
+    with pytest.raises(DataError, match="not a saved state"):
         make(dataset).load(tmp_path / "state")
-    with pytest.raises(DataError, match="not readable as saved state"):
+    with pytest.raises(DataError, match="not a saved state"):
         make(dataset).load(tmp_path / "nowhere")
 
 
@@ -306,7 +306,7 @@ def test_payloads_are_refused_with_the_reason(dataset: TokenDataset) -> None:
     payload = trainer.contribute(0)
     assert trainer.check(payload) is None
     reason = trainer.check(payload[:-1])
-    assert reason == f"payload of {len(payload) - 1} bytes, this run's have {len(payload)}"
+    assert reason == f"payload of {len(payload) - 1} bytes; this run's have {len(payload)}"
     assert trainer.check(bytes(len(payload))) == "indices of a chunk do not rise"
 
 
@@ -348,7 +348,7 @@ def test_steps_are_reported_as_they_happen(dataset: TokenDataset) -> None:
 def test_a_device_that_is_not_there_is_named_with_the_fix() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    with pytest.raises(DeviceError, match=r"device cuda:3 is not there \(0 CUDA devices found\). Set device\.name"):
+    with pytest.raises(DeviceError, match=r"device cuda:3 not found \(0 CUDA devices found\). Set device\.name"):
         open_device(DeviceConfig(name="cuda:3"))
 
 

@@ -88,15 +88,15 @@ def test_bytes_that_are_no_state_are_refused_and_change_nothing(dataset: TokenDa
     spoiled[len(spoiled) // 2] = value
     size = trainer.state_size
     for state, why in [
-        (spoiled.tobytes(), "state with a weight that is not finite"),
-        (good[:-1], f"state of {size - 1} bytes, this run's has {size}"),
-        (good + b"\0", f"state of {size + 1} bytes, this run's has {size}"),
-        (b"", f"state of 0 bytes, this run's has {size}"),
+        (spoiled.tobytes(), "the state has a weight that is not finite"),
+        (good[:-1], f"the state has {size - 1} bytes; this run's has {size}"),
+        (good + b"\0", f"the state has {size + 1} bytes; this run's has {size}"),
+        (b"", f"the state has 0 bytes; this run's has {size}"),
     ]:
         with pytest.raises(RemoteProtocolError) as caught:
             trainer.adopt(7, [state])
         assert caught.value.why == why
-    with pytest.raises(RemoteProtocolError, match=f"state of {size} bytes"):
+    with pytest.raises(RemoteProtocolError, match=f"the state has {size} bytes"):
         trainer.adopt(7, [good[:6], good[6:]])  # pieces are of whole weights
 
     def broken() -> Iterator[bytes]:

@@ -165,7 +165,7 @@ async def test_a_bootstrap_that_is_dead_is_named_with_its_address_and_once_a_min
             await at(600.0)
     told = [record.getMessage() for record in caplog.records]
     assert 4 <= len(told) <= 600 / TELL_SECONDS + 1
-    assert all(address(A) in line and "will go on trying" in line for line in told)
+    assert all(address(A) in line and "the node keeps trying" in line for line in told)
     assert {dialled for _, dialled in node.dials} == {address(A), address(B)}
 
 

@@ -17,7 +17,7 @@ NOW = 1_800_000_000.0
 KEY = bytes(range(20))
 AUTHOR, OTHER = Identity(b"a" * 32), Identity(b"b" * 32)
 SUBKEY = msgspec.msgpack.encode(AUTHOR.key)
-NOT_TAKEN = "expires at a time that is not taken"
+NOT_TAKEN = "expires at a time that is not accepted"
 NOT_MSGPACK = "not bytes in msgpack's one encoding"
 FORGED = "the signature is not that of the key it stands under"
 

@@ -153,7 +153,7 @@ async def test_a_frame_over_the_limit_is_the_peers_fault() -> None:
     await b.serve("echo", echo)
     stream = await a.open(B, "echo")
     await stream.send(bytes(11))
-    with pytest.raises(RemoteProtocolError, match="11 bytes, the limit is 10"):
+    with pytest.raises(RemoteProtocolError, match="11 bytes; the limit is 10"):
         await stream.receive(10)
     with pytest.raises(AssertionError):
         await stream.send(bytes(FRAME_BYTES_MAX + 1))

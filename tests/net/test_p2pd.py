@@ -168,7 +168,7 @@ async def test_a_frame_that_is_too_long_is_refused_before_it_is_read(make: Make)
     for header, named in [((1_001).to_bytes(4, "big"), 1_001), (b"\xff" * 4, 2**32 - 1)]:
         stream = await nodes[1].open(nodes[0].me, "/little/1")
         stream._writer.write(header)
-        assert await asyncio.wait_for(refused.get(), SECONDS) == f"a frame of {named} bytes, the limit is 1000"
+        assert await asyncio.wait_for(refused.get(), SECONDS) == f"a frame of {named} bytes; the limit is 1000"
         with pytest.raises(TransportError):
             await asyncio.wait_for(stream.receive(1), SECONDS)
         stream.abort()
@@ -323,7 +323,7 @@ async def test_a_port_in_use_that_nobody_chose_gives_way_and_the_other_is_told(
     second = await make((first._ports.listen[0], "/ip4/127.0.0.1/tcp/0"), is_chosen=False)
     assert (first._ports.listen[0] not in second._ports.listen, len(second._ports.listen)) == (True, 2)
     port, other = first._ports.listen[0].rpartition("/")[2], second._ports.listen[0]
-    assert f"port {port} is taken, perhaps by another node: this one listens on {other}" in caplog.text
+    assert f"port {port} is taken, perhaps by another node: this node listens on {other}" in caplog.text
     assert await first.connect(f"{other}/p2p/{peer_id_of(second.me)}") == second.me
     with pytest.raises(ConfigError, match="is not an address of this machine"):
         await make(("/ip4/203.0.113.7/tcp/4001",), is_chosen=False)

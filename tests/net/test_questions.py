@@ -251,6 +251,6 @@ async def test_what_a_peer_is_instead_is_told_in_words() -> None:
     assert await questions.why_not(asking, B) == "is not a p2ptrain node, or runs an incompatible version"
     answers = [Runs(), Runs((RunInfo(RUN, "other", 5, 2),))]
     await questions.serve(asked, lambda peer, question: answers.pop(0))
-    assert await questions.why_not(asking, B) == "takes part in no run"
+    assert await questions.why_not(asking, B) == "does not take part in any run"
     assert await questions.why_not(asking, B) == f"takes part in another run: other ({RUN.hex()[:16]})"
     await asked.close()

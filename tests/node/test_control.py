@@ -129,10 +129,10 @@ def note(data: Path, content: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "nonsense", "[]", "{}", '{"socket": "x"}', '{"socket": "x", "pid": "y"}', "7"])
 def test_a_note_that_says_nothing_is_no_daemon(content: str, tmp_path: Path) -> None:
-    with pytest.raises(NoDaemonError, match=f"^no daemon runs in {tmp_path}$"):
+    with pytest.raises(NoDaemonError, match=f"^no daemon is running in {tmp_path}$"):
         ask(tmp_path, {})
     note(tmp_path, content)
-    with pytest.raises(NoDaemonError, match=f"^no daemon runs in {tmp_path}$"):
+    with pytest.raises(NoDaemonError, match=f"^no daemon is running in {tmp_path}$"):
         ask(tmp_path, {})
 
 
@@ -181,7 +181,7 @@ async def test_an_answer_that_is_none_is_no_daemon(parts: tuple[bytes, ...], why
 
 
 async def test_a_mistake_in_the_daemon_is_not_called_its_absence(tmp_path: Path) -> None:
-    """A user told that no daemon runs would start a second one, or think that the run is over."""
+    """A user told that no daemon is running would start a second one, or think that the run is over."""
     said: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context.get("exception")))
 

@@ -109,7 +109,7 @@ def test_the_held_out_slice_is_fetched_as_far_as_it_is_looked_at(tmp_path: Path,
 
 def test_asking_for_no_position_or_for_one_that_is_not_there(whole: TokenDataset) -> None:
     assert whole.missing(np.array([], dtype=np.int64), 100) == []
-    with pytest.raises(AssertionError, match="a position that is not there"):
+    with pytest.raises(AssertionError, match="a position does not exist"):
         whole.missing(np.array([whole.sequences(100)]), 100)
 
 
@@ -225,7 +225,7 @@ def test_a_manifest_comes_back_as_it_was_sent(tmp_path: Path, whole: TokenDatase
         (lambda encoded: encoded[:-1], "data manifest [0-9a-f]{64} instead of"),
         (lambda encoded: encoded + b" ", "data manifest [0-9a-f]{64} instead of"),
         (lambda encoded: b"", "data manifest [0-9a-f]{64} instead of"),
-        (lambda encoded: encoded + b" " * 2**16, r"data manifest of \d+ bytes, the limit is 65536"),
+        (lambda encoded: encoded + b" " * 2**16, r"data manifest of \d+ bytes; the limit is 65536"),
     ],
 )
 def test_bytes_that_are_not_the_manifest_are_the_peers_fault(
@@ -294,7 +294,7 @@ def test_a_tokenizer_that_the_manifest_does_not_name_is_the_peers_fault(
         with pytest.raises(RemoteProtocolError, match=r"tokenizer file [0-9a-f]{64} instead of"):
             mine.store_tokenizer(file_bytes)
     monkeypatch.setattr(data, "TOKENIZER_BYTES_MAX", 10)
-    with pytest.raises(RemoteProtocolError, match="tokenizer file of 11 bytes, the limit is 10"):
+    with pytest.raises(RemoteProtocolError, match="tokenizer file of 11 bytes; the limit is 10"):
         mine.store_tokenizer(bytes(11))
     assert not (tmp_path / "mine" / "tokenizer.json").exists()
 
@@ -317,7 +317,7 @@ def test_a_tokenizer_that_nobody_can_use_is_not_the_peers_fault(tmp_path: Path) 
     for number, (liar, why) in enumerate(
         [
             (Liar(b"{}", 259), "not a tokenizer"),
-            (Liar(tokenizer_json(), 400), "has 259 tokens, and 400 by the manifest"),
+            (Liar(tokenizer_json(), 400), "has 259 tokens, but 400 by the manifest"),
         ]
     ):
         made = prepared(tmp_path / str(number), file, tokenizer=liar)

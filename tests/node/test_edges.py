@@ -315,7 +315,7 @@ async def test_when_nobody_has_a_state_that_would_do_catching_up_has_failed(tmp_
         await until(lambda: bool(each.node.events))
         [failed] = each.node.events
         assert isinstance(failed, ev.CatchUpFailed) and failed.attempt == 1
-        assert failed.why == "none of 2 peers has one of the 1 states that would do"
+        assert failed.why == "none of 2 peers has one of the 1 usable states"
 
 
 @skipping_time

@@ -430,4 +430,4 @@ def test_a_row_that_does_not_fit_is_left_out_and_the_others_are_there(caplog: py
     with caplog.at_level("WARNING"):
         assert [(each.peer, each.offered) for each in PeerRecord.of_rows(rows)] == [(KEYS[1], 2)]
         assert [*Mine.of_rows([{"applied": -1}])] == [*RoundRecord.of_rows([{}])] == []
-    assert caplog.text.count("a row of the records is left out") == 4
+    assert caplog.text.count("skipping a row of the records") == 4

@@ -41,7 +41,7 @@ SECONDS = 60  # within which a process draws or ends, also on a busy machine
 
 def test_a_daemon_that_goes_away_and_comes_back_is_waited_for() -> None:
     daemon, times = Answering(), iter(range(100))
-    daemon.error = NoDaemonError("no daemon runs in here")
+    daemon.error = NoDaemonError("no daemon is running in here")
     screen = Screen(daemon, lambda: float(next(times)))
 
     def text() -> str:
@@ -51,7 +51,7 @@ def test_a_daemon_that_goes_away_and_comes_back_is_waited_for() -> None:
 
     assert "asking the daemon" in text()
     screen.take()
-    assert text() == "no daemon runs in here\n"
+    assert text() == "no daemon is running in here\n"
     daemon.error = None
     screen.take()
     assert "no answer" not in text()
@@ -101,7 +101,7 @@ def test_keys_come_one_by_one_and_a_terminal_that_is_gone_ends_it() -> None:
 def test_without_a_daemon_one_look_ends_with_its_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert p2ptrain(capsys, "top", "--once", "--data-dir", tmp_path) == (3, "", f"no daemon runs in {tmp_path}\n")
+    assert p2ptrain(capsys, "top", "--once", "--data-dir", tmp_path) == (3, "", f"no daemon is running in {tmp_path}\n")
 
 
 async def test_one_look_is_printed_where_there_is_no_terminal(

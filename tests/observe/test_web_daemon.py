@@ -155,7 +155,7 @@ def test_a_node_that_looks_for_its_run_says_that_it_lives_and_is_not_ready(swarm
     nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity(bytes(range(32))).peer_id}"
     lost = swarm.joiner("lost", nobody).start()
     url = url_in(lost)
-    lost.until_says("will go on trying")
+    lost.until_says("the node keeps trying")
     assert as_json(f"{url}healthz") == {"version": 1, "ok": True}
     status, body = get(f"{url}readyz")
     assert (status, json.loads(body)["reasons"]) == (503, [STARTING])

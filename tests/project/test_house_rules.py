@@ -183,7 +183,7 @@ def modules_say_what_they_are(path: PurePosixPath, tree: ast.Module) -> Iterator
 
 def modules_are_short(path: PurePosixPath, text: str) -> Iterator[Finding]:
     if path.suffix == ".py" and (lines := text.count("\n")) > LINES_MAX:
-        yield LINES_MAX, f"{lines} lines, the limit is {LINES_MAX}"
+        yield LINES_MAX, f"{lines} lines; the limit is {LINES_MAX}"
 
 
 # In pieces, so that this file does not name what it looks for.
@@ -471,7 +471,7 @@ def test_a_finding_names_its_line() -> None:
 
 def test_a_long_module_is_reported_and_one_at_the_limit_is_not() -> None:
     path = PurePosixPath("p2ptrain/a.py")
-    assert list(modules_are_short(path, "\n" * 501)) == [(500, "501 lines, the limit is 500")]
+    assert list(modules_are_short(path, "\n" * 501)) == [(500, "501 lines; the limit is 500")]
     assert list(modules_are_short(path, "\n" * 500)) == []
     assert list(modules_are_short(PurePosixPath("LOG.md"), "\n" * 601)) == []
 

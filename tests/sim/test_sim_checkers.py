@@ -100,7 +100,7 @@ def test_a_round_that_follows_nothing_is_seen(ran: Ran) -> None:
 def test_another_roster_than_the_manifests_make_is_seen(ran: Ran) -> None:
     fewer = replace(ran.last.state, members=ran.last.state.members[1:])
     found = ran.show(Ledger, Persist(Certified(ran.entry, fewer)))
-    assert found == f"node 0 has another roster after round {ran.manifest.round} than was agreed on"
+    assert found == f"node 0 has a different roster after round {ran.manifest.round} than was agreed"
 
 
 def test_certificates_without_a_real_quorum_are_seen(ran: Ran) -> None:
@@ -113,9 +113,9 @@ def test_certificates_without_a_real_quorum_are_seen(ran: Ran) -> None:
 
     assert shown() == ""
     few = {"seats": b"\x03", "signatures": certificate.signatures[:2]}
-    assert shown(**few) == f"{what} has 2 of 4 members, the quorum is 3"
+    assert shown(**few) == f"{what} has 2 of 4 members; the quorum is 3"
     beyond = {"seats": b"\x13", "signatures": certificate.signatures[:3]}
-    assert shown(**beyond) == f"{what} has 3 of 4 members, the quorum is 3"
+    assert shown(**beyond) == f"{what} has 3 of 4 members; the quorum is 3"
     twice = {"signatures": (*certificate.signatures[:2], certificate.signatures[0])}
     assert shown(**twice).startswith(f"{what} has a signature that node ")
     assert shown(view=certificate.view + 1).startswith(f"{what} has a signature that node ")
@@ -135,7 +135,10 @@ def test_a_branch_that_its_members_did_not_sign_is_seen(ran: Ran) -> None:
     assert shown(signers=members[:1]) == f"{what} is signed by 1 of 3 members"
     assert shown(signers=(members[0], bytes(32))) == f"{what} is signed by 2 of 3 members"
     assert shown(members=(*members, bytes(32))).startswith(f"{what} is signed by 2 of 4 members")
-    assert shown(members=(bytes(32), *members[1:]), signers=members[1:]) == f"{what} has members that were none before"
+    assert (
+        shown(members=(bytes(32), *members[1:]), signers=members[1:])
+        == f"{what} has members that were not members before"
+    )
 
 
 def test_roots_that_differ_or_come_from_nowhere_are_seen(ran: Ran) -> None:
@@ -171,7 +174,7 @@ def test_a_ban_of_an_honest_node_is_seen(ran: Ran) -> None:
 def test_a_buffer_beyond_its_bound_is_seen(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Node, "limits", lambda self: {"letters": (3, 3), "parcels": (5, 4)})
     seen = [ran.show(ck.BoundedBuffers) for _ in range(ck.EVENTS_BETWEEN)]
-    assert [found for found in seen if found] == ["node 0 keeps 5 parcels, the bound is 4"]
+    assert [found for found in seen if found] == ["node 0 keeps 5 parcels; the bound is 4"]
 
 
 def test_a_flood_that_is_only_taken_in_is_seen(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +193,7 @@ def test_a_flood_that_is_only_taken_in_is_seen(ran: Ran, monkeypatch: pytest.Mon
     monkeypatch.setattr(Node, "limits", lambda self: {"letters": (heard[id(self)], 100)})
     for is_sparing in (False, True):
         ran.cluster.watch.is_sparing = is_sparing
-        with pytest.raises(Violation, match=r"node 0 keeps \d+ letters, the bound is 100"):
+        with pytest.raises(Violation, match=r"node 0 keeps \d+ letters; the bound is 100"):
             for _ in range(SWALLOWED_BETWEEN):
                 ran.cluster.give(ran.node, message)
 
@@ -291,7 +294,7 @@ def test_two_histories_in_the_end_are_seen(ran: Ran) -> None:
     assert isinstance(other, Certified)
     node.disk.history[-1] = other
     ledger.guarantees[other.state.head] = Guarantee.EVERYTHING
-    with pytest.raises(Violation, match="of another history than node"):
+    with pytest.raises(Violation, match="of a different history from node"):
         ran.checker(ck.Recovered).at_end(ran.cluster)
 
 

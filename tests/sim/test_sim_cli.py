@@ -125,7 +125,7 @@ def test_a_swarm_that_is_interrupted_says_what_it_has_done(
         (["FILE", "--nodes", "many"], "Invalid value for '--nodes': "),
         (["FILE", "--trace-node", "1", "--events", "none/x.jsonl"], "none/x.jsonl: cannot be written: "),
         (["FILE", "--plot", "none/x.png"], "none/x.png: cannot be written: there is no directory none. Choose"),
-        (["FILE", "--plot", "x.foo"], "x.foo: cannot be written: no picture is called .foo. Choose a file such as"),
+        (["FILE", "--plot", "x.foo"], "x.foo: cannot be written: .foo is not a picture format. Choose a file such as"),
         (["FILE", "--plot", "."], ".: cannot be written: it is a directory. Choose a file such as out.png"),
         (["none.toml"], "none.toml: cannot be read: No such file or directory. Check the name"),
     ],

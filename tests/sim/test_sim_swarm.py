@@ -114,7 +114,7 @@ def test_a_run_beyond_what_is_promised_has_no_verdict(monkeypatch: pytest.Monkey
     monkeypatch.setattr(swarm, "simulate", beyond)
     tally = swarm.swarm(1, 5)
     assert (tally.failed, tally.beyond) == (None, 1)
-    assert str(tally).endswith("nothing found, 1 came to where more than f of a roster were faulty")
+    assert str(tally).endswith("nothing found, 1 reached a roster with more than f faulty members")
 
 
 def test_two_histories_are_told_also_beyond_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,12 @@ def test_a_bootstrap_that_is_down_is_called_until_it_comes_up(swarm: Swarm) -> N
     wrong = f"{route}/p2p/{Identity(bytes(range(32))).peer_id}"
     first.kill()
     late = swarm.joiner("late", address, wrong).start()
-    late.until_says(f"cannot connect to {address}: nobody listens there (connection refused); will go on trying")
+    late.until_says(f"cannot connect to {address}: nobody listens there (connection refused); the node keeps trying")
     first.listen = route
     first.start().until_up()
     late.until_member()
     swarm.note("from the bootstrap's start to member", monotonic() - first.started_at)
-    late.until_says(f"cannot connect to {wrong}: another peer answers there, {peer_id}; will go on trying")
+    late.until_says(f"cannot connect to {wrong}: another peer answers there, {peer_id}; the node keeps trying")
     assert late.peers == 1
     number = late.applied + 2
     for node in (first, late):
@@ -53,7 +53,7 @@ async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_versio
             is_elsewhere = f"{first.address} is reachable, but takes part in another run: test ("
             other.until_says(is_alien)
             other.until_says(is_elsewhere)
-            lost.until_says(f"{is_alien}; will go on trying")
+            lost.until_says(f"{is_alien}; the node keeps trying")
             other.until_applied(2)
             assert (first.peers, other.peers) == (0, 0)
             assert other.text.count("is reachable, but") == 2

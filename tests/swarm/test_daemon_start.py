@@ -92,7 +92,7 @@ def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
         each.signal(number)
         assert each.until_ended(SECONDS_TO_END) == status
         lines = [line for line in each.text.splitlines() if "in a browser" not in line]
-        assert all(line.endswith("; will go on trying") for line in lines), each.text
+        assert all(line.endswith("; the node keeps trying") for line in lines), each.text
 
 
 def test_a_first_start_may_be_killed_anywhere(swarm: Swarm) -> None:
@@ -121,7 +121,7 @@ def test_what_a_killed_process_left_for_its_sockets_is_removed(swarm: Swarm) -> 
 def test_without_a_daemon_it_is_said_so(tmp_path: Path) -> None:
     for command in ("status", "peers", "leave"):
         status, out, err = p2ptrain(command, "--data-dir", tmp_path)
-        assert (status, out, err) == (3, "", f"no daemon runs in {tmp_path}\n")
+        assert (status, out, err) == (3, "", f"no daemon is running in {tmp_path}\n")
 
 
 def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:

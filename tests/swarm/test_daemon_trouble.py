@@ -275,6 +275,6 @@ def test_a_laptop_asleep_for_ten_minutes_catches_up(swarm: Swarm) -> None:
     swarm.note(f"caught up with {slept} rounds after {ASLEEP_SECONDS:.0f} s of sleep", monotonic() - woke_at)
     goes_on(first, second, laptop)
     seat = f"{laptop.ask()['peer_id']} got a seat: 3 members"
-    said = ("nothing ran here for ", "lost a seat or left: 2 members", "adopted the state of round ", seat)
+    said = ("nothing ran for ", "lost a seat or left: 2 members", "adopted the state of round ", seat)
     places = [laptop.text.rfind(each) for each in said]
     assert places[0] > 0 and places == sorted(places), laptop.text[-5_000:]

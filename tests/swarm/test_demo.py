@@ -35,7 +35,7 @@ def test_a_swarm_trains_loses_a_node_gets_it_back_and_agrees_on_every_root(tmp_p
     assert "node 3 is back" in done.stdout
     [(compared, by_all)] = re.findall(r"(\d+) rounds compared, (\d+) of them between all 3: 0 differ", done.stdout)
     assert int(compared) >= int(by_all) >= 8  # of 40: two join in the first dozen, one is away for a few
-    assert done.stdout.endswith("all replicas are the same bits\n")
+    assert done.stdout.endswith("all replicas are bit-identical\n")
     first, last = map(float, re.findall(r"loss +([\d.]+) in round \d+, ([\d.]+) at the end", done.stdout)[0])
     assert (first > 5.0, last < 3.8) == (True, True), "it learns"
     for node in (1, 2, 3):

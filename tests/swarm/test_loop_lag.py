@@ -31,7 +31,10 @@ async def test_what_holds_up_the_event_loop_is_measured() -> None:
 async def test_a_sleep_is_told_also_if_the_clock_of_the_loop_has_slept_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for seconds, told in ((STOOD_STILL_SECONDS, []), (600.0, ["nothing ran here for 600 s: asleep or stopped"])):
+    for seconds, told in (
+        (STOOD_STILL_SECONDS, []),
+        (600.0, ["nothing ran for 600 s: the machine slept or the process was stopped"]),
+    ):
         caplog.clear()
         times = count(0.0, seconds)
         monkeypatch.setattr(lag_module, "_since_boot", lambda times=times: next(times))

@@ -1,1 +1,1 @@
-"""Large things in pieces: the protocol, the server, and fetching from one peer or from the swarm."""
+"""Blobs, large data in pieces: their protocol, a server, and fetching from one peer or from the swarm."""

@@ -67,7 +67,7 @@ class Blob(Protocol):
 
     @property
     def held(self) -> int:
-        """The set of pieces that are here."""
+        """The set of pieces that this node has."""
         ...
 
     @property
@@ -118,7 +118,7 @@ async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
 
 
 def verified(blob: Blob) -> Iterator[bytes]:
-    """Yields the pieces of a tree, each compared with its digest: a disk may return other bytes than it was given."""
+    """Yields the pieces of a tree, each checked against its digest, because a disk may return wrong data."""
     for index in range(piece_count(blob.size)):
         piece = blob.read(index)
         if not is_piece(blob.leaves, blob.size, index, piece):
@@ -199,7 +199,7 @@ class FileSink:
         self._part = path.with_name(path.name + ".part")
         self._list = path.with_name(path.name + ".held")
         self.size, self.leaves, self.held = 0, b"", 0
-        self.dropped: list[int] = []  # pieces that turned out to be wrong
+        self.dropped: list[int] = []  # pieces that were wrong
         self._lock = threading.Lock()  # several sources deliver at once
 
     def seed(self, data: bytes) -> None:

@@ -23,7 +23,7 @@ from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, SourceError, Source
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 
-LEFT_SECONDS = 600.0  # that the pieces of an interrupted fetch are kept; the next attempt comes sooner
+LEFT_SECONDS = 600.0  # how long the pieces of an interrupted fetch are kept; the next attempt comes sooner
 
 Check: TypeAlias = Callable[[bytes], bool]
 S = TypeVar("S", bound=Sink)
@@ -41,10 +41,10 @@ class Fetcher:
         blame: Callable[[bytes, str], None],
         rng: Random | None = None,
     ) -> None:
-        rng = rng or SystemRandom()  # peers must not predict what we request next
+        rng = rng or SystemRandom()  # peers must not predict our next request
         self._sources = Sources(transport, run_id, download=download, blame=blame, rng=rng)
         self._open: dict[BlobName, Sink] = {}
-        self._left: dict[Kind, tuple[BlobName, MemorySink, float]] = {}  # interrupted fetches, kept until then
+        self._left: dict[Kind, tuple[BlobName, MemorySink, float]] = {}  # interrupted fetches, and when to drop them
 
     def in_progress(self, name: BlobName) -> Blob | None:
         """Returns a tree that is being fetched, so that its pieces can be served."""
@@ -148,7 +148,7 @@ class Fetcher:
         raise FetchError(name, failures)
 
     async def _whole(self, peer: bytes, name: BlobName, size: int, check: Check | None) -> tuple[bytes, bytes]:
-        """The bytes, found right, and the digest of their one piece if they are a tree."""
+        """Fetches a blob from one source; returns its checked bytes and, for a tree, the digest of its only piece."""
         async with self._sources.opened(peer, name) as source:
             await source.ask(BlobRequest(name.kind, name.name, leaves=False))
             await source.reply()

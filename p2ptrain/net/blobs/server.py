@@ -36,7 +36,7 @@ from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, Transport
 
 __all__ = ["BlobName", "FetchError", "Server"]
 
-HOLDERS_MAX = 16  # named in a reply
+HOLDERS_MAX = 16  # peers named in a reply
 WHY_MAX = 200
 REQUEST_BYTES_MAX = 128
 GIVEN_MAX = 2  # copies of a piece before clients are put off: one copy might die with its holder
@@ -48,7 +48,7 @@ COUNTED_MAX = 64  # blobs whose pieces are counted
 IDLE_SECONDS = 120.0  # without a request; a client with a low download limit may be slow to ask
 SEND_SECONDS = 20.0  # per piece: 52 KB/s; a client gives up then too
 WORD_BYTES_MAX = 4_096  # replies up to this size do not queue behind pieces for the upload limit
-WORD_SHARE = 8  # short replies may use 1/8 of the upload limit on top of it
+WORD_SHARE = 8  # short replies may use another 1/8 of the upload limit
 WORD_SECONDS = 0.01  # between short replies on a stream, so that nobody can flood us
 
 log = logging.getLogger("p2ptrain.net")
@@ -263,7 +263,7 @@ class Server:
         if is_new:
             takers.append(stream.peer)
             del takers[TAKERS_MAX:]
-            tally.counts[index] = min(255, count + 1)  # before it is sent, lest all be promised it at once
+            tally.counts[index] = min(255, count + 1)  # before sending, so that not everyone is promised it at once
         is_given = False
         try:
             async with self._turns.turn(stream.peer, piece_bytes(blob.size, index), name.kind == "payload"):

@@ -42,7 +42,7 @@ from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, Transport
 OPEN_SECONDS = 10.0
 PIECE_SECONDS = 20.0  # without an answer before a source is dropped: 52 KB/s
 SOURCES_AT_ONCE = 4
-NAMED_AT_ONCE = 3  # of these, sources named only by peers: so one slot is left for those that the core knows
+NAMED_AT_ONCE = 3  # of these, sources named only by peers: one slot stays for those that the core knows
 LEASE_SECONDS = 5.0  # a source's first lease; doubles each time
 LEASE_DOUBLINGS_MAX = 8
 SOURCES_MAX = 64  # per fetch, including those named by peers
@@ -91,8 +91,8 @@ class Source:
         self.holders: tuple[bytes, ...] = ()
         self.asked: deque[int | None] = deque()  # pieces in order; None: its list of pieces
         self.at = asyncio.get_running_loop().time()  # when it last answered
-        self.put_off = 0  # pieces it put us off with
-        self.insisted = 0  # pieces we insisted on
+        self.put_off = 0  # pieces that it refused for now
+        self.insisted = 0  # pieces that we insisted on
 
     async def ask(self, request: Request) -> None:
         self.asked.append(request.index if isinstance(request, Piece) else None)
@@ -410,7 +410,7 @@ class SwarmFetch:
                 raise AssertionError("decode_reply has refused all others")
 
     async def _learn(self, source: Source) -> None:
-        """Takes note of a source's list of pieces; the first source whose digests prove the name sets the size."""
+        """Records a source's list of pieces; the first source whose digests prove the blob's name sets the size."""
         if source.size > self.limit or (self.name.kind == "payload" and source.size != self.limit):
             raise RemoteProtocolError(f"{self.name} of {source.size} bytes, expected {self.limit}")
         async with self.beginning:

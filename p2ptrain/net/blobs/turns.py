@@ -5,7 +5,7 @@ nothing takes nothing from others.
 
 A round waits for payloads, while a newcomer can wait for its state. So states and training data are sent only when no
 payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster
-than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not block them for ever: a piece that has waited
+than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not block them forever: a piece that has waited
 for OVERDUE_SECONDS goes in between, and is paid for with half of what the upload limit allows afterwards.
 """
 
@@ -24,7 +24,7 @@ PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
 TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
 TURNS_MAX = 1_024  # peers whose last turn is remembered
 OVERDUE_SECONDS = 8.0  # so even a busy source sends one piece in this time
-BACKGROUND_AT_ONCE = 4  # peers being sent such a piece: these bytes go out before a payload's
+BACKGROUND_AT_ONCE = 4  # peers being sent a background piece: a payload has to wait for these bytes
 BACKGROUND_BYTES_PER_SECOND = 2**22  # 34 Mbit/s from each source; eight saturate a newcomer's link and one core
 
 

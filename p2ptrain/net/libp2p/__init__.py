@@ -1,1 +1,1 @@
-"""The transport by go-libp2p: p2pd as a process, its life, hivemind's DHT, gossip and streams."""
+"""The transport over go-libp2p: the p2pd process and its life cycle, hivemind's DHT, gossip and streams."""

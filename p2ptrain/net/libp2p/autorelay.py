@@ -1,8 +1,8 @@
-"""Chooses the relays to pass to p2pd when it starts, and decides when a lost relay is worth a restart of p2pd.
+"""Chooses the relays that p2pd gets at its start, and decides when to restart p2pd because a relay was lost.
 
-go-libp2p reserves a slot at no relay until every relay it was given has proven to be one, or three minutes have passed
-(autorelay's minCandidates and bootDelay; p2pd has no option for either). One relay that is down, or is listed under two
-of its addresses, would leave a node behind a router unreachable through the others for that long. So p2pd gets only
+go-libp2p reserves no slot until every relay it was given has proven to be one, or three minutes have passed
+(autorelay's minCandidates and bootDelay; p2pd has no option for either). A single relay that is down, or is listed
+under two addresses, would make a node behind a router unreachable through the others for that long. So p2pd gets only
 relays that answer, each once. We cannot tell from here whether a peer that answers is a relay; nodes of this network
 are, unless their owners switched it off.
 

@@ -1,6 +1,6 @@
-"""hivemind's DHT node with bounds and our own signatures; it holds hints about where peers are.
+"""hivemind's DHT node with bounds and our own signatures; it stores hints about peers' addresses.
 
-The DHT is Kademlia: Maymounkov and Mazieres 2002. Records are checked by records.py.
+The DHT is Kademlia: Maymounkov and Mazieres 2002. Records are checked by dht_records.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # stored here for the DHT, 4 KB e
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """An adapter of records.py to hivemind's validator interface."""
+    """Adapts dht_records.py to hivemind's validator interface."""
 
     def __init__(self, identity: Identity, counters: Counter[str]) -> None:
         self._identity, self._counters, self._validator = identity, counters, Validator()
@@ -57,8 +57,8 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ha
 class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
     """The part of the DHT stored on this node, with bounds: hivemind's own has none, and its expiry heap only grows.
 
-    Anyone can invent as many keys and authors as there is room for. So the keys that we use ourselves have room of
-    their own, and when all is full a newcomer replaces an entry drawn by lot: nobody is kept out for good.
+    Anyone can invent enough keys and authors to fill it. So the keys that we use ourselves have reserved room,
+    and when it is full a new entry replaces a random one: nobody is kept out for good.
     """
 
     def __init__(self, keys_max: int) -> None:
@@ -122,7 +122,7 @@ class Dht:
         return cls(node)
 
     async def meet(self, peer: bytes) -> None:
-        """Pings a peer, by which both enter each other's routing table. hivemind logs failures and raises nothing."""
+        """Pings a peer: both enter each other's routing tables. hivemind logs failures and raises nothing."""
         await self.node.protocol.call_ping(PeerID(id_bytes_of(peer)))
         await asyncio.sleep(0)  # hivemind records the answer in a separate task
 

@@ -44,7 +44,7 @@ def why_invalid(key: object, subkey: object, stored: object, expires_at: object,
     if len(key) > KEY_BYTES_MAX or len(subkey) > 2 + KEY_BYTES or len(stored) > VALUE_BYTES_MAX + 3 + SIGNATURE_BYTES:
         return "too long"
     if not (isinstance(expires_at, float) and now - PAST_SECONDS_MAX <= expires_at <= now + AHEAD_SECONDS_MAX):
-        return "expires at a time that is not taken"  # NaN fails this too
+        return "expires at a time that is not accepted"  # NaN fails this too
     author, packed = _unpacked(subkey), strip_record(stored)
     if author is None or _unpacked(packed) is None:
         return "not bytes in msgpack's one encoding"

@@ -6,7 +6,7 @@ closes, so p2pd ends with us, and hivemind's DHT may close its own. A subscripti
 messages. A stream is one that belongs to the two peers after its first message.
 
 When p2pd dies, hangs, or loses its sockets or its relay, it is restarted with the same identity on the same ports, and
-its protocols, topics and connections are set up again. Requests wait meanwhile, but not for long.
+its protocols, topics and connections are set up again. Requests wait for it, but not for long.
 
 gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754).
 """
@@ -197,11 +197,11 @@ class P2pd:
         self._ports = Ports(network.listen, gives_way=not network.has_chosen_port)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
-        self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the latter end with this p2pd
+        self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the second set ends with this p2pd
         self._streams = Streams(self._counters, self._tasks, _read_opening)
         self._sockets = Sockets(directory, self._streams.accept)
         self._control = _Control(self._sockets)
-        self._registered: set[str] = set()  # protocols that this p2pd knows to pass on
+        self._registered: set[str] = set()  # protocols that this p2pd forwards to us
         self._registering = asyncio.Lock()
         self._gossip = Gossip(self.me, self._control, self._counters)
         self._routes: list[str] = []  # routes to us

@@ -39,7 +39,7 @@ START_SECONDS = 15.0  # it takes 0.1 s, more on a busy machine
 IDLE_SECONDS = 20  # longer than START_SECONDS
 LIFELINE_DESCRIPTOR_MIN = 256  # subscriptions are opened at the start, when a node has a few dozen descriptors
 STOP_SECONDS = 3.0  # from SIGTERM to SIGKILL
-LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # of its output are kept for error messages
+LINES_MAX, LINE_CHARACTERS_MAX = 5, 500  # kept of its output, for error messages
 TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # worth showing; a stack or options follow
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # above the high mark p2pd prunes down to the low one
@@ -48,7 +48,7 @@ LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 BECOME = (
     "import fcntl, os, sys; fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid()); fcntl.fcntl(0, fcntl.F_SETSIG, 9);"
     "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC);"
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent is gone already: the signal would never come
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent has gone already: the signal would never come
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
@@ -249,7 +249,7 @@ class Ports:
             except (OSError, OverflowError) as error:
                 if gives_way and getattr(error, "errno", 0) == errno.EADDRINUSE:
                     other = self._take(f"/ip{match[1]}/{match[2]}/{kind}/0{match[5] or ''}", gives_way=False)
-                    logger.info("port %s is taken, perhaps by another node: this one listens on %s", match[4], other)
+                    logger.info("port %s is taken, perhaps by another node: this node listens on %s", match[4], other)
                     return other
                 raise _cannot_listen(address, error) from error
             port = taken.getsockname()[1]

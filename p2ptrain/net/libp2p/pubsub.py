@@ -53,7 +53,7 @@ class TopicQueue:
             self._is_filled.set()
 
     async def deliver(self) -> None:
-        """Delivers messages for ever, and yields to other tasks after each."""
+        """Delivers messages forever, and yields to other tasks after each."""
         while True:
             await self._is_filled.wait()
             while self._queue:

@@ -1,8 +1,8 @@
-"""The Unix sockets between p2pd and us, in a private directory that may be removed while we run.
+"""The Unix sockets between p2pd and this process, in a private directory that may disappear while they run.
 
-Logging out removes the user's runtime directory, and cleaners remove old files in /tmp. The sockets then have no name
-left, and nobody can connect. So the sockets are checked before each start of p2pd: a missing directory is made again
-under the same name or, where that is impossible or another user was quicker, under another.
+Logging out removes the user's runtime directory, and cleaners remove old files in /tmp. The sockets then have no
+name, and nobody can connect. So they are checked before each start of p2pd: a missing directory is made again under
+the same name or, if that is impossible or another user was quicker, under a different one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Sockets:
 
 
 def _is_or_becomes_ours(directory: Path) -> bool:
-    """Makes the directory, or checks that an existing one is ours alone: whoever can enter it can act as this node."""
+    """Makes the directory, or checks that an existing one is ours alone: anyone who can enter it can act as this
+    node.
+    """
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:

@@ -48,7 +48,7 @@ class Streams:
             stream.abort()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Takes a connection from p2pd, which is an incoming stream."""
+        """Accepts an incoming stream, which is a connection from p2pd."""
         if self._incoming < STREAMS_MAX + OPENINGS_MAX:
             self._incoming += 1
             self._tasks.spawn(self._answer(reader, writer))
@@ -82,7 +82,7 @@ class Streams:
             return f"{peer_id_of(peer)} has {mine}"
         if sum(map(len, self._incoming_of.values())) >= STREAMS_MAX:
             most = max(self._incoming_of.values(), key=len)
-            if len(most) < mine + 2:  # otherwise the two would take turns for ever
+            if len(most) < mine + 2:  # otherwise the two would alternate forever
                 return f"{STREAMS_MAX} are open"
             self._counters["streams given up"] += 1
             most.pop().abort()

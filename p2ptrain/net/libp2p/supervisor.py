@@ -1,5 +1,5 @@
-"""Keeps p2pd running: restarts it whenever it ends, however long that takes, and kills it when it hangs or when a
-fresh one would do better.
+"""Keeps p2pd running: restarts it whenever it ends, however long that takes, and kills it if it hangs or if a new one
+would work better.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger("p2ptrain.net")
 
 
 class Supervisor:
-    """Restarts p2pd for ever. `launch` starts and sets up a p2pd, and pushes on the stack how to undo it."""
+    """Restarts p2pd forever. `launch` starts and sets up a p2pd, and pushes the cleanup onto the stack."""
 
     def __init__(self, launch: Callable[[AsyncExitStack], Awaitable[Process]], counters: Counter[str]) -> None:
         self._launch, self._counters = launch, counters
         self._session = AsyncExitStack()
         self._is_up = asyncio.Event()
         self._is_closed = False
-        self._is_ended = False  # killed by us, which has been logged
+        self._is_ended = False  # killed by us, and already logged
 
     @property
     def is_up(self) -> bool:
@@ -110,6 +110,6 @@ class Supervisor:
             raise TransportError(what) from error
 
     async def close(self) -> None:
-        """Ends p2pd. To be called after `run` has been cancelled."""
+        """Ends p2pd. Call it after `run` has been cancelled."""
         self._is_closed = True
         await self._session.aclose()
