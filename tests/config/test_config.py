@@ -251,8 +251,8 @@ IN_A_NODE = {
     "[http]\nhost = 'example.org'": 'FILE: http: host = "example.org" would show the node to everyone on the network. '
     'Name a token_file, or set host = "127.0.0.1"',
     "[recipe]": "FILE: recipe: unknown key. It belongs in the other kind of config, that of a run",
-    "[storage]\ndirectory = '~nobody at all/x'": "FILE: storage.directory: expected a path that begins with ~ for a "
-    'home directory that is known, found "~nobody at all/x". Write for instance directory = ""',
+    "[storage]\ndirectory = '~nobody at all/x'": "FILE: storage.directory: expected a path whose ~ stands for a known "
+    'home directory, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
     "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, http, "
     "tracking, logging",
