@@ -131,7 +131,8 @@ class Trainer:
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
         self.round = 0  # rounds applied so far
-        self._unpacked: OrderedDict[bytes, Contribution] = OrderedDict()  # by payload, most recently checked last
+        # By payload, most recently checked last: how many rounds were applied then, and the contribution.
+        self._unpacked: OrderedDict[bytes, tuple[int, Contribution]] = OrderedDict()
         self._lock = Lock()  # guards `_unpacked`: payloads are checked while a round trains
         self._trained: int | None = None  # the round whose steps are done but not contributed yet
 
@@ -200,7 +201,7 @@ class Trainer:
         except RemoteProtocolError as error:
             return error.why
         with self._lock:
-            self._unpacked[payload] = contribution
+            self._unpacked[payload] = self.round, contribution
             while len(self._unpacked) * self.form.contribution_bytes > UNPACKED_BYTES:
                 self._unpacked.popitem(last=False)
         return None
@@ -211,12 +212,19 @@ class Trainer:
         assert round_number == self.round, f"round {round_number} cannot follow {self.round} applied rounds"
         recipe = self.run.recipe
         parameters = self.live.parts(self.recipe.agreed)
-        with self._lock:
-            found = {payload: self._unpacked.pop(payload, None) for payload in payloads}
-        unpacked = {payload: contribution for payload, contribution in found.items() if contribution is not None}
+        unpacked = self._take_unpacked(payloads)
         rate = learning_rate(recipe, round_number)
         apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
         self.round = round_number + 1
+
+    def _take_unpacked(self, payloads: Sequence[bytes]) -> dict[bytes, Contribution]:
+        """Removes these contributions, and those that came too late for a round, and returns the former."""
+        oldest = self.round - self.run.agreement.staleness_rounds_max
+        with self._lock:
+            found = {payload: self._unpacked.pop(payload) for payload in payloads if payload in self._unpacked}
+            while self._unpacked and next(iter(self._unpacked.values()))[0] < oldest:
+                self._unpacked.popitem(last=False)
+        return {payload: contribution for payload, (_, contribution) in found.items()}
 
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
         """Computes the root of the current state; the manifest's digest draws the sample of a large one."""

@@ -262,3 +262,14 @@ def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
         payloads.append(trainer.contribute(number))
         assert trainer.check(payloads[-1]) is None
     assert list(trainer._unpacked) == payloads[1:]
+
+
+def test_a_payload_that_came_too_late_for_its_round_is_not_kept_unpacked(dataset: TokenDataset) -> None:
+    trainer = make(dataset)
+    trainer.train(0, 0, 1)
+    payload = trainer.contribute(0)
+    assert trainer.check(payload) is None
+    trainer.apply(0, [])
+    assert list(trainer._unpacked) == [payload], "it may be one for the next round, from someone faster"
+    trainer.apply(1, [])
+    assert not trainer._unpacked
