@@ -30,11 +30,11 @@ from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node import control
 from p2ptrain.node.control import Control, ask
 from p2ptrain.node.device import Device
-from p2ptrain.observe.schema import Status
 from tests.helpers.core import KEYS
 from tests.helpers.export import Command, Node, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written
 from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY
+from tests.helpers.web import STATUS, a_status
 
 MORE = ("--tokens", "30")
 
@@ -175,7 +175,7 @@ class Lived:
 
 @pytest.fixture
 def lived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lived]:
-    monkeypatch.setattr(life, "status_of", lambda daemon: Status.model_construct(run_id=daemon.run.run_id))
+    monkeypatch.setattr(life, "status_of", lambda daemon: a_status(STATUS | {"run_id": daemon.run.run_id}))
     lived = Lived(tmp_path)
     yield lived
     lived.device.close()
