@@ -30,7 +30,7 @@ class Lag:
             await asyncio.sleep(LAG_SECONDS)
             self._looks = [*self._looks[-LAG_KEPT + 1 :], max(0.0, loop.time() - due)]
             if (gap := _since_boot() - looked_at) > STOOD_STILL_SECONDS:
-                log.warning("nothing ran here for %.0f s: asleep or stopped; catching up", gap)
+                log.warning("nothing ran for %.0f s: the machine slept or the process was stopped; catching up", gap)
 
 
 def _since_boot() -> float:

@@ -40,6 +40,6 @@ def _exported(swarm: Swarm, node: Daemon, name: str) -> tuple[int, bytes]:
         "not certified: the newest certified root in the log is of round" in line for line in err.splitlines()
     ), err
     assert ", certified by this node's log: " in told
-    assert "; after this round 1 with a vote, of 1 admitted |" in (out / "README.md").read_text()
+    assert "; after this round 1 with a vote, 1 admitted |" in (out / "README.md").read_text()
     content = (out / "model.safetensors").read_bytes()
     return int(told.split()[1]), content[8 + int.from_bytes(content[:8], "little") :]
