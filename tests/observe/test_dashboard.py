@@ -252,7 +252,7 @@ def test_every_complaint_is_in_words_for_people_and_in_its_own(browser: Browser,
     with a_page(browser, node.url) as page:
         until_shown(page)
         node.change(**told_of(*told))
-        until_text(page, "health", told[-1].text)
+        until_text(page, "health", told[0].text)  # the last one is told from the first
         rows = page.locator("#health li")
         assert rows.locator("b").all_inner_texts() == [each.title for each in told]
         assert rows.locator("span:not(.raw)").all_inner_texts() == [each.advice for each in told]
