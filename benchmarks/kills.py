@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import sys
 from collections import defaultdict
 from itertools import pairwise
@@ -66,10 +65,8 @@ class Watched(Swarm):
 def kill_one(swarm: Swarm, victim: DemoNode) -> Kill:
     others = [node for node in swarm.nodes if node is not victim]
     at = time()
-    victim.end(signal.SIGKILL)
-    assert victim.process is not None
-    victim.process.wait()
-    victim.process, victim.status = None, {}
+    victim.kill()
+    victim.process, victim.status = None, {}  # `look` would complain of a node that has ended
     wait(swarm, DOWN_SECONDS)
     victim.start()
     swarm.until(lambda: bool(victim.status.get("is_member")), START_SECONDS)

@@ -25,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 
 from p2ptrain.errors import DataError, P2ptrainError
+from p2ptrain.net.libp2p.process import tied_to_us
 from p2ptrain.node.control import ask
 from p2ptrain.visible import count_of
 
@@ -62,11 +63,7 @@ STOP_SECONDS = 20.0  # for a node to leave properly
 POLL_SECONDS = 0.5
 LINES_SECONDS = 5.0  # between progress lines without a terminal
 SAMPLE_TOKENS = 240
-BECOME = (  # a small interpreter, because Python in a fork of a process with threads may hang
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"  # PR_SET_PDEATHSIG, SIGTERM
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent is gone already: the signal would never come
-    "os.execv(sys.argv[2], sys.argv[2:])"
-)
+REQUEST = "import ctypes; ctypes.CDLL(None).prctl(1, 15)"  # PR_SET_PDEATHSIG, SIGTERM
 
 
 @dataclass(slots=True)
@@ -92,8 +89,8 @@ class DemoNode:
         own = {"OMP_NUM_THREADS": "1", "P2PTRAIN_DEVICE__NAME": "cpu", "P2PTRAIN_DEVICE__THREADS": "1"}
         own |= {"P2PTRAIN_NETWORK__NAT": "false"}  # loopback needs no port mapping
         own |= {"P2PTRAIN_HTTP__HOST": "127.0.0.1", "P2PTRAIN_HTTP__PORT": "0"}
-        command = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), sys.executable, "-m", "p2ptrain"]
-        command += [*self.arguments, "--data-dir", str(self.directory)]
+        command = tied_to_us(REQUEST, [sys.executable, "-m", "p2ptrain", *self.arguments])
+        command += ["--data-dir", str(self.directory)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(  # noqa: S603
                 [*command, "--listen", LISTEN, "--log-format", "text"],

@@ -272,7 +272,9 @@ class AgreementConfig(Section):
     inline_bytes_max: int = Field(
         16_384, ge=0, le=262_144, description="payloads up to this size ride along with the announcement; in bytes"
     )
-    avail_seconds: int = Field(2, ge=1, le=600, description="how long a proposer waits for all availabilities")
+    avail_seconds: int = Field(
+        2, ge=1, le=600, description="a proposer waits this long for all availabilities, a quarter of a view at most"
+    )
     view_seconds: int = Field(2, ge=1, le=600, description="length of the first view")
     view_seconds_max: int = Field(60, ge=1, le=3_600, description="views double up to this length")
     idle_round_seconds: int = Field(

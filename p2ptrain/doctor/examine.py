@@ -54,7 +54,7 @@ class DaemonHere:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What the peers say."""
+    """The peers' answers, and the run they offer."""
 
     found: list[Diagnosis]
     run: RunConfig | None = None  # of a named peer

@@ -17,7 +17,7 @@ from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.effect_queue import EffectQueue
-from p2ptrain.core.history import encode_answer
+from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
 from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
@@ -172,7 +172,9 @@ class Driver:
         encoded = encode_answer(effect.history)
         if encoded is None:
             self.counters["histories too long to send"] += 1
-            log.warning("a history is too long to send; the peer has to ask another node")
+            log.warning(
+                "a history has more than %d bytes and is not sent; the peer has to ask another node", HISTORY_BYTES_MAX
+            )
             return
         self.edges.mailboxes.post(effect.peer, TellHistory(encoded))
 

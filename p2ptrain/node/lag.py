@@ -10,7 +10,7 @@ LAG_SECONDS = 0.25  # between measurements of the event loop's lag
 LAG_KEPT = 240  # measurements: the worst of the last minute is reported
 STOOD_STILL_SECONDS = 10.0  # a longer gap is not lag: the whole process was asleep or stopped
 
-log = logging.getLogger("p2ptrain.daemon")
+log = logging.getLogger("p2ptrain.node")
 
 
 class Lag:

@@ -306,7 +306,7 @@ class Status(Answer):
         ),
     ] = Field(description="faults observed in peers, by reason, since this start")
 
-    @computed_field(description="the complaints without that the run is small, which is no trouble")  # type: ignore[prop-decorator]  # as its own documentation does it
+    @computed_field(description="the complaints, except that the run is small")  # type: ignore[prop-decorator]  # as its own documentation does it
     @property
     def troubles(self) -> list[Complaint]:
         return [each for each in self.complaints if each.code != Code.CRASH_ONLY]

@@ -253,3 +253,4 @@ def test_who_says_nothing_in_a_round_is_silent_and_who_only_trains_long_is_late(
     known = bench.node.view().standings()
     assert [each.peer for each in known if each.points > 0.0] == sorted(KEYS[2:4])
     assert [each.peer for each in known] == sorted([*bench.others, bench.node.view().me])
+    assert sorted(bench.node.context.peers) == sorted(bench.others)

@@ -329,7 +329,7 @@ async def test_a_port_in_use_that_nobody_chose_gives_way_and_the_other_is_told(
         await make(("/ip4/203.0.113.7/tcp/4001",), is_chosen=False)
 
 
-async def test_of_two_nodes_that_start_at_once_only_one_gets_the_default_port(make: Make) -> None:
+async def test_of_nodes_that_start_at_once_only_one_gets_the_default_port(make: Make) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         default = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -227,6 +228,16 @@ async def test_a_node_that_is_killed_takes_its_p2pd_along_before_its_subscriptio
     assert lifeline == max(opened)  # the kernel closes the highest first
     process._lifeline.close()
     assert await asyncio.wait_for(process.wait(), SECONDS) == -signal.SIGKILL
+
+
+async def test_it_starts_where_few_descriptors_are_allowed(make: Make) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        node = await make()
+        assert node._supervisor.process._lifeline.fileno() < 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_closing_ends_what_is_in_use_and_later_calls_fail(make: Make) -> None:

@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -45,11 +46,9 @@ USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns",
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # above the high mark p2pd prunes down to the low one
 CONNECTIONS_GRACE_SECONDS = 20  # a new connection is not pruned this long
 LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
-BECOME = (
-    "import fcntl, os, sys; fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid()); fcntl.fcntl(0, fcntl.F_SETSIG, 9);"
-    "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC);"
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # our parent has gone already: the signal would never come
-    "os.execv(sys.argv[2], sys.argv[2:])"
+REQUEST = (  # SIGKILL, when the other end of the standard input closes
+    "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid()); fcntl.fcntl(0, fcntl.F_SETSIG, 9);"
+    "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)"
 )
 
 
@@ -68,7 +67,7 @@ class Process:
     async def start(cls, arguments: list[str]) -> Self:
         """Starts p2pd; returns when it accepts connections. If it fails, TransportError quotes its output."""
         binary = find_binary()
-        command = (sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), str(binary), *arguments)
+        command = tied_to_us(REQUEST, [str(binary), *arguments])
         lifeline, its_end = _lifeline()
         try:
             child = await asyncio.create_subprocess_exec(
@@ -152,11 +151,22 @@ class Process:
             self._child.send_signal(number)
 
 
+def tied_to_us(request: str, command: Sequence[str]) -> list[str]:
+    """Returns the command of a small interpreter that asks for a signal when we end, and then becomes `command`."""
+    code = (
+        f"import os, sys; {request};"
+        "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # we have gone already: the signal would never come
+        "os.execv(sys.argv[2], sys.argv[2:])"
+    )
+    return [sys.executable, "-I", "-S", "-c", code, str(os.getpid()), *command]
+
+
 def _lifeline() -> tuple[socket.socket, socket.socket]:
     """Makes our end and p2pd's end of the socket that tells the kernel that we are alive."""
+    high = min(LIFELINE_DESCRIPTOR_MIN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
     low, its = socket.socketpair()
     with low:
-        return socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, LIFELINE_DESCRIPTOR_MIN)), its
+        return socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, high)), its
 
 
 def find_binary() -> Path:
