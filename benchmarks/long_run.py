@@ -22,6 +22,8 @@ from typing import Any
 import psutil
 from daemons import ROUND_SECONDS, TINY, Swarm, recipe, swarm_of
 
+from p2ptrain.files import below
+
 GROWTH_MAX = 1.03
 LOOKS = 5  # whose median is compared
 
@@ -29,13 +31,9 @@ LOOKS = 5  # whose median is compared
 def sizes_of(directory: Path) -> dict[str, int]:
     """Returns the bytes on the disk by what is directly in the directory of a run, or of the node."""
     found: dict[str, int] = defaultdict(int)
-    for path in directory.rglob("*"):
+    for path, file in below(directory):
         parts = path.relative_to(directory).parts
-        kind = parts[2] if parts[0] == "runs" and len(parts) > 2 else parts[0]
-        try:
-            found[kind] += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue  # pruned meanwhile
+        found[parts[2] if parts[0] == "runs" else parts[0]] += file.st_size
     return dict(found)
 
 

@@ -244,6 +244,18 @@ def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]
     return sorted(found, key=lambda each: each[0])
 
 
+def below(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yields every file below a directory with its lstat result; skips what vanishes meanwhile or cannot be read."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = Path(folder, name)
+            try:
+                kind = os.lstat(path)
+            except OSError:
+                continue
+            yield path, kind
+
+
 def digest_of(path: Path, bytes_max: int | None = None) -> tuple[int, str]:
     """Returns the size of a regular file and its BLAKE3 digest, as `b3sum` prints it. Reading stops once the file
     turns out to be longer than `bytes_max`."""

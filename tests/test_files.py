@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from blake3 import blake3
 
 from p2ptrain import files
 from p2ptrain.errors import DataError
-from p2ptrain.files import digest_of, listed, open_regular, read_regular
+from p2ptrain.files import below, digest_of, listed, open_regular, read_regular
 from p2ptrain.visible import visible
 
 
@@ -104,6 +105,19 @@ def test_a_directory_is_listed_without_following_links(tmp_path: Path) -> None:
     (tmp_path / "there").symlink_to(tmp_path / "b")
     with pytest.raises(DataError, match="there: not a directory, but a link"):
         listed(tmp_path / "there", 3)
+
+
+def test_files_and_directories_may_vanish_while_they_are_listed(tmp_path: Path) -> None:
+    for name in ("a/1", "a/2", "b/3"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"123")
+    found = below(tmp_path)
+    _, first = next(found)
+    assert first.st_size == 3
+    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "b")
+    assert list(found) == []
+    assert list(below(tmp_path / "nothing")) == []
 
 
 def test_what_cannot_be_seen_becomes_visible() -> None:

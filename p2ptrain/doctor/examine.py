@@ -25,6 +25,7 @@ from p2ptrain.errors import (
     RemoteProtocolError,
     SilentDaemonError,
 )
+from p2ptrain.files import below
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, demands_of, need_of
 from p2ptrain.net import questions
@@ -192,7 +193,8 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     directory = run_directory(config, bytes.fromhex(run.run_id))
     members = len(facts.status["roster"]) if facts.status else 0
     contributors = max(members, outside.members, CONTRIBUTORS_USUAL)
-    free, used = psutil.disk_usage(str(disk.standing(directory))).free, _size_of(directory)
+    free = psutil.disk_usage(str(disk.standing(directory))).free
+    used = sum(file.st_blocks * 512 for _, file in below(directory))
     found.append(disk.check_space(need, run, config.storage.checkpoints_kept, contributors, free, used))
     return RunHere(found, need)
 
@@ -203,17 +205,6 @@ def _taken_by(directory: Path) -> int:
         return int(psutil.Process(holder).memory_info().rss) if holder else 0
     except psutil.Error:
         return 0
-
-
-def _size_of(directory: Path) -> int:
-    """Adds up the files in a directory; skips those that vanish meanwhile."""
-    total = 0
-    for path in directory.rglob("*") if directory.exists() else ():
-        try:
-            total += path.stat().st_blocks * 512
-        except OSError:
-            continue
-    return total
 
 
 def look_at_speed(facts: NodeFacts, need: Need | None) -> list[Diagnosis]:
