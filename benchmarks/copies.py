@@ -126,7 +126,7 @@ async def a_device(preset: str, place: Path) -> tuple[RunConfig, TokenDataset, D
     name = manifest_digest((place / "data" / "manifest.json").read_bytes())
     raw = {"name": "copies", "model": {"preset": preset, "vocab_size": 256}, "recipe": {"sequences_per_pass": 1}}
     data = TokenDataset.open(place / "data", name)
-    device = await Device.open(RunConfig.model_validate(raw), DeviceConfig(name="cpu", autocast="off"), data)
+    device = await Device.open(RunConfig.model_validate(raw), DeviceConfig(name="cpu", autocast="off"), data, PEER)
     trained = device.trainer
     generator = torch.Generator().manual_seed(1)
     await device.run(lambda: trained.recipe.agreed.normal_(0, 0.02, generator=generator))

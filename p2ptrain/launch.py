@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
+from p2ptrain.core.admission import Invitation, decode_invitation, make_claim
 from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
-from p2ptrain.errors import ConfigError, DataError, P2ptrainError
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.tasks import IS_CRASH
@@ -60,7 +61,7 @@ def start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
     _run(_start(run, config, dataset))
 
 
-def join(config: NodeConfig, run: str | None, ticket: Path | None, trust: str | None = None) -> None:
+def join(config: NodeConfig, run: str | None, ticket: str | None, trust: str | None = None) -> None:
     """Runs `p2ptrain join`."""
     _run(_join(config, run, ticket, _read_trust(trust)))
 
@@ -173,11 +174,11 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
 
 
-async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None, trust: bytes) -> None:
+async def _join(config: NodeConfig, wanted: str | None, ticket: str | None, trust: bytes) -> None:
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
-    ticket = _read_ticket(ticket_file)
+    invitation = _read_invitation(ticket) if ticket else None
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
@@ -190,7 +191,8 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         data = open_dataset(directory, run.data.manifest)
         if data is None:
             data = await fetch_dataset(transport, config, run, directory, sources)
-        launch = Launch(run, config, identity, transport, data, ticket=ticket, trust=trust)
+        claim = _claim(invitation, identity, run.run_id) if invitation else b""
+        launch = Launch(run, config, identity, transport, data, claim=claim, trust=trust)
         await _serve(stack, launch, daemon, http)
 
 
@@ -203,14 +205,22 @@ def _read_trust(head: str | None) -> bytes:
     return bytes.fromhex(head)
 
 
-def _read_ticket(path: Path | None) -> bytes:
-    if path is None:
-        return b""
+def _read_invitation(text_or_file: str) -> Invitation:
     try:
-        return bytes.fromhex(path.read_text().strip())
-    except (OSError, ValueError) as error:
-        fix = "Use the file with the invitation exactly as you received it"
-        raise ConfigError(f"not an invitation: {error}", source=str(path), fix=fix) from error
+        if re.fullmatch(r"[0-9a-f]{128,}", text_or_file):  # longer than what people call a file
+            return decode_invitation(text_or_file)
+        return decode_invitation(Path(text_or_file).read_text())
+    except (OSError, UnicodeDecodeError, RemoteProtocolError) as error:
+        fix = "Use the invitation exactly as you received it: its text, or the file that contains it"
+        raise ConfigError(f"not an invitation: {error}", key="--ticket", fix=fix) from error
+
+
+def _claim(invitation: Invitation, identity: Identity, run_id: str) -> bytes:
+    """Makes out an invitation to this node."""
+    bearer = Identity(invitation.seed)
+    if bearer.key != invitation.ticket.bearer:
+        raise ConfigError("not an invitation: its key is damaged", key="--ticket", fix="Ask for it again")
+    return make_claim(invitation.ticket, bearer.sign, bytes.fromhex(run_id), identity.key)
 
 
 def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:

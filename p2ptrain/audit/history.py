@@ -220,7 +220,7 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
             break
         before = proved.states[-1]
         if isinstance(step, Entry):
-            if why := contradiction(step.manifest, before, run, run_id):
+            if why := contradiction(step.manifest, before, run):
                 report.wrong(where, f"its manifest is certified, but no availabilities lead to it: {why}", SIGNED_FIX)
             if not is_named and is_led_to:
                 report.holds("agreed state", f"that of round {base.round} is the one that the manifest after it names")

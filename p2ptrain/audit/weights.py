@@ -23,7 +23,7 @@ from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
-from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.messages import KEY_BYTES, author_of, content_of, payload_digest
 from p2ptrain.core.state import Taken
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
@@ -102,7 +102,7 @@ class PayloadFiles:
 
     def __init__(self, directory: Path, model: Model) -> None:
         self.directory, self.model = directory, model
-        self.bytes_max = model.form.payload_bytes
+        self.bytes_max = KEY_BYTES + model.form.payload_bytes
         self.bad: set[bytes] = set()
 
     def check(self, proved: ProvedLog, report: Report) -> None:
@@ -152,8 +152,10 @@ class PayloadFiles:
             return None
         if len(content) != taken.payload_bytes:
             return f"round {taken.round} took it as {taken.payload_bytes} bytes, but it has {len(content)}"
+        if author_of(content) != taken.author:
+            return f"round {taken.round} took it as another author's"
         try:
-            unpack(content, self.model.form)
+            unpack(content_of(content), self.model.form)
         except RemoteProtocolError as error:
             return f"it was applied, but the strict decoder refuses it: {error.why}"
         return None
@@ -173,7 +175,7 @@ class PayloadFiles:
                 return None
             if content is None or payload_digest(content) != taken.payload:
                 return None
-            found.append(content)
+            found.append(content_of(content))
         return found
 
     def lacks(self, entry: Entry) -> bool:

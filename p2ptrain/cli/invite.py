@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig, RunConfig
     from p2ptrain.identity import Identity
 
-SERIAL_BYTES = 16  # a serial's size in a ticket
 ROUND_MAX = 2**48 - 1  # the limit of messages
+USES_MAX = 1_024  # the limit of tickets
 
 
 def invite(
@@ -25,12 +25,9 @@ def invite(
         int,
         typer.Option("--last-round", metavar="R", min=1, max=ROUND_MAX, help="The last round in which it is valid."),
     ],
-    serial: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, max=2**63, help="Only one invitation with this number can be used; random by default."
-        ),
-    ] = None,
+    uses: Annotated[
+        int, typer.Option(metavar="N", min=1, max=USES_MAX, help="The number of nodes that it admits.")
+    ] = 1,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file to write to, instead of stdout.")] = None,
     run: Run = None,
     config: NodeFile = None,
@@ -38,11 +35,12 @@ def invite(
 ) -> None:
     """Create an invitation to this node's run.
 
-    The first node that uses it with `join --ticket` is admitted. The run's config must have this node's key in
+    A node that uses it with `join --ticket` is admitted, and the invitation can be given to as many as it has uses. It
+    contains a secret key, so send it where only they can read it. The run's config must have this node's key in
     admission.keys. The node may keep running; nothing is sent to anybody.
     """
-    from p2ptrain.core.admission import make_ticket
-    from p2ptrain.identity import Identity
+    from p2ptrain.core.admission import encode_invitation, make_ticket
+    from p2ptrain.identity import KEY_BYTES, Identity
     from p2ptrain.node.directories import identity_file
     from p2ptrain.node.find import choose_run
 
@@ -51,13 +49,16 @@ def invite(
     identity = Identity.load(identity_file(node))
     _check_may_invite(meant, identity)
     _check_is_ahead(node, meant, last_round)
-    number = secrets.token_bytes(SERIAL_BYTES) if serial is None else serial.to_bytes(SERIAL_BYTES, "big")
-    ticket = make_ticket(identity.key, identity.sign, bytes.fromhex(meant.run_id), number, last_round).hex()
+    seed = secrets.token_bytes(KEY_BYTES)
+    run_id, bearer = bytes.fromhex(meant.run_id), Identity(seed).key
+    ticket = make_ticket(identity.key, identity.sign, run_id, bearer, uses, last_round)
+    text = encode_invitation(ticket, seed)
     if out is None:
-        typer.echo(ticket)
+        typer.echo(text)
         return
-    _write_for_me_alone(out, f"{ticket}\n")
-    typer.echo(f"an invitation to {meant.name}, good up to round {last_round}: {out}")
+    _write_for_me_alone(out, f"{text}\n")
+    who = "a node" if uses == 1 else f"{uses} nodes"
+    typer.echo(f"an invitation of {who} to {meant.name}, good up to round {last_round}: {out}")
 
 
 def _check_may_invite(run: RunConfig, identity: Identity) -> None:

@@ -108,7 +108,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     bootstrap: Bootstrap = None,
     run: Annotated[str | None, typer.Option("--run", metavar="ID", help="The run, if the nodes know several.")] = None,
     ticket: Annotated[
-        Path | None, typer.Option("--ticket", metavar="FILE", help="An invitation, if the run requires one.")
+        str | None, typer.Option("--ticket", metavar="TEXT|FILE", help="An invitation, if the run requires one.")
     ] = None,
     trust: Annotated[
         str | None,

@@ -16,13 +16,17 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Annotated, Final, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic_core import from_json, to_json
 
 from p2ptrain.config.fields import Accepts, Digest, DigestOrEmpty, FromArray, Rational, Section
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+# Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
+# which a run behaves as one without the key. A key is added here whenever it is added to a section.
+LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {}
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
@@ -349,7 +353,7 @@ class AdmissionConfig(Section):
 class RunConfig(Section):
     """One shared training effort; the digest of its canonical encoding is the run's id."""
 
-    protocol: Literal[1] = Field(
+    protocol: Literal[2] = Field(
         PROTOCOL_VERSION, description="version of messages and arithmetic, fixed for the run's life"
     )
     name: Annotated[
@@ -390,9 +394,13 @@ class RunConfig(Section):
         return RunConfig.model_validate(raw)
 
     def canonical(self) -> bytes:
-        return json.dumps(
-            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False
-        ).encode()
+        """Encodes the config. All keys are in it, so that a changed default never changes a run that exists, but for
+        those of LATER_KEYS at their neutral value."""
+        raw = self.model_dump(mode="json")
+        for (section, key), neutral in LATER_KEYS.items():
+            if raw[section][key] == neutral:
+                del raw[section][key]
+        return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @property
     def run_id(self) -> str:
@@ -408,13 +416,25 @@ class RunConfig(Section):
         if len(encoded) > CONFIG_BYTES_MAX:
             raise RemoteProtocolError(f"run config of {len(encoded)} bytes; the limit is {CONFIG_BYTES_MAX}")
         try:
-            config = cls.model_validate_json(encoded)
+            config = cls.model_validate_json(_with_later_keys(encoded))
         except ValidationError as error:
             raise RemoteProtocolError(_why(error)) from error
         # Rejects other spellings of a number, duplicate keys, another order and white space.
         if config.canonical() != encoded:
             raise RemoteProtocolError("run config is not in its canonical encoding")
         return config
+
+
+def _with_later_keys(encoded: bytes) -> bytes:
+    """Adds the keys that `canonical` has left out."""
+    try:
+        raw = from_json(encoded)
+    except ValueError:
+        return encoded  # validation says what is wrong
+    for (section, key), neutral in LATER_KEYS.items():
+        if isinstance(raw, dict) and isinstance(raw.get(section), dict):
+            raw[section].setdefault(key, neutral)
+    return to_json(raw)
 
 
 def _why(error: ValidationError) -> str:

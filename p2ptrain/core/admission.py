@@ -1,12 +1,17 @@
 """Admission: decides which join requests, leaves and evidence a member attests.
 
-A run's policy is `open` (anyone may join; a seat is earned by contributions that were applied), `invite` (a ticket
-signed by a key from the run's config, with a serial and a last round, and usable once), or `allowlist`. Every decision
-depends only on the message, the agreed state and the run's config, so honest members always agree.
+A run's policy is `open` (anyone may join; a seat is earned by contributions that were applied), `invite` or
+`allowlist`. Every decision depends only on the message, the agreed state and the run's config, so honest members always
+agree.
+
+An invitation is a ticket, signed by a key from the run's config, and the secret key of the bearer that the ticket
+names. The secret never travels: a join request carries the ticket and the bearer's signature over the joiner's own key.
+So a request that is overheard is of no use to another key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,9 +19,9 @@ from msgspec import Struct
 
 from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core import wire
-from p2ptrain.core.manifest import NO_SERIAL, Join, Request
+from p2ptrain.core.manifest import NO_BEARER, Join, Request
 from p2ptrain.core.messages import (
-    TICKET_BYTES_MAX,
+    CLAIM_BYTES_MAX,
     Evidence,
     JoinRequest,
     Key,
@@ -26,55 +31,102 @@ from p2ptrain.core.messages import (
     Verifier,
 )
 from p2ptrain.core.reputation import convict
-from p2ptrain.core.state import AgreedState, Serial
+from p2ptrain.core.state import AgreedState, Uses
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from p2ptrain.config import RunConfig
 
 REQUEST_ROUNDS = 64  # maximum age of a request: long enough for gossip, too short to replay it a year later
 
 
 class Ticket(Struct, frozen=True, array_like=True):
-    """An invitation: the first key that presents it is admitted."""
+    """Admits as many keys as its bearer signs for, up to `uses`."""
 
     signer: Key
-    serial: Serial
+    bearer: Key
+    uses: Uses
     last_round: Number  # the last round in which it is valid
     signature: Signature
 
 
-_TICKET = msgspec.msgpack.Decoder(Ticket)
+class Claim(Struct, frozen=True, array_like=True):
+    """A ticket, and the bearer's signature for the key that wants to join with it."""
+
+    ticket: Ticket
+    signature: Signature
 
 
-def ticket_signed_bytes(run_id: bytes, serial: bytes, last_round: int) -> bytes:
-    """Returns the bytes that the inviter signs."""
-    domain = f"p2ptrain {PROTOCOL_VERSION} ticket".encode()
-    return domain + b"\0" + run_id + digest("ticket", serial, last_round.to_bytes(8, "little"))
+class Invitation(Struct, frozen=True, array_like=True):
+    """A ticket with the seed of its bearer's secret key: the text that is given to friends."""
+
+    ticket: Ticket
+    seed: Key
 
 
-def make_ticket(signer: bytes, sign: Callable[[bytes], bytes], run_id: bytes, serial: bytes, last_round: int) -> bytes:
-    """Creates and encodes an invitation."""
-    signature = sign(ticket_signed_bytes(run_id, serial, last_round))
-    encoded = wire.encode(Ticket(signer, serial, last_round, signature))
-    assert len(encoded) <= TICKET_BYTES_MAX, "a ticket fits into a join request"
+Sign = Callable[[bytes], bytes]
+
+_CLAIM = msgspec.msgpack.Decoder(Claim)
+_INVITATION = msgspec.msgpack.Decoder(Invitation)
+
+
+def make_ticket(signer: bytes, sign: Sign, run_id: bytes, bearer: bytes, uses: int, last_round: int) -> Ticket:
+    return Ticket(signer, bearer, uses, last_round, sign(_ticket_signed_bytes(run_id, bearer, uses, last_round)))
+
+
+def make_claim(ticket: Ticket, sign: Sign, run_id: bytes, joiner: bytes) -> bytes:
+    """Encodes what a join request shows; `sign` is the bearer's."""
+    encoded = wire.encode(Claim(ticket, sign(_claim_signed_bytes(run_id, ticket.bearer, joiner))))
+    assert len(encoded) <= CLAIM_BYTES_MAX, "a claim fits into a join request"
     return encoded
 
 
-def read_ticket(encoded: bytes, run: RunConfig, verifier: Verifier) -> Ticket:
-    """Decodes an invitation; raises RemoteProtocolError unless a key from the run's config signed it for this run."""
-    ticket = decode_strictly(_TICKET, encoded, "an invitation")
+def encode_invitation(ticket: Ticket, seed: bytes) -> str:
+    return wire.encode(Invitation(ticket, seed)).hex()
+
+
+def decode_invitation(text: str) -> Invitation:
+    """Decodes an invitation; raises RemoteProtocolError if it is damaged."""
+    try:
+        encoded = bytes.fromhex(text.strip())
+    except ValueError as error:
+        raise RemoteProtocolError("an invitation consists of hexadecimal digits") from error
+    return decode_strictly(_INVITATION, encoded, "an invitation")
+
+
+def open_claim(encoded: bytes) -> Claim:
+    """Decodes a claim without verifying it."""
+    return decode_strictly(_CLAIM, encoded, "an invitation")
+
+
+def read_claim(encoded: bytes, joiner: bytes, run: RunConfig, verifier: Verifier) -> Ticket:
+    """Decodes a claim; raises RemoteProtocolError unless its ticket is signed by a key from the run's config, for this
+    run, and its bearer has signed for the joiner.
+    """
+    claim = open_claim(encoded)
+    ticket, run_id = claim.ticket, verifier.run_id
     if ticket.signer.hex() not in run.admission.keys:
         raise RemoteProtocolError("the invitation is signed by a key that may not invite")
-    if not verifier(
-        ticket.signer, ticket_signed_bytes(verifier.run_id, ticket.serial, ticket.last_round), ticket.signature
-    ):
+    signed = _ticket_signed_bytes(run_id, ticket.bearer, ticket.uses, ticket.last_round)
+    if not verifier(ticket.signer, signed, ticket.signature):
         raise RemoteProtocolError("the invitation has an invalid signature")
+    if not verifier(ticket.bearer, _claim_signed_bytes(run_id, ticket.bearer, joiner), claim.signature):
+        raise RemoteProtocolError("the invitation was not made out to this key by who has it")
     return ticket
+
+
+def _ticket_signed_bytes(run_id: bytes, bearer: bytes, uses: int, last_round: int) -> bytes:
+    return _signed_bytes("ticket", run_id, bearer, uses.to_bytes(8, "little"), last_round.to_bytes(8, "little"))
+
+
+def _claim_signed_bytes(run_id: bytes, bearer: bytes, joiner: bytes) -> bytes:
+    return _signed_bytes("claim", run_id, bearer, joiner)
+
+
+def _signed_bytes(kind: str, run_id: bytes, *parts: bytes) -> bytes:
+    return f"p2ptrain {PROTOCOL_VERSION} {kind}".encode() + b"\0" + run_id + digest(kind, *parts)
 
 
 def check_request(
@@ -104,15 +156,15 @@ def _join(message: JoinRequest, state: AgreedState, run: RunConfig, verifier: Ve
         raise RemoteProtocolError("the key that asks to join is banned")
     if author in state.place:
         raise RemoteProtocolError("the key that asks to join is already admitted")
-    if len(state.admitted) >= admission.contributors_max:
+    if len(state.admitted) >= admission.contributors_max and not state.idle(run):
         raise RemoteProtocolError("the run is full")
     if admission.policy == "allowlist" and author.hex() not in admission.keys:
         raise RemoteProtocolError("the key that asks to join is not on the allowlist")
     if admission.policy != "invite":
-        return Join(author, NO_SERIAL, 0)
-    ticket = read_ticket(message.ticket, run, verifier)
+        return Join(author, NO_BEARER, 0, 0)
+    ticket = read_claim(message.claim, author, run, verifier)
     if ticket.last_round <= state.round:
         raise RemoteProtocolError("the invitation has expired")
-    if any(serial == ticket.serial for serial, _ in state.spent):
-        raise RemoteProtocolError("the invitation has already been used")
-    return Join(author, ticket.serial, ticket.last_round)
+    if sum(bearer == ticket.bearer for bearer, _ in state.spent) >= ticket.uses:
+        raise RemoteProtocolError("the invitation has already been used" + " up" * (ticket.uses > 1))
+    return Join(author, ticket.bearer, ticket.uses, ticket.last_round)

@@ -107,7 +107,7 @@ class Started(Struct, frozen=True, tag=True):
 
     saved: Saved
     forgetful: bool = False
-    ticket: bytes = b""  # an invitation, for a run that wants one
+    claim: bytes = b""  # to an invitation (admission.py), for a run that wants one
     trust: bytes = b""  # adopt only a history with this head (trust.py); only before the first history is adopted
 
 
@@ -141,6 +141,8 @@ class TrainingFinished(Struct, frozen=True, tag=True):
     payload: bytes
     payload_bytes: int
     attachment: bytes = b""
+    steps: int = 0  # what is claimed of the training
+    loss: int = 0
 
 
 class TrainingFailed(Struct, frozen=True, tag=True):
@@ -155,7 +157,8 @@ class PayloadArrived(Struct, frozen=True, tag=True):
 
     payload: bytes
     good: bool
-    payload_bytes: int = 0  # its length, covered by the digest; 0: unknown, and the announced one counts
+    author: bytes = b""  # covered by the digest, as its length is; empty: unknown, and what was announced counts
+    payload_bytes: int = 0
 
 
 class FetchFailed(Struct, frozen=True, tag=True):

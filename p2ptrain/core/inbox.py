@@ -14,6 +14,7 @@ from p2ptrain.core.agreement import Heard
 from p2ptrain.core.events import Disconnect, MessageReceived
 from p2ptrain.core.messages import (
     Announcement,
+    Audit,
     Availability,
     Call,
     Certificate,
@@ -51,6 +52,7 @@ class Inbox:
         self._kinds = {
             Announcement: self._announcement,
             Hello: self._hello,
+            Audit: lambda event: self._useless(event.sender),  # no run has audits
             JoinRequest: self._request,
             Leave: self._request,
             Evidence: self._request,
@@ -214,9 +216,9 @@ class Inbox:
             self.context.heard_at[message.author] = self.context.now
         if verdict is Verdict.CONFLICT:
             self._accuse(node.context.offers.conflicting(received), received)
-        if payload_good is not None and payloads.came_along(message.payload, payload_good, message.payload_bytes):
+        if payload_good is not None and payloads.came_along(message, payload_good):
             self.payload_came(message.payload, received.name)
-        known = payloads.checked(message.payload, message.payload_bytes)
+        known = payloads.checked(message)
         if known is None:
             payloads.want(message.payload, message.payload_bytes, message.author)
         else:
@@ -292,8 +294,9 @@ class Inbox:
         asked_for = event.received.name in node.here.questions.open
         message = event.received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
-        if not isinstance(message, Evidence) and message.branch != node.here.branch:
-            self._useless(event.sender)
+        is_second_hand = isinstance(message, JoinRequest) and event.sender != message.author and not asked_for
+        if is_second_hand or (not isinstance(message, Evidence) and message.branch != node.here.branch):
+            self._useless(event.sender)  # each newcomer needs a connection of its own, or a member that vouches for it
             return
         try:
             is_new = node.context.requests.add(event.received, node.chain.state, asked_for)

@@ -279,6 +279,8 @@ class LocalWork:
             training.base_root,
             event.payload,
             event.payload_bytes,
+            event.steps,
+            event.loss,
             context.me,
         )
         is_mine_to_say = (
@@ -303,7 +305,7 @@ class LocalWork:
         received = context.signed(announcement, event.attachment)
         self.announced[state.branch] = event.round
         self.outstanding[event.round] = received
-        self.context.payloads.mine(event.payload)
+        self.context.payloads.mine(announcement)
         self.context.offers.add(received)
         context.tallies.of(context.me).offered += 1
         self.context.arrivals.note(context.me, event.round, context.now)
@@ -329,7 +331,7 @@ class LocalWork:
             may = announcement.round > state.round + 1 or state.may_take(announcement, self.context.offers.staleness)
             if announcement.branch == state.branch and may and self.context.me in state.place:
                 self.outstanding[announcement.round] = received
-                self.context.payloads.mine(announcement.payload)
+                self.context.payloads.mine(announcement)
                 self.context.offers.add(received)
 
     @property

@@ -24,9 +24,11 @@ from msgspec import Meta, Struct
 from p2ptrain.core.messages import (
     ADMITTED_MAX,
     HELD_MAX,
+    KEY_BYTES,
     REQUESTS_MAX,
     SEATS_MAX,
     Announcement,
+    Audit,
     Availability,
     Digest,
     Key,
@@ -35,13 +37,14 @@ from p2ptrain.core.messages import (
     Short,
 )
 from p2ptrain.core.roster import bitmap, roster_of, seats_in
-from p2ptrain.core.state import SPENT_MAX, AgreedState, Serial, Taken
+from p2ptrain.core.state import SPENT_MAX, AgreedState, Taken, Uses
 from p2ptrain.digest import digest
 
 if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
 
-NO_SERIAL = bytes(16)
+NO_BEARER = bytes(KEY_BYTES)
+JOINS_MIN = 4  # that a manifest may grant, however small the roster
 # Members may attest different names, so a manifest can hold more than one availability does. But q availabilities hold
 # at most q times as many names, each of which has to occur q - f times, and q < 2 (q - f) for every N.
 REFUSED_MAX = 2 * HELD_MAX
@@ -52,7 +55,8 @@ class Join(Struct, frozen=True, array_like=True):
     """A key to admit, and the invitation that it used, if the run requires one."""
 
     key: Key
-    serial: Serial
+    bearer: Key
+    uses: Uses  # for how many keys the invitation is good
     last_round: Number  # of the invitation; 0 if none was needed
 
 
@@ -83,6 +87,7 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
     absent: SeatBits  # members that fewer than q - f of the named authors heard
     seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # have a seat from the next round on
     unseated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # lose their seat
+    audits: Annotated[tuple[Audit, ...], Meta(max_length=0)] = ()  # of runs that have audits; none has
 
     @cached_property
     def digest(self) -> bytes:
@@ -94,6 +99,12 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+def joins_max(members: int) -> int:
+    """Returns how many joins a manifest grants at most. Few, so that nobody fills a run within minutes."""
+    return max(JOINS_MIN, members // 4)
+
 
 Offers = Callable[[bytes], Announcement | None]
 Requests = Callable[[bytes], Request | None]
@@ -117,7 +128,6 @@ def attested(fields: Iterable[tuple[bytes, ...]], least: int) -> list[bytes]:
 def manifest_of(
     state: AgreedState,
     run: RunConfig,
-    run_id: bytes,
     named: list[Availability],
     offer_of: Offers,
     request_of: Requests,
@@ -152,7 +162,10 @@ def manifest_of(
     if len(unseated) == roster.size:  # a roster must not become empty: in that case nobody leaves it
         banned, leaves, unseated = banned - unseated, leaves - unseated, set()
     gone = banned | leaves
-    taken = _oldest_of_each(offer for offer in candidates if offer.author not in gone | liars)
+    oldest = _oldest_of_each(offer for offer in candidates if offer.author not in gone | liars)
+    taken = _drawn(state, run, oldest)
+    authors = {entry.author for entry in taken}
+    seated = _seated(state, run, authors, gone | unseated, len(unseated))
     root_round, root = _newest_root(state, named, least)
     return Manifest(
         branch=state.branch,
@@ -164,25 +177,25 @@ def manifest_of(
         taken=taken,
         refused=tuple(refused),
         evidence=tuple(guilty),
-        joins=_joins(state, run, [request.join for request in wanted if request.join], gone),
+        joins=_joins(state, run, [request.join for request in wanted if request.join], gone, authors | set(seated)),
         leaves=tuple(sorted(leaves - banned)),
         banned=tuple(sorted(banned)),
         absent=bitmap(absent),
-        seated=_seated(state, run, run_id, {entry.author for entry in taken}, gone | unseated, len(unseated)),
+        seated=seated,
         unseated=tuple(sorted(unseated)),
     )
 
 
-def contradiction(manifest: Manifest, state: AgreedState, run: RunConfig, run_id: bytes) -> str | None:
+def contradiction(manifest: Manifest, state: AgreedState, run: RunConfig) -> str | None:
     """Returns why no availabilities can lead from a state to this manifest, or None if some may.
 
     An outsider can only check a manifest against the state before it: a dishonest quorum can still have left out
     anything. It is always valid that nobody lost a seat, because a roster that would become empty is kept.
     """
-    return next(_contradictions(manifest, state, run, run_id), None)
+    return next(_contradictions(manifest, state, run), None)
 
 
-def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig, run_id: bytes) -> Iterator[str]:
+def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> Iterator[str]:
     """Yields contradictions. Only the first counts: the checks after it may rely on it."""
     if not set(state.members) <= set(state.place):
         yield "the state before has members that were never admitted"
@@ -193,12 +206,13 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig, run_
     if unseated and unseated != _unseated(state, run, gone, seats):
         yield "the wrong members lose their seats"
     if manifest.seated != _seated(
-        state, run, run_id, {taken.author for taken in manifest.taken}, gone | unseated, len(unseated)
+        state, run, {taken.author for taken in manifest.taken}, gone | unseated, len(unseated)
     ):
         yield "keys get seats that have not earned them"
     if not gone <= set(state.place) or gone & {taken.author for taken in manifest.taken}:
         yield "it takes contributions of keys that it removes, or removes keys that were not admitted"
-    if manifest.joins != tuple(_joins(state, run, list(manifest.joins), gone)):
+    kept = {taken.author for taken in manifest.taken} | set(manifest.seated)
+    if manifest.joins != _joins(state, run, list(manifest.joins), gone, kept):
         yield "it admits keys that cannot be admitted"
     if (manifest.root_round, manifest.root) != (state.root_round, state.root) and not (
         state.root_round < manifest.root_round <= state.round
@@ -208,10 +222,20 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig, run_
     rising = (authors, manifest.refused, manifest.evidence, manifest.leaves, manifest.banned)
     if any(first >= second for names in rising for first, second in pairwise(names)):
         yield "its lists are not in ascending order"
+    if manifest.taken != _drawn(state, run, manifest.taken):
+        yield "it takes too many contributions of keys without a seat"
     staleness = run.agreement.staleness_rounds_max
     for taken in manifest.taken:
         offer = Announcement(
-            state.branch, taken.round, taken.base_round, state.root, taken.payload, taken.payload_bytes, taken.author
+            state.branch,
+            taken.round,
+            taken.base_round,
+            state.root,
+            taken.payload,
+            taken.payload_bytes,
+            0,
+            0,
+            taken.author,
         )
         if not state.may_take(offer, staleness) or taken.base_round > taken.round:
             yield f"it takes a contribution of round {taken.round} that cannot be taken"
@@ -254,9 +278,7 @@ def _unseated(state: AgreedState, run: RunConfig, gone: set[bytes], absent: list
     }
 
 
-def _seated(
-    state: AgreedState, run: RunConfig, run_id: bytes, taken: set[bytes], out: set[bytes], freed: int
-) -> tuple[bytes, ...]:
+def _seated(state: AgreedState, run: RunConfig, taken: set[bytes], out: set[bytes], freed: int) -> tuple[bytes, ...]:
     """Returns the newcomers that get a seat after probation, the longest admitted first; a few per round, so that the
     roster that decides about them stays the larger part of the next one."""
     free = run.admission.seats_max - len(state.members) + freed
@@ -270,25 +292,47 @@ def _seated(
         and entry.key not in out
         and entry.taken + (entry.key in taken) >= run.admission.probation_rounds
     ]
-    prefix = run_id + state.branch
-    ready.sort(key=lambda entry: (entry.since, blake3(prefix + entry.key).digest()))
+    draw = _draw_of(state)
+    ready.sort(key=lambda entry: (entry.since, draw(entry.key)))
     return tuple(sorted(entry.key for entry in ready[:most]))
 
 
-def _joins(state: AgreedState, run: RunConfig, joins: list[Join], gone: set[bytes]) -> tuple[Join, ...]:
-    """Returns the joins to grant: at most one per key and per invitation, while there is room."""
-    room = run.admission.contributors_max - len(state.admitted)
-    spent = {serial for serial, _ in state.spent}
+def _drawn(state: AgreedState, run: RunConfig, taken: tuple[Taken, ...]) -> tuple[Taken, ...]:
+    """Returns the contributions without some of keys that have no seat, if these are too many in an open run, where
+    one person can have any number of keys."""
+    seat, most = state.roster.seat, max(1, state.roster.size // 4)
+    others = [entry.author for entry in taken if entry.author not in seat]
+    if run.admission.policy != "open" or len(others) <= most:
+        return taken
+    drawn = set(sorted(others, key=_draw_of(state))[:most])
+    return tuple(entry for entry in taken if entry.author in seat or entry.author in drawn)
+
+
+def _draw_of(state: AgreedState) -> Callable[[bytes], bytes]:
+    """Returns the order in which keys are drawn: by the last manifest, which nobody knew when the keys were made."""
+    return lambda key: blake3(state.head + key).digest()
+
+
+def _joins(
+    state: AgreedState, run: RunConfig, joins: list[Join], gone: set[bytes], kept: set[bytes]
+) -> tuple[Join, ...]:
+    """Returns the joins to grant: a few per round, at most one per key and use of an invitation, while there is room.
+    Keys that are idle and not in `kept` make room."""
+    idle = sum(entry.key not in gone and entry.key not in kept for entry in state.idle(run))
+    room = min(joins_max(state.roster.size), run.admission.contributors_max - len(state.admitted) + idle)
+    spent = Counter(bearer for bearer, _ in state.spent)
     chosen: dict[bytes, Join] = {}
-    for join in sorted(joins, key=lambda join: (join.key, join.serial)):
+    draw = _draw_of(state)
+    for join in sorted(joins, key=lambda join: (draw(join.key), join.bearer)):
         if len(chosen) >= room or join.key in state.place or join.key in state.banned or join.key in gone:
             continue
-        if join.last_round and (join.serial in spent or join.last_round <= state.round or len(spent) >= SPENT_MAX):
+        is_spent = spent[join.bearer] >= join.uses or spent.total() >= SPENT_MAX
+        if join.last_round and (is_spent or join.last_round <= state.round):
             continue
         if join.key not in chosen:
             chosen[join.key] = join
-            spent |= {join.serial} if join.last_round else set()
-    return tuple(chosen.values())
+            spent[join.bearer] += join.last_round > 0
+    return tuple(chosen[key] for key in sorted(chosen))
 
 
 def _newest_root(state: AgreedState, named: list[Availability], least: int) -> tuple[int, bytes]:

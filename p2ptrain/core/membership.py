@@ -1,8 +1,9 @@
 """This node's own membership: asks for admission, and leaves the run properly.
 
 A newcomer sends join requests, with its invitation if it has one, from when it has the newest state until a manifest
-admits it. A leaving node announces that, and keeps voting until a manifest carries its leave or `leave_seconds` have
-passed, so that the others do not lose the quorum when it goes.
+admits it. It sends them to its peers, since what a stranger publishes is not heard. A leaving node announces that, and
+keeps voting until a manifest carries its leave or `leave_seconds` have passed, so that the others do not lose the
+quorum when it goes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ LEAVE_SECONDS = 5.0  # between repetitions of a leave
 class Membership:
     """Sends this node's join requests and its leave."""
 
-    def __init__(self, context: Context, requests: Requests, ticket: bytes) -> None:
-        self.context, self.requests, self.ticket = context, requests, ticket
+    def __init__(self, context: Context, requests: Requests, claim: bytes) -> None:
+        self.context, self.requests, self.claim = context, requests, claim
         self.next_at = 0.0
         self.tries = 0
         self.leave_until: float | None = None
@@ -50,22 +51,20 @@ class Membership:
                 self.has_stopped = True
                 context.emit(Stop("left" if not is_inside or is_alone else "left without being heard"))
             elif not self.has_stopped and context.now >= self.next_at:
-                self._request(Leave(state.branch, state.round + 1, context.me), state)
+                leave = context.signed(Leave(state.branch, state.round + 1, context.me))
+                context.publish(leave)
+                self.requests.add(leave, state)  # a member attests its own leave, too
                 self.next_at = context.now + LEAVE_SECONDS
             return
         if is_inside:
             self.tries = 0
             return
         if is_current and context.me not in state.banned and context.peers and context.now >= self.next_at:
-            self._request(JoinRequest(state.branch, state.round + 1, self.ticket, context.me), state)
+            request = context.signed(JoinRequest(state.branch, state.round + 1, self.claim, context.me))
+            for peer in context.peers:
+                context.send(peer, request)
             self.next_at = context.now + min(JOIN_SECONDS * 2.0 ** min(self.tries, 8), JOIN_SECONDS_MAX)
             self.tries += 1
-
-    def _request(self, message: JoinRequest | Leave, state: AgreedState) -> None:
-        received = self.context.signed(message)
-        self.context.publish(received)
-        if isinstance(message, Leave):
-            self.requests.add(received, state)  # a member attests its own leave, too
 
     def deadline(self, state: AgreedState) -> float | None:
         if self.has_stopped:

@@ -41,7 +41,7 @@ HELD_MAX = 2 * ADMITTED_MAX  # per author the oldest untaken announcement, and a
 REQUESTS_MAX = 512  # joins, leaves and evidence per round; the rest waits for the next
 ATTACHMENT_BYTES_MAX = 262_144  # RunConfig.agreement.inline_bytes_max at its largest
 PAYLOAD_BYTES_MAX = 2**32  # a billion parameters at k = 512 take a tenth of that
-TICKET_BYTES_MAX = 256  # an invitation: key, serial, last round, signature
+CLAIM_BYTES_MAX = 256  # a ticket (signer, bearer, uses, last round, signature), and another signature
 PROVEN_BYTES_MAX = 65_536  # per half of evidence; a proposal that names 256 availabilities takes 9 KB
 NUMBER_MAX = 2**48  # rounds, views and attempts: one per microsecond for nine years
 PROTOCOLS_MAX = 8  # protocol versions that a daemon speaks: the current one and the one before
@@ -85,6 +85,8 @@ class Announcement(Struct, frozen=True, array_like=True, tag="announcement"):
     base_root: Digest
     payload: Digest
     payload_bytes: Annotated[int, Meta(ge=1, lt=PAYLOAD_BYTES_MAX)]
+    steps: Number  # a claim: local steps behind it
+    loss: Number  # a claim: their mean training loss, in millionths of a nat
     author: Key
 
 
@@ -152,13 +154,24 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 class JoinRequest(Struct, frozen=True, array_like=True, tag="join"):
     branch: Digest
     round: Number
-    ticket: Annotated[bytes, Meta(max_length=TICKET_BYTES_MAX)]
+    claim: Annotated[bytes, Meta(max_length=CLAIM_BYTES_MAX)]  # empty where no invitation is needed
     author: Key
 
 
 class Leave(Struct, frozen=True, array_like=True, tag="leave"):
     branch: Digest
     round: Number
+    author: Key
+
+
+class Audit(Struct, frozen=True, array_like=True, tag="audit"):
+    """The author's verdict on a contribution that it has examined. No run has audits yet: the kind keeps its place."""
+
+    branch: Digest
+    round: Number
+    subject: Key  # whose contribution
+    contributed: Number  # its round
+    is_doubt: bool
     author: Key
 
 
@@ -188,7 +201,9 @@ class Evidence(Struct, frozen=True, array_like=True, tag="evidence"):
     second: Annotated[bytes, Meta(min_length=1, max_length=PROVEN_BYTES_MAX)]
 
 
-Authored: TypeAlias = Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Call | Regroup
+Authored: TypeAlias = (
+    Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Audit | Call | Regroup
+)
 Message: TypeAlias = Authored | Certificate | Evidence
 
 
@@ -259,6 +274,20 @@ def message_digest(message: Message) -> bytes:
     return digest(f"message {kind_of(message)}", wire.encode(message))
 
 
+def authored(author: bytes, content: bytes) -> bytes:
+    """Returns the payload of a contribution. It begins with its author's key, so that its digest covers the author, and
+    who copies a contribution has to send all of it."""
+    return author + content
+
+
+def author_of(payload: bytes) -> bytes:
+    return payload[:KEY_BYTES]
+
+
+def content_of(payload: bytes) -> bytes:
+    return payload[KEY_BYTES:]
+
+
 def payload_digest(payload: bytes) -> bytes:
     """Returns the payload's Merkle root, so that each piece of a large payload can be checked as it arrives."""
     return merkle_root(leaf_digests(payload), len(payload))
@@ -321,3 +350,5 @@ def _check_attachment(message: Message, attachment: bytes) -> None:
         raise RemoteProtocolError(f"the {kind_of(message)} must not have an attachment")
     if len(attachment) != message.payload_bytes or payload_digest(attachment) != message.payload:
         raise RemoteProtocolError("an attachment that is not the announced payload")
+    if author_of(attachment) != message.author:
+        raise RemoteProtocolError("a payload of another author")

@@ -195,7 +195,7 @@ class Node:
         lies = (saved.halted.first, saved.halted.second) if saved.halted is not None else None
         self.catching_up = CatchingUp(context, self.chain, self._may_follow, lambda: self.regrouping.has_waited, lies)
         context.is_halted = lies is not None
-        self.membership = Membership(context, context.requests, event.ticket)
+        self.membership = Membership(context, context.requests, event.claim)
         self.inbox = Inbox(self)
         if event.trust:
             self.trust = Trust(context, self.chain, event.trust)
@@ -256,7 +256,7 @@ class Node:
         self.work.failed(event.round)
 
     def _payload_arrived(self, event: ev.PayloadArrived) -> None:
-        if self.context.payloads.arrived(event.payload, event.good, event.payload_bytes):
+        if self.context.payloads.arrived(event.payload, event.good, event.author, event.payload_bytes):
             self.inbox.payload_came(event.payload)
 
     def _fetch_failed(self, event: ev.FetchFailed) -> None:

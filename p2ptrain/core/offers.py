@@ -61,8 +61,6 @@ class Offers:
             mine.append(offer)
         self.by_name[name] = offer
         self.by_payload.setdefault(announcement.payload, []).append(offer)
-        if announcement.author == self.payloads.context.me:  # our own: the announced length is correct
-            self.payloads.sizes[announcement.payload] = announcement.payload_bytes
         return verdict
 
     def _verdict(self, mine: list[Offer], number: int, asked_for: bool) -> Verdict:
@@ -92,7 +90,7 @@ class Offers:
 
     def is_good(self, announcement: Announcement) -> bool:
         """Whether the payload of an announcement is here and matches it."""
-        return self.payloads.is_good(announcement.payload, announcement.payload_bytes)
+        return self.payloads.checked(announcement) is True
 
     def has_from(self, author: bytes, state: AgreedState) -> bool:
         """Whether we hold a good contribution by this author that the next round may take."""
@@ -125,7 +123,7 @@ class Offers:
             for offer in known:
                 said = offer.announcement
                 if said.round == oldest:
-                    (held if checked(said.payload, said.payload_bytes) else refused).append(offer.name)
+                    (held if checked(said) else refused).append(offer.name)
         return tuple(sorted(held)), tuple(sorted(refused))
 
     def holders(self, payload: bytes, available: dict[bytes, list[Received]]) -> list[bytes]:

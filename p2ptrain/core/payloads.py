@@ -3,9 +3,9 @@
 The driver holds the bytes, fetches a payload from the first source that has it, and reports every source that does not.
 This module decides which payloads are wanted, which peers are asked, and when to retry.
 
-An announcement claims a payload's length and author, and a liar may announce somebody else's payload with a false
-length. So each author's claim is fetched separately, and none of them blocks the right one. The digest covers the
-length: for a payload that is here it is known, and announcements with another length are bad.
+An announcement claims a payload's length and author, and a liar may announce somebody else's payload, even with a
+false length. So each author's claim is fetched separately, and none of them blocks the right one. The digest covers
+length and author: for a payload that is here both are known, and announcements with others are bad.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from p2ptrain.core.events import Fetch
-from p2ptrain.core.messages import ADMITTED_MAX
+from p2ptrain.core.messages import ADMITTED_MAX, Announcement
 from p2ptrain.core.reputation import Reason
 
 if TYPE_CHECKING:
@@ -50,20 +50,19 @@ class Payloads:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.held: dict[bytes, bool] = {}  # True if it was found good
-        self.sizes: dict[bytes, int] = {}  # lengths in bytes, where known
+        self.known: dict[bytes, tuple[bytes, int]] = {}  # author and length in bytes, where known
         self.wanted: dict[bytes, WantedPayload] = {}
         self.deadline: float | None = None
 
-    def is_good(self, payload: bytes, payload_bytes: int = 0) -> bool:
-        """Whether a good payload is here, with this length if one is given."""
-        return self.checked(payload, payload_bytes) is True
+    def is_good(self, payload: bytes) -> bool:
+        """Whether a good payload is here."""
+        return self.held.get(payload) is True
 
-    def checked(self, payload: bytes, payload_bytes: int) -> bool | None:
-        """Whether a payload announced with this length is good, or None if it is not here."""
-        good = self.held.get(payload)
-        size = self.sizes.get(payload, 0)
-        is_false = good is True and 0 not in (size, payload_bytes) and size != payload_bytes
-        return False if is_false else good
+    def checked(self, offer: Announcement) -> bool | None:
+        """Whether an announced payload is good, and of the announced author and length; None if it is not here."""
+        claimed = offer.author, offer.payload_bytes
+        is_false = self.known.get(offer.payload, claimed) != claimed
+        return False if is_false else self.held.get(offer.payload)
 
     def want(
         self,
@@ -117,27 +116,27 @@ class Payloads:
         context.emit(Fetch(payload, want.claims[author], sources))
         return len(sources)
 
-    def arrived(self, payload: bytes, good: bool, payload_bytes: int = 0) -> bool:
+    def arrived(self, payload: bytes, good: bool, author: bytes = b"", payload_bytes: int = 0) -> bool:
         """Records a payload that was fetched; returns False if it was not wanted."""
         if self.wanted.pop(payload, None) is None:
             return False
-        self._hold(payload, good, payload_bytes)
+        self._hold(payload, good, author, payload_bytes)
         self._reschedule()
         return True
 
-    def came_along(self, payload: bytes, good: bool, payload_bytes: int = 0) -> bool:
+    def came_along(self, offer: Announcement, good: bool) -> bool:
         """Records a payload that was attached to its announcement; returns False if it was not wanted."""
-        want = self.wanted.pop(payload, None)
-        self._hold(payload, good, payload_bytes)
+        want = self.wanted.pop(offer.payload, None)
+        self._hold(offer.payload, good, offer.author, offer.payload_bytes)
         return want is not None
 
-    def mine(self, payload: bytes) -> None:
-        self.held[payload] = True
+    def mine(self, offer: Announcement) -> None:
+        self._hold(offer.payload, True, offer.author, offer.payload_bytes)
 
-    def _hold(self, payload: bytes, good: bool, payload_bytes: int) -> None:
+    def _hold(self, payload: bytes, good: bool, author: bytes, payload_bytes: int) -> None:
         self.held[payload] = good
-        if payload_bytes:
-            self.sizes[payload] = payload_bytes
+        if author:
+            self.known[payload] = author, payload_bytes
 
     def failed(self, payload: bytes, peer: bytes) -> None:
         """Records that a source does not have a payload or cannot be reached."""
@@ -166,7 +165,7 @@ class Payloads:
     def keep(self, payloads: Collection[bytes]) -> None:
         """Forgets all payloads but these."""
         self.held = {payload: good for payload, good in self.held.items() if payload in payloads}
-        self.sizes = {payload: size for payload, size in self.sizes.items() if payload in payloads}
+        self.known = {payload: known for payload, known in self.known.items() if payload in payloads}
         self.wanted = {payload: want for payload, want in self.wanted.items() if payload in payloads}
         self._reschedule()
 
@@ -174,7 +173,7 @@ class Payloads:
         """Returns the size and bound of each buffer."""
         return {
             "payloads held": (len(self.held), PAYLOADS_MAX),
-            "payloads whose length is known": (len(self.sizes), PAYLOADS_MAX),
+            "payloads whose author is known": (len(self.known), PAYLOADS_MAX),
             "payloads wanted": (len(self.wanted), PAYLOADS_MAX),
             "sources of a payload": (
                 max((len(want.sources) for want in self.wanted.values()), default=0),

@@ -1,7 +1,8 @@
 """Requests: the pool of verified joins, leaves and evidence that wait for a manifest.
 
 At most two requests per author wait, and joins may fill only part of the pool, so that a crowd of newcomers cannot keep
-out evidence and leaves; newcomers ask again later. Evidence is counted separately: otherwise a liar with two pending
+out evidence and leaves. Each round begins with room for new joins, so that nobody keeps the others out; newcomers ask
+again later. Evidence is counted separately: otherwise a liar with two pending
 leaves could not be convicted, and a crowd that leaves would keep out all evidence.
 """
 
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from p2ptrain.core.admission import check_request
-from p2ptrain.core.manifest import Request
+from p2ptrain.core.manifest import Request, joins_max
 from p2ptrain.core.messages import REQUESTS_MAX, Evidence, JoinRequest, Leave, Received
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
@@ -29,6 +30,7 @@ class Waiting(Struct):
     received: Received
     request: Request
     about: bytes  # the key that it concerns
+    since: int  # the last round that was decided when it came
 
 
 class Requests:
@@ -48,14 +50,14 @@ class Requests:
             return False
         message = received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
-        joins = sum(waiting.request.join is not None for waiting in self.by_name.values())
+        joins = self._joins()
         proofs = sum(bool(waiting.request.guilty) for waiting in self.by_name.values())
         is_proof = isinstance(message, Evidence)
         if is_proof:
             is_full = proofs >= EVIDENCE_MAX
         else:
             is_full = len(self.by_name) - proofs >= REQUESTS_MAX
-            is_full = is_full or (isinstance(message, JoinRequest) and joins >= JOINS_MAX)
+            is_full = is_full or (isinstance(message, JoinRequest) and len(joins) >= JOINS_MAX)
         if (is_full and not asked_for) or len(self.by_name) >= 2 * REQUESTS_MAX:
             self.context.counters["requests without room"] += 1
             return False
@@ -64,8 +66,11 @@ class Requests:
         same = [each for each in self.by_name.values() if each.about == about and bool(each.request.guilty) == is_proof]
         if not asked_for and len(same) >= OF_AUTHOR_MAX:
             return False
-        self.by_name[name] = Waiting(received, request, about)
+        self.by_name[name] = Waiting(received, request, about, state.round)
         return True
+
+    def _joins(self) -> list[bytes]:
+        return [name for name, waiting in self.by_name.items() if waiting.request.join is not None]
 
     def request(self, name: bytes) -> Request | None:
         waiting = self.by_name.get(name)
@@ -75,14 +80,24 @@ class Requests:
         waiting = self.by_name.get(name)
         return waiting.received if waiting else None
 
-    def names(self) -> tuple[bytes, ...]:
-        """Returns the names for an availability, ascending; if there are too many, evidence goes first."""
-        chosen = sorted(self.by_name, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
+    def names(self, state: AgreedState) -> tuple[bytes, ...]:
+        """Returns the names for an availability, ascending; if there are too many, evidence goes first.
+
+        The last manifest draws which joins are granted. If that matters, joins that came after it wait a round, because
+        their keys may have been made to be drawn.
+        """
+        joins = self._joins()
+        late = {name for name in joins if self.by_name[name].since >= state.round}
+        known = self.by_name.keys() - late if len(joins) > joins_max(state.roster.size) else self.by_name
+        chosen = sorted(known, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
         return tuple(sorted(chosen))
 
     def prune(self, state: AgreedState) -> None:
-        """Forgets requests that were granted or have become invalid."""
+        """Forgets requests that were granted or have become invalid, and of too many joins some at random."""
         self.by_name = {name: waiting for name, waiting in self.by_name.items() if self._still(waiting, state)}
+        joins = self._joins()
+        for name in self.context.rng.sample(joins, max(0, len(joins) - JOINS_MAX // 2)):
+            del self.by_name[name]
 
     def _still(self, waiting: Waiting, state: AgreedState) -> bool:
         """Whether a request is still valid, by the same test that others apply to what we attest."""

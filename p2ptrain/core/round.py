@@ -14,7 +14,7 @@ from p2ptrain.core.agreement import Agreement, CastVote, Decided, Heard, Judgeme
 from p2ptrain.core.arrivals import SLACK
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
-from p2ptrain.core.manifest import Manifest, Missing, manifest_of
+from p2ptrain.core.manifest import Manifest, Missing, joins_max, manifest_of
 from p2ptrain.core.messages import (
     HELD_MAX,
     NOTHING,
@@ -163,7 +163,7 @@ class Round:
                 *context.applied_root,
                 held[:HELD_MAX],
                 refused[:HELD_MAX],
-                context.requests.names(),
+                context.requests.names(self.state),
                 bitmap(at for at, key in enumerate(self.roster.members) if context.has_heard(key, self.heard_since)),
                 context.me,
             )
@@ -244,7 +244,8 @@ class Round:
             for name in message.held:
                 if name in by_name:
                     payloads.add_source(by_name[name].announcement.payload, message.author)
-        unknown += [name for name in message.requests if name not in self.context.requests.by_name]
+        asked = [name for name in message.requests if name not in self.context.requests.by_name]
+        unknown += asked[: joins_max(self.roster.size)]  # of those that nobody may need, few of each member
         unknown += [name for name in message.refused if name not in by_name]
         if unknown and message.author != self.context.me:
             self.questions.ask(unknown[:NAMES_MAX], [message.author])
@@ -299,9 +300,7 @@ class Round:
         """Computes the manifest of these availabilities; if messages are missing, asks for them and returns None."""
         context = self.context
         named = [read(self.availabilities[name], Availability) for name in names]
-        found = manifest_of(
-            self.state, context.run, context.run_id, named, context.offers.announcement, context.requests.request
-        )
+        found = manifest_of(self.state, context.run, named, context.offers.announcement, context.requests.request)
         if isinstance(found, Missing):
             self.questions.ask(found.names, [each.author for each in named], is_needed=True)
             return None

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from p2ptrain.core.manifest import Manifest
 
 BANS_MAX = 4_096  # only admitted keys are banned, at most 1,024 at a time; then the oldest ban is forgotten
-SPENT_MAX = 65_536  # serials of unexpired invitations; when full, no more are accepted until some expire
+SPENT_MAX = 65_536  # uses of unexpired invitations; when full, no more are accepted until some expire
+USES_MAX = 1_024  # of an invitation: as many keys as a run admits
 WINDOW_MAX = 65 * ADMITTED_MAX  # staleness_rounds_max is 64 at most
 UNSEATED_ABSENCES = 64  # times absence_rounds_max: how long an open run keeps a key admitted that has no seat and
 # offers nothing. Long enough for a machine fifty times slower than the rest; a guess beyond that.
@@ -51,7 +52,7 @@ class Taken(Struct, frozen=True, array_like=True):
     payload_bytes: Number
 
 
-Serial = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Uses = Annotated[int, Meta(ge=0, le=USES_MAX)]
 
 
 class AgreedState(Struct, frozen=True, array_like=True, dict=True):
@@ -65,7 +66,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     bans: Annotated[tuple[Key, ...], Meta(max_length=BANS_MAX)]  # the oldest first
     window: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=WINDOW_MAX)]  # (author, round) taken; ascending
     filled: Annotated[tuple[Number, ...], Meta(max_length=65)]  # the last rounds whose manifest was not empty
-    spent: Annotated[tuple[tuple[Serial, Number], ...], Meta(max_length=SPENT_MAX)]  # (serial, last round); ascending
+    spent: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=SPENT_MAX)]  # (bearer, last round) of each use
     root_round: Number  # the round of the newest certified root
     root: Digest
 
@@ -90,6 +91,12 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     def roster(self) -> Roster:
         return roster_of(self.members)
 
+    def idle(self, run: RunConfig) -> list[Admitted]:
+        """Returns the keys that a full open run forgets for newcomers: no seat, and nothing taken of them lately."""
+        if run.admission.policy != "open":
+            return []
+        return [entry for entry in self.admitted if entry.absent and entry.key not in self.roster.seat]
+
     def oldest_base(self, staleness: int) -> int:
         """Returns the earliest base that a contribution for the next round may have."""
         return self.filled[-staleness - 1] if len(self.filled) > staleness else 0
@@ -113,7 +120,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         window = (*self.window, *((taken.author, taken.round) for taken in manifest.taken))
         if len(filled) > run.agreement.staleness_rounds_max:
             window = tuple(entry for entry in window if entry[1] >= filled[0])
-        spent = (*self.spent, *((join.serial, join.last_round) for join in manifest.joins if join.last_round))
+        spent = (*self.spent, *((join.bearer, join.last_round) for join in manifest.joins if join.last_round))
         return AgreedState(
             branch=self.branch,
             round=manifest.round,
@@ -149,6 +156,11 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             if count != entry.taken or absent != entry.absent:
                 entry = Admitted(key, entry.since, count, absent)  # noqa: PLW2901
             entries.append(entry)
+        over = len(entries) - run.admission.contributors_max
+        if over > 0:
+            idle = [entry for entry in entries if entry.absent and entry.key not in seated]
+            forgotten = {entry.key for entry in sorted(idle, key=lambda entry: (-entry.absent, entry.key))[:over]}
+            entries = [entry for entry in entries if entry.key not in forgotten]
         return tuple(sorted(entries, key=lambda entry: entry.key))
 
     def regrouped(self, branch: bytes, members: tuple[bytes, ...]) -> AgreedState:

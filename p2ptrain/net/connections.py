@@ -436,4 +436,4 @@ def tell(told: dict[str, float], problem: str, now: float) -> None:
 
 def topic_of(run_id: bytes) -> str:
     """The topic in which a run's nodes gossip, and the DHT key under which they find one another."""
-    return f"p2ptrain/1/{run_id.hex()}"
+    return f"p2ptrain/2/{run_id.hex()}"

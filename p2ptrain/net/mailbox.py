@@ -180,7 +180,7 @@ class Mailboxes:
         download: TokenBucket | None = None,
     ) -> None:
         """Histories are charged to both limits without waiting: they stay in time, and pieces wait instead."""
-        self.protocol = f"/p2ptrain/1/{run_id.hex()}/line"
+        self.protocol = f"/p2ptrain/2/{run_id.hex()}/line"
         self._transport = transport
         self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
         self._upload, self._download = upload or TokenBucket(0), download or TokenBucket(0)

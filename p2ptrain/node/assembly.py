@@ -58,7 +58,7 @@ class Launch:
     transport: Transport
     data: TokenDataset
     state: bytes = b""  # the first weights, on the node that starts the run
-    ticket: bytes = b""
+    claim: bytes = b""
     trust: bytes = b""  # a head that a history must contain to be adopted
 
     @property
@@ -98,7 +98,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     me = launch.identity.key
     store = _open_store(stack, launch)
     if device is None:
-        device = await Device.open(run, config.device, launch.data)
+        device = await Device.open(run, config.device, launch.data, me)
         stack.callback(device.close)
     signer = NotingSigner(RunSigner(launch.identity, run_id))
     seed = secrets.token_hex(16)
@@ -114,7 +114,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     stack.callback(events.close)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, device, persistence, launch.state)
-    started = ev.Started(saved, store.is_forgetful, launch.ticket, trust)
+    started = ev.Started(saved, store.is_forgetful, launch.claim, trust)
     return Assembled(launch, node, device, intake, edges, events, started)
 
 

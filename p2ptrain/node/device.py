@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 
 from p2ptrain.config import DeviceConfig, RunConfig
-from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult
@@ -52,9 +52,9 @@ class StoppedError(P2ptrainError):
 class Device:
     """The trainer of a daemon, with the threads that its jobs run in."""
 
-    def __init__(self, trainer: Trainer, thread: ThreadPoolExecutor | None = None, threads: int = 0) -> None:
+    def __init__(self, trainer: Trainer, me: bytes, thread: ThreadPoolExecutor | None = None, threads: int = 0) -> None:
         """`thread` is the one in which the trainer was made: torch counts its threads for each calling thread."""
-        self.trainer = trainer
+        self.trainer, self.me = trainer, me
         self.loss: float | None = None  # mean of the last round trained here
         self.step = 0  # within the current training
         self.training_seconds = 0.0
@@ -76,11 +76,11 @@ class Device:
         self._check_thread = ThreadPoolExecutor(1, "check")
 
     @classmethod
-    async def open(cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset) -> Device:
+    async def open(cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset, me: bytes) -> Device:
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "trainer")
         trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, dataset, initial=False))
-        return cls(trainer, thread, await loop.run_in_executor(thread, torch.get_num_threads))
+        return cls(trainer, me, thread, await loop.run_in_executor(thread, torch.get_num_threads))
 
     def set_threads(self, count: int) -> None:
         self.threads = count
@@ -112,7 +112,7 @@ class Device:
     @property
     def payload_bytes(self) -> int:
         """The size of every contribution of the run; a dishonest peer may claim gigabytes."""
-        return self.trainer.form.payload_bytes
+        return KEY_BYTES + self.trainer.form.payload_bytes
 
     # -----------------------------------------------------------------------------------------------
     # Jobs
@@ -182,7 +182,7 @@ class Device:
         except TrainingError:
             self.not_finite += 1
             raise
-        payload = self.trainer.contribute(number)
+        payload = authored(self.me, self.trainer.contribute(number))
         self.loss = sum(result.loss for result in results) / len(results)
         tokens = sum(result.tokens for result in results)
         seconds = perf_counter() - before - self._rested
@@ -227,7 +227,7 @@ class Device:
         if (self.trainer.round, self.adopted) != (number - 1, adopted):
             return None
         self._repeat()
-        self.trainer.apply(number - 1, payloads)
+        self.trainer.apply(number - 1, [content_of(payload) for payload in payloads])
         for taken in mine:
             self._let_go(taken, self.trainer.forget)
         if self._wrong is not None and number == self._wrong[0]:
@@ -275,4 +275,6 @@ class Device:
 
     async def check(self, payload: bytes) -> str | None:
         """Returns why a payload is invalid, or None."""
-        return await asyncio.get_running_loop().run_in_executor(self._check_thread, self.trainer.check, payload)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._check_thread, self.trainer.check, content_of(payload)
+        )

@@ -18,6 +18,7 @@ from typing import Any
 from p2ptrain.core import events as ev
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
+from p2ptrain.core.messages import NUMBER_MAX, author_of
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
 from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
@@ -216,7 +217,7 @@ class Driver:
         why = await self.device.check(payload)
         if why is not None:
             log.info("contribution rejected: %s", why)
-        self.give(ev.PayloadArrived(effect.payload, why is None, len(payload)))
+        self.give(ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload)))
 
     # -----------------------------------------------------------------------------------------------
     # The device
@@ -239,8 +240,10 @@ class Driver:
             self.give(ev.TrainingFailed(effect.round, why))
             return
         self.edges.persistence.put(name, payload)
-        is_inline = self.node.view().run.agreement.is_inline(len(payload))
-        self.give(ev.TrainingFinished(effect.round, name, len(payload), payload if is_inline else b""))
+        run = self.node.view().run
+        attachment = payload if run.agreement.is_inline(len(payload)) else b""
+        loss = min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
+        self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, run.recipe.local_steps, loss))
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""

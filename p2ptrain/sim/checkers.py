@@ -254,7 +254,9 @@ class BoundedBuffers(Checker):
 
 
 class NothingCensored(Checker):
-    """A contribution that every honest member holds is in the manifest, unless its author was removed."""
+    """A contribution that every honest member holds is in the manifest, unless its author was removed, or has no seat
+    and others without one were drawn: a quarter as many as there are members.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -299,8 +301,12 @@ class NothingCensored(Checker):
             return
         taken = {each.author: each.round for each in manifest.taken}
         out = {*manifest.banned, *manifest.leaves}
+        seats = self.ledger.rosters[manifest.parent]
+        is_drawn = len(taken.keys() - {*seats}) >= max(1, len(seats) // 4)
         for name in sorted(set.intersection(*members.values())):
             author, number = self.offers.get(name, (b"", 0))
+            if is_drawn and author not in seats:
+                continue
             if author and author not in out and taken.get(author, number + 1) > number:
                 raise Violation(
                     f"round {manifest.round} leaves out node {cluster.key_index[author]}'s contribution of round "

@@ -84,9 +84,9 @@ class Cluster:
     # -----------------------------------------------------------------------------------------------
     # Processes
 
-    def add_node(self, ticket: bytes = b"") -> SimNode:
+    def add_node(self, claim: bytes = b"") -> SimNode:
         """Adds a machine, whose process is not running yet."""
-        node = self.setup.machine(len(self.nodes), ticket)
+        node = self.setup.machine(len(self.nodes), claim)
         self.nodes.append(node)
         self.key_index[node.key] = node.index
         return node
@@ -106,7 +106,7 @@ class Cluster:
         node.state.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
         rng = setup.stream("node", node.index, node.life + 1)
         node.begin(Node(setup.run_config, setup.run_id, node.key, node.signer, rng))
-        self.give(node, Started(saved, forgetful, node.ticket))
+        self.give(node, Started(saved, forgetful, node.claim))
         self.topology.refresh(node)
 
     def kill(self, node: SimNode) -> None:

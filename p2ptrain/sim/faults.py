@@ -11,9 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from p2ptrain.core.admission import make_ticket
+from p2ptrain.core.admission import make_claim, make_ticket, open_claim
 from p2ptrain.core.events import StopRequested
-from p2ptrain.core.manifest import NO_SERIAL
 from p2ptrain.digest import digest
 from p2ptrain.sim import liars
 from p2ptrain.sim import scenario as sc
@@ -203,25 +202,29 @@ def _join(cluster: Cluster, number: int, fault: sc.Newcomers) -> None:
     def join() -> None:
         for _ in range(fault.count):
             newcomer = cluster.setup.signer(len(cluster.nodes))
-            node = cluster.add_node(_ticket(cluster, newcomer, fault.ticket))
+            node = cluster.add_node(_claim(cluster, newcomer, fault.ticket))
             cluster.topology.introduce(node)
             cluster.start(node)
 
     cluster.calendar.at(fault.at, join)
 
 
-def _ticket(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
-    """Returns the invitation that a newcomer shows."""
-    if kind == "none":
+def _claim(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
+    """Returns what a newcomer shows of its invitation."""
+    shown = next((node.claim for node in reversed(cluster.nodes) if node.claim), b"")
+    if kind == "none" or (kind in ("spent", "stolen") and not shown):
         return b""
-    if kind == "spent":
-        return next((node.ticket for node in reversed(cluster.nodes) if node.ticket), b"")
+    if kind == "stolen":
+        return shown
     hosts = [
         cluster.nodes[index].signer for index in cluster.setup.scenario.pick(cluster.setup.scenario.admission_keys)[:1]
     ]
     signer = newcomer if kind == "false" or not hosts else hosts[0]
-    serial = digest("simulated invitation", newcomer.key)[: len(NO_SERIAL)]
-    return make_ticket(signer.key, signer.sign, cluster.setup.run_id, serial, 1 if kind == "expired" else LAST_ROUND)
+    run_id, bearer = cluster.setup.run_id, digest("simulated invitation", newcomer.key)
+    ticket = make_ticket(signer.key, signer.sign, run_id, bearer, 1, 1 if kind == "expired" else LAST_ROUND)
+    if kind == "spent":
+        ticket = open_claim(shown).ticket
+    return make_claim(ticket, FakeSigner(run_id, ticket.bearer).sign, run_id, newcomer.key)
 
 
 def _leave(cluster: Cluster, number: int, fault: sc.Departure) -> None:

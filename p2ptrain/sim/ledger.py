@@ -66,7 +66,7 @@ def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
     """Returns this key's signature of a message; `body` is the message's kind and fields."""
     kind = body[0]
     name = blake3(msgspec.msgpack.encode(body), derive_key_context=f"p2ptrain 1 message {kind}").digest()
-    return sign_as(run_id, key, f"p2ptrain 1 {kind}".encode() + b"\0" + run_id + name)
+    return sign_as(run_id, key, f"p2ptrain 2 {kind}".encode() + b"\0" + run_id + name)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ KINDS: dict[str, Kind] = {
     "flood quietly": Kind(
         "the same, but never two messages for one place", lambda rng, key: noise.Floods(rng, key, True)
     ),
+    "crowd": Kind("asks for admission with ever new keys, which announce others' payloads", noise.Crowds),
     "forge": Kind("sends messages in others' names, and garbage", noise.Forges),
     "silent announce": Kind("announces nothing", _silent("announce")),
     "silent avail": Kind("never says what it holds", _silent("avail")),

@@ -183,7 +183,7 @@ class SimNode:
     index: int
     signer: FakeSigner
     honest: bool
-    ticket: bytes  # the invitation that it shows
+    claim: bytes  # to the invitation that it shows
     clock: LocalClock
     disk: Disk
     held_payloads: HeldPayloads

@@ -6,6 +6,7 @@ Each class is an honest node that misbehaves in one way; liars.py names them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,10 @@ from p2ptrain.core.messages import (
     Vote,
     encode,
 )
+from p2ptrain.digest import digest
+from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.rewriting import Liar, Said
+from p2ptrain.sim.rewriting import Liar, Said, sign_with
 
 if TYPE_CHECKING:
     from p2ptrain.core.node import Node
@@ -149,10 +152,33 @@ class Floods(Unsolicited):
         )
         loud: tuple[Callable[[], Authored], ...] = (
             lambda: Vote(branch, number, view, rng.choice(tuple(Ballot)), long, me),
-            lambda: Announcement(branch, number, min(number, here.number - 1), long, long, 40, me),
+            lambda: Announcement(branch, number, min(number, here.number - 1), long, long, 40, 1, 2, me),
             lambda: Proposal(branch, number, view, -1, (long,), long, me),
         )
         return [Publish(self.signed(rng.choice(quiet if self.quietly else quiet + loud)()).envelope)]
+
+
+class Crowds(Unsolicited):
+    """Asks for admission with ever new keys, which then announce others' payloads as their own."""
+
+    def __init__(self, rng: Random, signer: FakeSigner) -> None:
+        super().__init__(rng, signer)
+        self.crowd: list[FakeSigner] = []
+
+    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+        rng, here, run_id = self.rng, core.here, self.signer.run_id
+        admitted = [each for each in self.crowd if each.key in here.state.place]
+        offers = [each.announcement for each in core.context.offers.by_name.values()]
+        if admitted and offers and rng.random() < 0.5:
+            one, copied = rng.choice(admitted), rng.choice(offers)
+            return [Publish(sign_with(one, replace(copied, author=one.key)).envelope)]
+        self.crowd.append(FakeSigner(run_id, digest("simulated crowd", self.me, len(self.crowd).to_bytes(8, "little"))))
+        one = self.crowd[-1]
+        cluster.key_index[one.key] = cluster.key_index[self.me]
+        request = sign_with(one, JoinRequest(here.branch, here.number, b"", one.key))
+        with suppress(RemoteProtocolError):
+            core.context.requests.add(request, here.state, asked_for=True)  # so that it attests it, and hands it over
+        return [Publish(request.envelope)]
 
 
 class Forges(Unsolicited):
@@ -172,7 +198,7 @@ class Forges(Unsolicited):
             lambda: encode(vote, bytes(64)),
             lambda: encode(vote, rng.randbytes(64)),
             lambda: self.signed(Leave(branch, number, victim)).envelope,
-            lambda: self.signed(Announcement(branch, number, number - 1, long, long, 40, victim)).envelope,
+            lambda: self.signed(Announcement(branch, number, number - 1, long, long, 40, 1, 2, victim)).envelope,
             lambda: self.signed(Proposal(branch, number, view, -1, (long,), long, victim)).envelope,
             lambda: self.signed(Regroup(branch, here.state.head, 0, members, victim)).envelope,
             lambda: encode(Certificate(branch, number, view, long, b"\x01", (rng.randbytes(64),))),

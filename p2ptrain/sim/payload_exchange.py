@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.messages import authored, payload_digest
 from p2ptrain.digest import digest
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
@@ -26,6 +26,7 @@ CHECK_SECONDS = 0.001  # to check a payload's digest and decode it
 class Payload(Struct, frozen=True):
     """A payload that some node has made."""
 
+    author: bytes
     payload_bytes: int
     good: bool
     attachment: bytes  # empty: too large to be attached
@@ -50,8 +51,8 @@ class PayloadExchange:
         seed = b"".join(place.to_bytes(8, "little") for place in (number, base_round, next(self._made)))
         start = digest("simulated payload", node.key, seed)
         is_inline = self.cluster.setup.run_config.agreement.is_inline(size)
-        content = (start * (size // len(start) + 1))[:size] if is_inline else start
-        name, payload = payload_digest(content), Payload(size, good, content if is_inline else b"")
+        content = authored(node.key, (start * (size // len(start) + 1))[: size - len(node.key)] if is_inline else start)
+        name, payload = payload_digest(content), Payload(node.key, size, good, content if is_inline else b"")
         self.payloads[name] = payload
         return name, payload
 
@@ -107,4 +108,4 @@ class PayloadExchange:
 
     def _have(self, node: SimNode, payload: bytes) -> None:
         held = self.payloads[payload]
-        self.cluster.give(node, ev.PayloadArrived(payload, held.good, held.payload_bytes))
+        self.cluster.give(node, ev.PayloadArrived(payload, held.good, held.author, held.payload_bytes))

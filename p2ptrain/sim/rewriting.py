@@ -49,6 +49,11 @@ class ToSome(Struct, frozen=True):
 Said: TypeAlias = Effect | ToSome
 
 
+def sign_with(signer: FakeSigner, message: Authored, attachment: bytes = b"") -> Received:
+    signature = signer.sign(signed_bytes(signer.run_id, message))
+    return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
+
+
 class Liar:
     """Base of all liars: passes the honest core's effects on unchanged."""
 
@@ -112,8 +117,7 @@ class Liar:
 
     def signed(self, message: Authored, attachment: bytes = b"") -> Received:
         """Signs a message; the signature is invalid if the message is in another's name."""
-        signature = self.signer.sign(signed_bytes(self.signer.run_id, message))
-        return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
+        return sign_with(self.signer, message, attachment)
 
     def twin(self, received: Received, make: Callable[[], Received | None]) -> Received | None:
         """Returns the second version of a message; it is made only once."""
@@ -161,7 +165,6 @@ def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
     found = manifest_of(
         core.here.state,
         context.run,
-        context.run_id,
         availabilities,
         context.offers.announcement,
         context.requests.request,

@@ -177,11 +177,11 @@ class SlowDisk(Fault, frozen=True, tag="slow disk"):
 
 
 class Newcomers(Fault, frozen=True, tag="join"):
-    """Newcomers join, each with a ticket: none, a new invitation, the one that the last newcomer used, an expired one,
-    or one that they signed themselves."""
+    """Newcomers join, each with a ticket: none, a new invitation, the one that the last newcomer used, what that one
+    sent, an expired one, or one that they signed themselves."""
 
     count: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
-    ticket: Literal["none", "new", "spent", "expired", "false"] = "none"
+    ticket: Literal["none", "new", "spent", "stolen", "expired", "false"] = "none"
 
 
 class Departure(Fault, frozen=True, tag="leave"):

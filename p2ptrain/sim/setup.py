@@ -47,8 +47,8 @@ class Setup:
         start = self.genesis
         return Disk(SavedState(0, start.root, start.head), start, self.run_config.agreement.history_rounds)
 
-    def machine(self, index: int, ticket: bytes = b"") -> SimNode:
-        """Makes a machine whose process has not started; `ticket` is the invitation that the node shows."""
+    def machine(self, index: int, claim: bytes = b"") -> SimNode:
+        """Makes a machine whose process has not started; `claim` is what the node shows of an invitation."""
         draw = self.stream("machine", index)
         training = self.scenario.training
         pace = 1.0 + training.spread * draw.uniform(-1.0, 1.0)
@@ -59,7 +59,7 @@ class Setup:
             index,
             self.signer(index),
             honest=index not in self._liars,
-            ticket=ticket,
+            claim=claim,
             clock=LocalClock(draw.uniform(0.0, 10_000.0)),
             disk=self.new_disk(),
             held_payloads=HeldPayloads(self.run_config.agreement.history_rounds),

@@ -305,7 +305,7 @@ class _Draw:
         ]
 
     def _join(self) -> list[dict[str, Any]]:
-        ticket = self._choice("none", "new", "new", "spent", "expired", "false")
+        ticket = self._choice("none", "new", "new", "spent", "stolen", "expired", "false")
         return [{"kind": "join", "at": self._span()["at"], "count": self.rng.randint(1, 3), "ticket": ticket}]
 
 

@@ -161,7 +161,7 @@ class Lived:
         self.node = Node(directory / "node", run)
         self.node.save(1, self.trainer.recipe.agreed, root=self.trainer.root())
         self.trainer.train(1, 0, 1)  # its own weights are others now
-        self.device = Device(self.trainer)
+        self.device = Device(self.trainer, bytes(32))
         has_begun = asyncio.Event()
         has_begun.set()
         driver: Any = SimpleNamespace(has_begun=has_begun, device=self.device)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import RunConfig
-from p2ptrain.core.admission import read_ticket
-from p2ptrain.core.manifest import NO_SERIAL
+from p2ptrain.core.admission import decode_invitation, make_claim, read_claim
 from p2ptrain.errors import NoDaemonError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity, RunSigner
 from p2ptrain.node import control
@@ -20,6 +19,8 @@ from tests.helpers import memory_swarm
 from tests.helpers.cli import p2ptrain
 from tests.helpers.memory_swarm import FOUNDERS, Member, Swarm, swarm
 from tests.helpers.net import skipping_time, until
+
+JOINER = bytes(range(32))
 
 
 def sealed(name: str = "closed", **admission: Any) -> RunConfig:
@@ -34,6 +35,7 @@ class Host:
         self.directory = directory
         self.identity = Identity.make(directory / "identity.key")
         self.run = sealed(policy="invite", keys=[self.identity.key.hex()])
+        self.run_id = bytes.fromhex(self.run.run_id)
         self.keep(self.run)
 
     def keep(self, run: RunConfig) -> None:
@@ -45,7 +47,11 @@ class Host:
         return p2ptrain(capsys, "invite", "--data-dir", self.directory, *arguments)
 
     def read(self, text: str) -> Any:
-        return read_ticket(bytes.fromhex(text), self.run, RunSigner(self.identity, bytes.fromhex(self.run.run_id)))
+        return read_claim(self.claim(text, JOINER), JOINER, self.run, RunSigner(self.identity, self.run_id))
+
+    def claim(self, text: str, joiner: bytes) -> bytes:
+        invitation = decode_invitation(text)
+        return make_claim(invitation.ticket, Identity(invitation.seed).sign, self.run_id, joiner)
 
 
 @pytest.fixture
@@ -66,13 +72,13 @@ def test_an_invitation_is_signed_for_this_run_and_ends_with_its_last_round(
     assert out.count("\n") == 1
 
 
-def test_each_has_a_serial_of_its_own_unless_one_is_given(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = {host.read(host.invite(capsys, "--last-round", "9")[1]).serial for _ in range(4)}
-    assert len(drawn) == 4
-    assert NO_SERIAL not in drawn
-    first, second = (host.invite(capsys, "--last-round", "9", "--serial", "258")[1] for _ in range(2))
-    assert first == second
-    assert host.read(first).serial == bytes(14) + b"\1\2"
+def test_each_has_a_bearer_of_its_own_and_as_many_uses_as_are_named(
+    host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = [host.read(host.invite(capsys, "--last-round", "9", "--uses", str(n))[1]) for n in range(1, 5)]
+    assert len({ticket.bearer for ticket in drawn}) == 4
+    assert [ticket.uses for ticket in drawn] == [1, 2, 3, 4]
+    assert host.read(host.invite(capsys, "--last-round", "9")[1]).uses == 1
 
 
 def test_a_file_with_it_is_for_its_owner_alone_and_never_replaces_one(
@@ -84,7 +90,7 @@ def test_a_file_with_it_is_for_its_owner_alone_and_never_replaces_one(
         done = host.invite(capsys, "--last-round", "9", "--out", out)
     finally:
         os.umask(before)
-    assert done == (0, f"an invitation to closed, good up to round 9: {out}\n", "")
+    assert done == (0, f"an invitation of a node to closed, good up to round 9: {out}\n", "")
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     content = out.read_text()
     assert host.read(content).last_round == 9
@@ -133,7 +139,7 @@ def test_there_is_none_without_a_run_or_a_last_round(
     empty = tmp_path / "empty"
     assert p2ptrain(capsys, "invite", "--data-dir", empty, "--last-round", "9")[0] == 2
     assert not empty.exists()
-    for wrong in ([], ["--last-round", "0"], ["--last-round", str(2**48)], ["--last-round", "9", "--serial", "0"]):
+    for wrong in ([], ["--last-round", "0"], ["--last-round", str(2**48)], ["--last-round", "9", "--uses", "0"]):
         status, out, err = host.invite(capsys, *wrong)
         assert (status, out) == (2, "")
         assert err.endswith("Try: p2ptrain invite --help\n")
@@ -172,14 +178,14 @@ def test_a_daemon_that_does_not_answer_hinders_nothing(
 
 
 @skipping_time
-async def test_a_swarm_admits_whoever_shows_it_first_and_nobody_else(
+async def test_a_swarm_admits_who_was_invited_and_nobody_who_overheard_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tickets: dict[bytes, bytes] = {}
+    claims: dict[bytes, bytes] = {}
 
     def launch(*arguments: Any, **more: Any) -> Launch:
         identity = arguments[2]
-        return Launch(*arguments, **more, ticket=tickets.get(identity.key, b""))
+        return Launch(*arguments, **more, claim=claims.get(identity.key, b""))
 
     monkeypatch.setattr(memory_swarm, "Launch", launch)
     monkeypatch.setattr(Swarm, "__init__", _closed(Swarm.__init__))
@@ -190,21 +196,23 @@ async def test_a_swarm_admits_whoever_shows_it_first_and_nobody_else(
         key = host.directory / "identity.key"
         key.write_bytes(PRIVATE_PREFIX + seed + host.key)
         key.chmod(0o600)
-        status, out, err = p2ptrain(capsys, "invite", "--data-dir", host.directory, "--last-round", "100000")
+        status, out, err = p2ptrain(
+            capsys, "invite", "--data-dir", host.directory, "--last-round", "100000", "--uses", "2"
+        )
         assert (status, err) == (0, "")
-        machine_limits, second, stranger = (Member(made, FOUNDERS + n) for n in range(3))
-        tickets[machine_limits.key] = bytes.fromhex(out)
-        made.nodes.append(machine_limits)
-        await machine_limits.start()
-        await until(lambda: machine_limits.key in host.members)
-        tickets[second.key] = bytes.fromhex(out)  # as a friend who hands it on
-        for late in (second, stranger):
+        invitation, run_id = decode_invitation(out), bytes.fromhex(made.run.run_id)
+        *friends, thief, stranger = (Member(made, FOUNDERS + n) for n in range(4))
+        for friend in friends:
+            bearer = Identity(invitation.seed)
+            claims[friend.key] = make_claim(invitation.ticket, bearer.sign, run_id, friend.key)
+        claims[thief.key] = claims[friends[1].key]  # overheard
+        for late in (thief, stranger, *friends):
             made.nodes.append(late)
             await late.start()
+        await until(lambda: all(friend.key in host.members for friend in friends))
         await made.reach(made.newest + 10)
-        assert machine_limits.status["is_member"]
-        assert host.status["admitted"] == FOUNDERS + 1
-        for late in (second, stranger):
+        assert host.status["admitted"] == FOUNDERS + 2
+        for late in (thief, stranger):
             assert not late.status["is_admitted"]
             assert late.status["health"] == ["not admitted"]
         made.compare(14)

@@ -177,7 +177,7 @@ IN_A_RUN = {
     f'found "1/{2**53}". Write for instance decay = "999/1000"',
     '[recipe]\nouter = "fast"': 'FILE: recipe.outer: "fast" is not valid. Choose "normalised", "mean" or "sign"',
     "[recipe]\nchunk = 48": "FILE: recipe.chunk: 48 is not valid. Choose 8, 16, 32 or 64",
-    "protocol = 2": "FILE: protocol: 2 is not valid. Choose 1",
+    "protocol = 1": "FILE: protocol: 1 is not valid. Choose 2",
     '[data]\nmanifest = "abc"': 'FILE: data.manifest: "abc" is not valid. '
     "Choose embedded, or 64 hexadecimal digits in lower case",
     '[admission]\npolicy = "invite"\nkeys = "a"': 'FILE: admission.keys: expected a list in brackets, found "a". '

@@ -14,21 +14,23 @@ from p2ptrain.core.admission import (
     REQUEST_ROUNDS,
     Ticket,
     check_request,
+    decode_invitation,
+    encode_invitation,
+    make_claim,
     make_ticket,
-    read_ticket,
-    ticket_signed_bytes,
+    read_claim,
 )
-from p2ptrain.core.manifest import NO_SERIAL, Join, Request
-from p2ptrain.core.messages import NUMBER_MAX, TICKET_BYTES_MAX, Ballot, Evidence, JoinRequest, Leave, signed_bytes
+from p2ptrain.core.manifest import NO_BEARER, Join, Request
+from p2ptrain.core.messages import CLAIM_BYTES_MAX, NUMBER_MAX, Ballot, Evidence, JoinRequest, Leave, signed_bytes
 from p2ptrain.core.reputation import prove
-from p2ptrain.core.state import Admitted, AgreedState, genesis
+from p2ptrain.core.state import USES_MAX, Admitted, AgreedState, genesis
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, run_of, signed, voted
 
 HOST, NEWCOMER, STRANGER = KEYS[12], KEYS[13], KEYS[14]
 BRANCH = digest("admission test", b"branch")
-SERIAL, SPENT = digest("admission test", b"serial")[:16], digest("admission test", b"spent")[:16]
+BEARER, SPENT = KEYS[10], KEYS[11]
 SIGNER = FakeSigner()
 OPEN = run_of()
 INVITE = run_of(admission={"policy": "invite", "keys": [HOST.hex()]})
@@ -47,16 +49,24 @@ def state(**changes: Any) -> AgreedState:
     return msgspec.structs.replace(genesis(RUN, KEYS[:4], ROOT0), **(fields | changes))
 
 
-def join(author: bytes = NEWCOMER, number: int = NOW + 1, ticket: bytes = b"", branch: bytes = RUN) -> JoinRequest:
-    return JoinRequest(branch, number, ticket, author)
+def join(author: bytes = NEWCOMER, number: int = NOW + 1, claim: bytes = b"", branch: bytes = RUN) -> JoinRequest:
+    return JoinRequest(branch, number, claim, author)
 
 
 def leave(author: bytes = KEYS[0], number: int = NOW + 1, branch: bytes = RUN) -> Leave:
     return Leave(branch, number, author)
 
 
-def ticket(serial: bytes = SERIAL, last_round: int = 1_100, host: bytes = HOST, run_id: bytes = RUN) -> bytes:
-    return make_ticket(host, FakeSigner(host).sign, run_id, serial, last_round)
+def ticket(
+    bearer: bytes = BEARER, last_round: int = 1_100, host: bytes = HOST, run_id: bytes = RUN, uses: int = 1
+) -> Ticket:
+    return make_ticket(host, FakeSigner(host).sign, run_id, bearer, uses, last_round)
+
+
+def claim(joiner: bytes = NEWCOMER, by: bytes | None = None, **fields: Any) -> bytes:
+    """What `joiner` shows of an invitation, signed by its bearer or somebody else."""
+    made = ticket(**fields)
+    return make_claim(made, FakeSigner(by or made.bearer).sign, RUN, joiner)
 
 
 def refusal(message: JoinRequest | Leave | Evidence, run: Any = OPEN, at: AgreedState | None = None) -> str:
@@ -70,30 +80,30 @@ def refusal(message: JoinRequest | Leave | Evidence, run: Any = OPEN, at: Agreed
 
 
 def test_anyone_may_join_an_open_run() -> None:
-    assert check_request(join(), state(), OPEN, SIGNER) == Request(join=Join(NEWCOMER, NO_SERIAL, 0))
+    assert check_request(join(), state(), OPEN, SIGNER) == Request(join=Join(NEWCOMER, NO_BEARER, 0, 0))
 
 
 def test_who_is_on_the_allowlist_may_join_and_nobody_else() -> None:
-    assert check_request(join(), state(), ALLOWLIST, SIGNER) == Request(join=Join(NEWCOMER, NO_SERIAL, 0))
+    assert check_request(join(), state(), ALLOWLIST, SIGNER) == Request(join=Join(NEWCOMER, NO_BEARER, 0, 0))
     assert refusal(join(HOST), ALLOWLIST) == "the key that asks to join is not on the allowlist"
 
 
 def test_who_shows_an_invitation_may_join() -> None:
-    found = check_request(join(ticket=ticket()), state(), INVITE, SIGNER)
-    assert found == Request(join=Join(NEWCOMER, SERIAL, 1_100))
+    found = check_request(join(claim=claim()), state(), INVITE, SIGNER)
+    assert found == Request(join=Join(NEWCOMER, BEARER, 1, 1_100))
 
 
 @pytest.mark.parametrize("run", [OPEN, INVITE, ALLOWLIST], ids=["open", "invite", "allowlist"])
 def test_who_is_banned_or_here_or_finds_no_room_may_not_join_whatever_it_shows(run: Any) -> None:
     full = run_of(admission={"contributors_max": 4, "policy": run.admission.policy, "keys": run.admission.keys})
-    assert refusal(join(STRANGER, ticket=ticket()), run) == "the key that asks to join is banned"
-    assert refusal(join(KEYS[2], ticket=ticket()), run) == "the key that asks to join is already admitted"
-    assert refusal(join(ticket=ticket()), full) == "the run is full"
+    assert refusal(join(STRANGER, claim=claim()), run) == "the key that asks to join is banned"
+    assert refusal(join(KEYS[2], claim=claim()), run) == "the key that asks to join is already admitted"
+    assert refusal(join(claim=claim()), full) == "the run is full"
 
 
 def test_the_last_place_may_be_asked_for() -> None:
     roomy = run_of(admission={"contributors_max": 5})
-    assert check_request(join(), state(), roomy, SIGNER) == Request(join=Join(NEWCOMER, NO_SERIAL, 0))
+    assert check_request(join(), state(), roomy, SIGNER) == Request(join=Join(NEWCOMER, NO_BEARER, 0, 0))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -105,56 +115,89 @@ def test_the_last_place_may_be_asked_for() -> None:
     [
         (b"", "not an invitation"),
         (b"\x01", "not an invitation"),
-        (b"\x91" * TICKET_BYTES_MAX, "not an invitation"),
-        (ticket()[:-1], "not an invitation"),
-        (ticket() + b"\0", "not an invitation"),
-        (ticket(host=NEWCOMER), "the invitation is signed by a key that may not invite"),
-        (ticket(run_id=BRANCH), "the invitation has an invalid signature"),
-        (ticket(SPENT, 2_000), "the invitation has already been used"),
-        (ticket(SPENT, 3_000), "the invitation has already been used"),
-        (ticket(last_round=NOW), "the invitation has expired"),
-        (ticket(last_round=0), "the invitation has expired"),
+        (b"\x91" * CLAIM_BYTES_MAX, "not an invitation"),
+        (claim()[:-1], "not an invitation"),
+        (claim() + b"\0", "not an invitation"),
+        (claim(host=NEWCOMER), "the invitation is signed by a key that may not invite"),
+        (claim(run_id=BRANCH), "the invitation has an invalid signature"),
+        (claim(KEYS[9]), "the invitation was not made out to this key"),  # overheard
+        (claim(by=NEWCOMER), "the invitation was not made out to this key"),
+        (claim(bearer=SPENT, last_round=2_000), "the invitation has already been used"),
+        (claim(bearer=SPENT, last_round=3_000), "the invitation has already been used"),
+        (claim(last_round=NOW), "the invitation has expired"),
+        (claim(last_round=0), "the invitation has expired"),
+        (claim(uses=0), "the invitation has already been used"),
     ],
 )
 def test_an_invitation_that_is_worth_nothing_is_refused(shown: bytes, why: str) -> None:
-    assert refusal(join(ticket=shown), INVITE).startswith(why)
+    assert refusal(join(claim=shown), INVITE).startswith(why)
 
 
 def test_an_invitation_is_good_up_to_its_last_round() -> None:
-    found = check_request(join(ticket=ticket(last_round=NOW + 1)), state(), INVITE, SIGNER)
-    assert found == Request(join=Join(NEWCOMER, SERIAL, NOW + 1))
+    found = check_request(join(claim=claim(last_round=NOW + 1)), state(), INVITE, SIGNER)
+    assert found == Request(join=Join(NEWCOMER, BEARER, 1, NOW + 1))
 
 
 def test_an_invitation_has_one_encoding() -> None:
-    encoded = ticket()
+    encoded = claim()
     fields = msgspec.msgpack.decode(encoded)
-    assert read_ticket(encoded, INVITE, SIGNER) == Ticket(HOST, SERIAL, 1_100, fields[3])
+    assert read_claim(encoded, NEWCOMER, INVITE, SIGNER) == Ticket(HOST, BEARER, 1, 1_100, fields[0][4])
     longer = [*fields, b""]
     wide = encoded.replace(b"\xcd\x04\x4c", b"\xce\x00\x00\x04\x4c")  # 1,100 in five bytes
     assert len(wide) == len(encoded) + 2
     for other in (msgspec.msgpack.encode(longer), wide):
         with pytest.raises(RemoteProtocolError, match="canonical"):
-            read_ticket(other, INVITE, SIGNER)
+            read_claim(other, NEWCOMER, INVITE, SIGNER)
 
 
-@given(st.integers(0, len(ticket()) * 8 - 1))
+def test_an_invitation_admits_as_many_keys_as_it_has_uses() -> None:
+    uses = tuple((BEARER, 1_100) for _ in range(2))
+    for spent, is_left in ((uses[:1], True), (uses, False)):
+        at = state(spent=spent)
+        message = join(claim=claim(uses=2))
+        if is_left:
+            assert check_request(message, at, INVITE, SIGNER).join == Join(NEWCOMER, BEARER, 2, 1_100)
+        else:
+            assert refusal(message, INVITE, at) == "the invitation has already been used up"
+
+
+def test_the_text_of_an_invitation_is_read_again_and_nothing_else() -> None:
+    seed = bytes(range(32))
+    text = encode_invitation(ticket(uses=8), seed)
+    assert decode_invitation(f" {text}\n").seed == seed
+    assert decode_invitation(text).ticket == ticket(uses=8)
+    for wrong in ("", "invitation", text[:-2], text + "00", text[:-1]):
+        with pytest.raises(RemoteProtocolError):
+            decode_invitation(wrong)
+
+
+@given(st.integers(0, len(claim()) * 8 - 1))
 def test_a_bit_that_flips_in_an_invitation_spoils_it(place: int) -> None:
-    octets = bytearray(ticket())
+    octets = bytearray(claim())
     octets[place // 8] ^= 1 << place % 8
     with pytest.raises(RemoteProtocolError):
-        read_ticket(bytes(octets), INVITE, SIGNER)
+        read_claim(bytes(octets), NEWCOMER, INVITE, SIGNER)
 
 
 def test_the_largest_invitation_fits_its_place() -> None:
-    assert len(ticket(last_round=NUMBER_MAX - 1)) <= TICKET_BYTES_MAX
+    assert len(claim(last_round=NUMBER_MAX - 1, uses=USES_MAX)) <= CLAIM_BYTES_MAX
 
 
 def test_what_signs_an_invitation_signs_nothing_else() -> None:
-    parts = product((RUN, BRANCH), (SERIAL, SPENT), (1, 2))
-    signed_for = {ticket_signed_bytes(run_id, serial, last_round) for run_id, serial, last_round in parts}
-    assert len(signed_for) == 8
-    assert all(each.startswith(b"p2ptrain 1 ticket\0") for each in signed_for)
-    assert not signed_for & {signed_bytes(RUN, message) for message in (join(), leave(), announced(HOST))}
+    signed_for: list[bytes] = []
+
+    def sign(signed: bytes) -> bytes:
+        signed_for.append(signed)
+        return bytes(64)
+
+    for run_id, bearer, number in product((RUN, BRANCH), (BEARER, SPENT), (1, 2)):
+        for uses in (1, 2):
+            made = make_ticket(HOST, sign, run_id, bearer, uses, number)
+        for joiner in KEYS[:2]:
+            make_claim(made, sign, run_id, joiner)
+    assert len(set(signed_for)) == 16 + 8
+    assert {each.split(b"\0")[0] for each in signed_for} == {b"p2ptrain 2 ticket", b"p2ptrain 2 claim"}
+    assert not set(signed_for) & {signed_bytes(RUN, message) for message in (join(), leave(), announced(HOST))}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -166,7 +209,7 @@ def test_a_request_counts_for_a_while(make: Any) -> None:
     oldest, newest = NOW - REQUEST_ROUNDS, NOW + 2
     for number in (oldest, NOW, NOW + 1, newest):
         found = check_request(make(number=number), state(), OPEN, SIGNER)
-        expected = Request(join=Join(NEWCOMER, NO_SERIAL, 0)) if make is join else Request(None, KEYS[0], number)
+        expected = Request(join=Join(NEWCOMER, NO_BEARER, 0, 0)) if make is join else Request(None, KEYS[0], number)
         assert found == expected
     for number in (0, oldest - 1, newest + 1, NUMBER_MAX - 1):
         assert refusal(make(number=number)) == f"the request is of round {number}, and this is round {NOW + 1}"

@@ -34,7 +34,7 @@ def sign(key: bytes, signed: bytes) -> bytes:
 def envelope(*body: Any, author: bytes) -> bytes:
     encoded = msgspec.msgpack.encode([*body, author])
     name = blake3(encoded, derive_key_context=f"p2ptrain 1 message {body[0]}").digest()
-    signed = f"p2ptrain 1 {body[0]}".encode() + b"\0" + RUN + name
+    signed = f"p2ptrain 2 {body[0]}".encode() + b"\0" + RUN + name
     return msgspec.msgpack.encode([encoded, sign(author, signed), b""])
 
 
@@ -50,7 +50,7 @@ def proposal(
 
 
 def announcement(author: bytes, payload: bytes, number: int = ROUND) -> bytes:
-    return envelope("announcement", RUN, number, number - 1, ONE, payload, 40, author=author)
+    return envelope("announcement", RUN, number, number - 1, ONE, payload, 40, 1, 2, author=author)
 
 
 def judged(*envelopes: bytes, honest: Sequence[bytes] = HONEST) -> list[str]:

@@ -31,10 +31,10 @@ from p2ptrain.digest import digest
 from tests.helpers.core import KEYS, ROOT0, RUN, announced, name_of, root_of
 from tests.helpers.manifest import (
     ASKED,
+    BEARER,
     MEMBERS,
     NEWCOMER,
     OPEN,
-    SERIAL,
     SIZES,
     STALE,
     admitting,
@@ -274,7 +274,7 @@ def test_what_is_attested_and_not_here_is_asked_for() -> None:
     held, refused = (names(*(announced(key, 9) for key in part)) for part in (KEYS[1:8], KEYS[8:]))
     named = quorum(state, held=tuple(sorted((*held, *names(here)))), refused=refused, requests=ASKED[:1])
     lonely = said(state, MEMBERS[3], held=names(announced(MEMBERS[3])))  # nobody needs what one alone attests
-    found = manifest_of(state, OPEN, RUN, [*named, lonely], {name_of(here): here}.get, nobody)
+    found = manifest_of(state, OPEN, [*named, lonely], {name_of(here): here}.get, nobody)
     assert found == Missing(tuple(sorted((*held, *refused, ASKED[0]))))
 
 
@@ -282,7 +282,7 @@ def test_even_what_will_not_be_taken_is_needed_to_know_that() -> None:
     state = start()
     stranger = announced(NEWCOMER)
     named = quorum(state, held=names(stranger))
-    assert manifest_of(state, OPEN, RUN, named, nobody, nobody) == Missing(names(stranger))
+    assert manifest_of(state, OPEN, named, nobody, nobody) == Missing(names(stranger))
     assert decide(state, named, (stranger,)) == empty(state)
 
 
@@ -297,7 +297,7 @@ def test_the_manifest_depends_on_who_is_named_and_not_on_any_order(data: st.Data
         zip(
             ASKED,
             [
-                *(Request(join=Join(key, serial, 5)) for key in KEYS[10:12] for serial in (SERIAL, b"\2" * 16)),
+                *(Request(join=Join(key, bearer, 1, 5)) for key in KEYS[10:12] for bearer in (BEARER, b"\2" * 32)),
                 *(Request(leave=key, leave_round=1) for key in (KEYS[0], KEYS[8])),
                 *(Request(guilty=key) for key in (KEYS[1], KEYS[9])),
             ],
@@ -346,15 +346,15 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     """Any other result would need a new protocol version; the expected bytes can be written down without this code."""
     members = [bytes([number]) * 32 for number in range(4)]
     state = genesis(bytes(32), tuple(members), b"\7" * 32)
-    offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, members[2])
+    offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, 1, 2, members[2])
     named = quorum(state, held=names(offer), requests=(b"\4" * 16,), heard=b"\x07")
-    manifest = decide(state, named, (offer,), {b"\4" * 16: Request(join=Join(b"\6" * 32, b"\3" * 16, 9))})
+    manifest = decide(state, named, (offer,), {b"\4" * 16: Request(join=Join(b"\6" * 32, b"\3" * 32, 1, 9))})
     taken = [[members[2], 1, 0, b"\5" * 32, 99]]
-    joins = [[b"\6" * 32, b"\3" * 16, 9]]
+    joins = [[b"\6" * 32, b"\3" * 32, 1, 9]]
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
-    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], []]
+    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "a19d872864b71531293980826a3b3c4b77085eb85ed88979d6437bbcf647f247"
+    assert manifest.digest.hex() == "0f8224e2264e6b7a8468b39319d290f080024b00bdf2727a4d4c7887549eb88f"
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -5,22 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2ptrain.core.manifest import (
-    NO_SERIAL,
-    Join,
-    Request,
-)
+from p2ptrain.core.manifest import JOINS_MIN, NO_BEARER, Join, Request, contradiction
 from p2ptrain.core.roster import bitmap, quorum_of, tolerated_by
 from p2ptrain.core.state import SPENT_MAX, Admitted
 from p2ptrain.digest import digest
 from tests.helpers.core import KEYS, announced, run_of
 from tests.helpers.manifest import (
     ASKED,
+    BEARER,
     LATECOMER,
     MEMBERS,
     NEWCOMER,
     OPEN,
-    SERIAL,
     SIZES,
     admitting,
     all_ask,
@@ -41,68 +37,118 @@ from tests.helpers.manifest import (
 @pytest.mark.parametrize("size", SIZES)
 def test_requests_need_q_minus_f_as_well(size: int) -> None:
     state = start(size)
-    requests = {ASKED[0]: Request(join=Join(b"\1" * 32, NO_SERIAL, 0))}
+    requests = {ASKED[0]: Request(join=Join(b"\1" * 32, NO_BEARER, 0, 0))}
     least = quorum_of(size) - tolerated_by(size)
     enough = decide(state, quorum(state, least, requests=ASKED[:1]), (), requests)
     too_few = decide(state, quorum(state, least - 1, requests=ASKED[:1]), (), requests)
-    assert (enough, too_few) == (empty(state, joins=(Join(b"\1" * 32, NO_SERIAL, 0),)), empty(state))
+    assert (enough, too_few) == (empty(state, joins=(Join(b"\1" * 32, NO_BEARER, 0, 0),)), empty(state))
 
 
 def test_joins_rise_and_each_key_joins_once() -> None:
     state = start()
-    one, two = Join(NEWCOMER, NO_SERIAL, 0), Join(LATECOMER, NO_SERIAL, 0)
+    one, two = Join(NEWCOMER, NO_BEARER, 0, 0), Join(LATECOMER, NO_BEARER, 0, 0)
     assert all_ask(state, Request(join=two), Request(join=one), Request(join=one)) == empty(state, joins=(one, two))
 
 
 def test_who_is_here_or_banned_does_not_join() -> None:
     state = start(bans=(NEWCOMER,))
-    joins = (Request(join=Join(key, NO_SERIAL, 0)) for key in (MEMBERS[0], NEWCOMER))
+    joins = (Request(join=Join(key, NO_BEARER, 0, 0)) for key in (MEMBERS[0], NEWCOMER))
     assert all_ask(state, *joins) == empty(state)
 
 
 def test_no_more_join_than_there_is_room_for() -> None:
     run = run_of(admission={"contributors_max": 6})
     state = start()
-    requests = [Request(join=Join(key, NO_SERIAL, 0)) for key in KEYS[8:13]]
-    assert all_ask(state, *requests, run=run).joins == tuple(Join(key, NO_SERIAL, 0) for key in KEYS[8:10])
+    requests = [Request(join=Join(key, NO_BEARER, 0, 0)) for key in KEYS[8:13]]
+    joins = all_ask(state, *requests, run=run).joins
+    assert len(joins) == 2
+    assert set(joins) < {Join(key, NO_BEARER, 0, 0) for key in KEYS[8:13]}
     full = run_of(admission={"contributors_max": 4})
     assert all_ask(state, *requests, run=full) == empty(state)
 
 
-def test_an_invitation_admits_one() -> None:
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_an_invitation_admits_as_many_keys_as_it_has_uses(uses: int) -> None:
     state = start()
-    used = Join(NEWCOMER, SERIAL, 9)
-    assert all_ask(state, Request(join=Join(LATECOMER, SERIAL, 9)), Request(join=used)).joins == (used,)
-    both = (used, Join(LATECOMER, b"\2" * 16, 9))
-    assert all_ask(state, *(Request(join=join) for join in both)).joins == both
+    joins = tuple(Join(key, BEARER, uses, 9) for key in (NEWCOMER, LATECOMER, KEYS[10]))
+    assert len(all_ask(state, *(Request(join=join) for join in joins)).joins) == uses
+    later = start(spent=((BEARER, 9),) * 2)
+    assert len(all_ask(later, *(Request(join=join) for join in joins)).joins) == max(0, uses - 2)
+    others = (Join(NEWCOMER, BEARER, 1, 9), Join(LATECOMER, b"\2" * 32, 1, 9))
+    assert all_ask(state, *(Request(join=join) for join in others)).joins == others
+
+
+def test_a_manifest_grants_few_joins_and_its_parent_draws_them() -> None:
+    joins = [Request(join=Join(key, NO_BEARER, 0, 0)) for key in KEYS[8:16]]
+    drawn = [
+        tuple(join.key for join in all_ask(start(head=digest("manifest test head", bytes([n]))), *joins).joins)
+        for n in range(40)
+    ]
+    assert {len(keys) for keys in drawn} == {JOINS_MIN}
+    assert {keys == tuple(sorted(keys)) for keys in drawn} == {True}
+    assert len(set(drawn)) > 20
+    assert {key for keys in drawn for key in keys} == set(KEYS[8:16])
+
+
+def test_where_an_open_run_is_full_newcomers_take_the_places_of_keys_that_do_nothing() -> None:
+    run = run_of(admission={"contributors_max": 8})
+    idle = [Admitted(key, 0, 1, absent) for key, absent in zip(KEYS[8:12], (0, 3, 9, 1), strict=True)]
+    state = admitting(*idle)
+    asked = [Request(join=Join(key, NO_BEARER, 0, 0)) for key in KEYS[12:16]]
+    manifest = all_ask(state, *asked, run=run)
+    assert len(manifest.joins) == 3
+    after = state.after(manifest, run)
+    assert len(after.admitted) == 8
+    assert [key in after.place for key in KEYS[8:12]] == [True, False, False, False]
+    fewer = all_ask(state, *asked[:1], run=run)
+    assert [key in state.after(fewer, run).place for key in KEYS[8:12]] == [True, True, False, True]
+    invited = run_of(admission={"contributors_max": 8, "policy": "allowlist", "keys": [KEYS[9].hex()]})
+    assert all_ask(state, *asked, run=invited).joins == ()
+
+
+def test_an_open_manifest_takes_few_contributions_of_keys_without_a_seat() -> None:
+    waiting = [Admitted(key, 0, 0, 0) for key in KEYS[8:16]]
+    runs = OPEN, run_of(admission={"policy": "allowlist", "keys": [KEYS[15].hex()]})
+    drawn = set()
+    for n in range(40):
+        state = admitting(*waiting, head=digest("manifest test head", bytes([n])))
+        offers = [announced(key, state.round + 1, branch=state.branch) for key in (*state.members, *KEYS[8:16])]
+        few, all_of_them = (all_hold(state, *offers, run=run) for run in runs)
+        assert {taken.author for taken in few.taken} >= set(state.members)
+        assert len(few.taken) == len(state.members) + 1
+        assert len(all_of_them.taken) == len(state.members) + 8
+        drawn |= {taken.author for taken in few.taken} - set(state.members)
+        assert contradiction(few, state, OPEN) is None
+        assert "too many" in (contradiction(all_of_them, state, OPEN) or "")
+    assert len(drawn) > 4
 
 
 def test_one_key_with_two_invitations_spends_one() -> None:
     state = start()
-    joins = (Join(NEWCOMER, b"\2" * 16, 9), Join(NEWCOMER, SERIAL, 9))
+    joins = (Join(NEWCOMER, b"\2" * 32, 1, 9), Join(NEWCOMER, BEARER, 1, 9))
     for asked in (joins, joins[::-1]):
         assert all_ask(state, *(Request(join=join) for join in asked)).joins == (joins[1],)
 
 
 def test_without_invitations_any_number_may_join() -> None:
     """The placeholder serial is not used up by the first join."""
-    state = start(spent=((NO_SERIAL, 100),))
-    joins = tuple(Join(key, NO_SERIAL, 0) for key in KEYS[8:11])
+    state = start(spent=((NO_BEARER, 100),))
+    joins = tuple(Join(key, NO_BEARER, 0, 0) for key in KEYS[8:11])
     assert all_ask(state, *(Request(join=join) for join in joins)).joins == joins
 
 
 def test_a_spent_or_expired_invitation_admits_nobody() -> None:
-    state = start(spent=((SERIAL, 100),), round=9)
-    fresh = Join(NEWCOMER, b"\2" * 16, 10)
-    expired = Join(LATECOMER, b"\3" * 16, 9)
-    spent = Join(KEYS[10], SERIAL, 100)
+    state = start(spent=((BEARER, 100),), round=9)
+    fresh = Join(NEWCOMER, b"\2" * 32, 1, 10)
+    expired = Join(LATECOMER, b"\3" * 32, 1, 9)
+    spent = Join(KEYS[10], BEARER, 1, 100)
     assert all_ask(state, *(Request(join=join) for join in (fresh, expired, spent))).joins == (fresh,)
 
 
 def test_when_too_many_invitations_are_remembered_no_more_are_accepted() -> None:
-    spent = tuple((number.to_bytes(16, "big"), 100) for number in range(1, SPENT_MAX))
+    spent = tuple((number.to_bytes(32, "big"), 100) for number in range(1, SPENT_MAX))
     state = start(spent=spent)
-    invited = [Join(NEWCOMER, b"\xfe" * 16, 9), Join(LATECOMER, b"\xff" * 16, 9)]
+    invited = [Join(NEWCOMER, b"\xfe" * 32, 1, 9), Join(LATECOMER, b"\xff" * 32, 1, 9)]
     manifest = all_ask(state, *(Request(join=join) for join in invited))
     assert manifest.joins == (invited[0],)
     state = state.after(manifest, OPEN)
@@ -194,7 +240,7 @@ def test_of_those_who_came_together_the_key_alone_does_not_decide_who_is_first()
     waiting = [Admitted(key, 5, 9, 0) for key in KEYS[4:]]
     state = admitting(*waiting)
     first = {
-        decide(msgspec.structs.replace(state, branch=digest("manifest test branch", bytes([number]))), []).seated
+        decide(msgspec.structs.replace(state, head=digest("manifest test head", bytes([number]))), []).seated
         for number in range(40)
     }
     assert len(first) > 5
@@ -223,8 +269,8 @@ def test_who_goes_does_not_come_in_by_the_same_manifest() -> None:
 def test_without_probation_a_newcomer_is_seated_in_the_round_after_it_joined() -> None:
     run = run_of(admission={"probation_rounds": 0})
     state = start()
-    manifest = all_ask(state, Request(join=Join(NEWCOMER, NO_SERIAL, 0)), run=run)
-    assert manifest == empty(state, joins=(Join(NEWCOMER, NO_SERIAL, 0),))
+    manifest = all_ask(state, Request(join=Join(NEWCOMER, NO_BEARER, 0, 0)), run=run)
+    assert manifest == empty(state, joins=(Join(NEWCOMER, NO_BEARER, 0, 0),))
     following = state.after(manifest, run)
     assert decide(following, quorum(following), run=run).seated == (NEWCOMER,)
 

@@ -16,6 +16,7 @@ from p2ptrain.core import messages as wire
 from p2ptrain.core.messages import (
     NOTHING,
     Announcement,
+    Audit,
     Availability,
     Ballot,
     Call,
@@ -28,6 +29,7 @@ from p2ptrain.core.messages import (
     Proposal,
     Regroup,
     Vote,
+    authored,
     decode,
     encode,
     kind_of,
@@ -87,7 +89,9 @@ def proposals(draw: st.DrawFn) -> Proposal:
 def announcements(draw: st.DrawFn) -> Announcement:
     number = draw(numbers)
     base, size = draw(st.integers(0, number)), draw(st.integers(1, 2**32 - 1))
-    return Announcement(draw(keys), number, base, draw(keys), draw(keys), size, draw(keys))
+    return Announcement(
+        draw(keys), number, base, draw(keys), draw(keys), size, draw(numbers), draw(numbers), draw(keys)
+    )
 
 
 protocols = st.lists(st.integers(1, 65_535), min_size=1, max_size=8, unique=True).map(
@@ -105,6 +109,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "leave": st.builds(Leave, keys, numbers, keys),
     "call": st.builds(Call, keys, keys, numbers, keys),
     "regroup": regroups(),
+    "audit": st.builds(Audit, keys, numbers, keys, numbers, st.booleans(), keys),
     "evidence": halves.map(lambda pair: Evidence(*pair)),
 }
 
@@ -146,7 +151,7 @@ def drawn(kind: str, seed: int) -> Message:
 
     members = rising(32, 4)
     made: dict[str, Callable[[], Message]] = {
-        "announcement": lambda: Announcement(key(), 70_000, 69_999, key(), key(), 98_829, key()),
+        "announcement": lambda: Announcement(key(), 70_000, 69_999, key(), key(), 98_829, 500, 3_141_592, key()),
         "availability": lambda: Availability(key(), 9, 8, key(), rising(16, 5), rising(16, 2), (), bits(), key()),
         "proposal": lambda: Proposal(key(), 5, 4, 2, rising(32, 3), key(), key()),
         "vote": lambda: Vote(key(), 5, 200, Ballot.PRECOMMIT, key(), key()),
@@ -154,6 +159,7 @@ def drawn(kind: str, seed: int) -> Message:
         "hello": lambda: Hello((1, 2), key(), 5, 1, bits(), bits(), b"", bits(), generator.random() < 0.5, key()),
         "join": lambda: JoinRequest(key(), 3, generator.randbytes(100), key()),
         "leave": lambda: Leave(key(), 3, key()),
+        "audit": lambda: Audit(key(), 4, key(), 3, True, key()),
         "call": lambda: Call(key(), key(), 3, key()),
         "regroup": lambda: Regroup(key(), key(), 1, members, members[2]),
         "evidence": lambda: Evidence(*rising(40, 2)),
@@ -219,18 +225,18 @@ def test_what_is_signed_differs_between_kinds_with_the_same_fields() -> None:
     one, other = bytes(32), bytes([1]) * 32
     signed = {signed_bytes(RUN, message) for message in (Leave(one, 3, other), JoinRequest(one, 3, b"", other))}
     assert len(signed) == 2
-    assert all(text.startswith(b"p2ptrain 1 ") and RUN in text for text in signed)
+    assert all(text.startswith(b"p2ptrain 2 ") and RUN in text for text in signed)
 
 
 def test_a_digest_leaves_the_signature_and_the_attachment_out() -> None:
-    payload = b"payload"
-    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), len(payload), bytes(32))
+    payload = authored(bytes(32), b"payload")
+    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), len(payload), 1, 2, bytes(32))
     assert decode(enveloped(message), KEYS).digest == decode(enveloped(message, payload), KEYS).digest
 
 
 def test_an_attachment_is_the_announced_payload_or_refused() -> None:
-    payload = b"p" * 500
-    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), 500, bytes(32))
+    payload = authored(bytes(32), b"p" * 468)
+    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), 500, 1, 2, bytes(32))
     assert decode(enveloped(message, payload), KEYS).attachment == payload
     for other in (payload[:-1], payload + b"p", b"q" * 500):
         with pytest.raises(RemoteProtocolError, match="an attachment that is not the announced payload"):
@@ -257,7 +263,7 @@ FORMS: dict[str, tuple[Message, str]] = {
         "a proposal of view 3 backed by view 3",
     ),
     "trained on the future": (
-        Announcement(bytes(32), 1, 2, bytes(32), bytes(32), 5, bytes(32)),
+        Announcement(bytes(32), 1, 2, bytes(32), bytes(32), 5, 1, 2, bytes(32)),
         "an announcement of round 1 from the later round 2",
     ),
     "signatures without seats": (
@@ -310,7 +316,7 @@ def test_the_largest_message_of_every_kind_fits_an_envelope() -> None:
     full = b"\xff" * 32
     proven = bytes(wire.PROVEN_BYTES_MAX)
     largest: list[Message] = [
-        Announcement(key, top, top, key, key, 2**32 - 1, key),
+        Announcement(key, top, top, key, key, 2**32 - 1, top, top, key),
         Availability(key, top, top, key, names, names, requests, full, key),
         Proposal(key, top, top, top - 1, many, key, key),
         Certificate(key, top, top, key, full, (bytes(64),) * 256),
@@ -321,8 +327,8 @@ def test_the_largest_message_of_every_kind_fits_an_envelope() -> None:
         received = decode(enveloped(message), KEYS)
         assert received.message == message
         assert len(received.envelope) < 200_000
-    payload = bytes(wire.ATTACHMENT_BYTES_MAX)
-    announced = Announcement(key, 1, 0, key, payload_digest(payload), len(payload), key)
+    payload = authored(key, bytes(wire.ATTACHMENT_BYTES_MAX - len(key)))
+    announced = Announcement(key, 1, 0, key, payload_digest(payload), len(payload), 1, 2, key)
     assert len(enveloped(announced, payload)) < wire.ENVELOPE_BYTES_MAX
 
 

@@ -249,10 +249,10 @@ def test_an_announcement_of_another_s_payload_with_a_false_length_is_not_held_an
         match way:
             case "fetched":
                 bench.hear_all(true, lie)
-                bench.do(ev.PayloadArrived(true.payload, True, true.payload_bytes))
+                bench.do(ev.PayloadArrived(true.payload, True, true.author, true.payload_bytes))
             case "fetched before":
                 bench.hear(true)
-                bench.do(ev.PayloadArrived(true.payload, True, true.payload_bytes))
+                bench.do(ev.PayloadArrived(true.payload, True, true.author, true.payload_bytes))
                 bench.hear(lie)
             case "came along":
                 bench.hear(lie)
@@ -275,7 +275,7 @@ def test_a_false_length_that_others_attest_all_the_same_stops_nobody() -> None:
     true = announced(KEYS[2])
     lie = with_false_length(KEYS[0], true)
     bench.hear_all(true, lie)
-    bench.do(ev.PayloadArrived(true.payload, True, true.payload_bytes))
+    bench.do(ev.PayloadArrived(true.payload, True, true.author, true.payload_bytes))
     named = [bench.available(key, (lie,)) for key in bench.others]
     bench.hear_all(*named)
     proposal, manifest = bench.proposed(named, (lie,))

@@ -115,7 +115,7 @@ def test_messages_of_keys_that_are_not_admitted_are_dropped_unread() -> None:
         voted(STRANGER, PREVOTE, ROOT0),
         voted(STRANGER, PREVOTE, ROOT0, number=9),
         Leave(RUN, 1, STRANGER),
-        Hello((1,), RUN, 9, 0, b"", b"", b"", b"", False, STRANGER),
+        Hello((2,), RUN, 9, 0, b"", b"", b"", b"", False, STRANGER),
         Certificate(RUN, 1, 0, ROOT0, b"\1", (bytes(64),)),
     ]
     assert bench.hear_all(*messages) == []
@@ -199,8 +199,8 @@ def test_a_newcomer_asks_to_be_admitted_and_again_after_twice_the_time() -> None
 
 def test_a_newcomer_shows_its_invitation() -> None:
     bench = Bench(4, me=9, start=False)
-    assert bench.start(ticket=b"ticket") == []
-    assert published(bench.do(ev.PeerSeen(KEYS[0]))) == [JoinRequest(RUN, 1, b"ticket", STRANGER)]
+    assert bench.start(claim=b"claim") == []
+    assert published(bench.do(ev.PeerSeen(KEYS[0]))) == [JoinRequest(RUN, 1, b"claim", STRANGER)]
 
 
 def test_a_newcomer_is_admitted_contributes_and_gets_a_seat() -> None:
@@ -302,7 +302,7 @@ def test_a_node_that_starts_again_says_the_same_again() -> None:
     assert published(effects) == [*votes, announced(ME)]
     fetched = [effect for effect in effects if isinstance(effect, ev.Fetch)]
     others = sorted((offers[place] for place in (0, 2, 3)), key=message_digest)
-    assert fetched == [ev.Fetch(each.payload, 32, (each.author,)) for each in others]
+    assert fetched == [ev.Fetch(each.payload, each.payload_bytes, (each.author,)) for each in others]
     assert [record for record in effects if isinstance(record, ev.Persist) and isinstance(record.record, ev.Said)] == []
     agreement = again.node.here.agreement
     assert (agreement.locked, agreement.locked_view, agreement.valid_view) == (manifest.digest, 0, 0)

@@ -32,6 +32,7 @@ from p2ptrain.core.messages import (
     Proposal,
     Regroup,
     Vote,
+    authored,
     decode,
     payload_digest,
 )
@@ -203,10 +204,10 @@ class Anyone(RuleBasedStateMachine):
     @rule(peer=peers, shift=shifts, pick=picks, back=st.integers(0, 3), which=st.integers(0, 3), good=st.booleans())
     def somebody_offers(self, peer: int, shift: int, pick: int, back: int, which: int, good: bool) -> None:
         number, author = bounded(self.state.round + 1 + shift), self.author(peer)
-        body = digest("core test", author, bytes([which]))
+        body = authored(author, digest("core test", author, bytes([which])))
         inline = which < 2
         offer = Announcement(
-            self.branch(pick), number, bounded(number - back), NOWHERE, payload_digest(body), len(body), author
+            self.branch(pick), number, bounded(number - back), NOWHERE, payload_digest(body), len(body), 1, 2, author
         )
         self.hear(offer, attachment=body if inline else b"", good=good if inline else None)
 
@@ -263,13 +264,13 @@ class Anyone(RuleBasedStateMachine):
     def somebody_greets(self, peer: int, shift: int, view: int, pick: int, bits: bytes, sender: int) -> None:
         number = bounded(self.state.round + 1 + shift)
         bits = bits.rstrip(b"\0")
-        hello = Hello((1,), self.branch(pick), number, view, bits, bits, bits, bits, False, self.author(peer))
+        hello = Hello((2,), self.branch(pick), number, view, bits, bits, bits, bits, False, self.author(peer))
         self.hear(hello, sender=self.author(sender if pick == 0 else peer))
 
     @rule(peer=peers, shift=shifts, pick=picks, kind=st.sampled_from((JoinRequest, Leave)))
     def somebody_comes_or_goes(self, peer: int, shift: int, pick: int, kind: type) -> None:
-        ticket = {"ticket": b"?" * pick} if kind is JoinRequest else {}
-        self.hear(kind(self.branch(pick), bounded(self.state.round + 1 + shift), author=self.author(peer), **ticket))
+        claim = {"claim": b"?" * pick} if kind is JoinRequest else {}
+        self.hear(kind(self.branch(pick), bounded(self.state.round + 1 + shift), author=self.author(peer), **claim))
 
     @rule(peer=peers, first=picks, second=picks)
     def somebody_is_accused(self, peer: int, first: int, second: int) -> None:
@@ -329,7 +330,7 @@ class Anyone(RuleBasedStateMachine):
     @rule(is_asked=st.booleans(), which=st.integers(0, 9))
     def training_ends(self, is_asked: bool, which: int) -> None:
         number = self.trains.pop(0) if is_asked and self.trains else which
-        body = digest("core test", bytes([which]))
+        body = authored(self.node.context.me, digest("core test", bytes([which])))
         inline = which % 2 == 0
         self.do(ev.TrainingFinished(number, payload_digest(body), len(body), body if inline else b""))
 

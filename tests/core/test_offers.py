@@ -9,6 +9,7 @@ import pytest
 
 from p2ptrain.core import requests as module
 from p2ptrain.core.context import Context
+from p2ptrain.core.manifest import JOINS_MIN
 from p2ptrain.core.messages import SEATS_MAX, Announcement, Evidence, JoinRequest, Leave
 from p2ptrain.core.offers import OFFERS_OF_AUTHOR_MAX, ROUNDS_KEPT, Offers, Verdict
 from p2ptrain.core.payloads import Payloads
@@ -20,6 +21,7 @@ from p2ptrain.errors import RemoteProtocolError
 from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, line_of, name_of, run_of, signed
 
 STATE = genesis(RUN, KEYS[:4], ROOT0)
+LATER = msgspec.structs.replace(STATE, round=1)
 AUTHOR = KEYS[2]
 
 
@@ -119,7 +121,7 @@ def test_of_one_author_at_most_two_requests_wait() -> None:
         True,
         False,
     ]
-    assert len(made.names()) == OF_AUTHOR_MAX
+    assert len(made.names(STATE)) == OF_AUTHOR_MAX
     assert made.add(signed(asked[2]), STATE, asked_for=True)
 
 
@@ -141,7 +143,32 @@ def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: py
     assert [made.add(signed(joining(each)), STATE) for each in range(9)] == [True] * 8 + [False]
     assert [made.add(signed(joining(each)), STATE, asked_for=True) for each in range(9, 18)] == [True] * 8 + [False]
     assert made.limits() == {"requests": (16, 16)}
-    assert len(made.names()) == 8
+    assert len(made.names(LATER)) == 8
+
+
+def test_too_many_joins_wait_for_a_manifest_that_their_keys_were_not_made_for() -> None:
+    made = Requests(context())
+    for each in range(JOINS_MIN):
+        assert made.add(signed(joining(each)), STATE)
+    assert len(made.names(STATE)) == JOINS_MIN
+    assert made.add(signed(joining(JOINS_MIN)), STATE)
+    assert made.add(signed(Leave(RUN, 1, KEYS[1])), STATE)
+    assert made.names(STATE) == (name_of(Leave(RUN, 1, KEYS[1])),)
+    assert made.add(signed(joining(JOINS_MIN + 1)), LATER)
+    assert len(made.names(LATER)) == JOINS_MIN + 2
+
+
+def test_of_a_crowd_at_the_door_half_is_forgotten_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOINS_MAX", 8)
+    made = Requests(context())
+    left = set()
+    for _ in range(20):
+        made.by_name.clear()
+        assert [made.add(signed(joining(each)), STATE) for each in range(9)] == [True] * 8 + [False]
+        made.prune(STATE)
+        assert len(made.by_name) == 4
+        left |= {*made.by_name}
+    assert len(left) == 8
 
 
 def test_a_wrong_request_is_refused_with_a_reason() -> None:
@@ -158,9 +185,9 @@ def test_what_was_granted_or_has_lost_its_meaning_is_forgotten() -> None:
     waiting: list[Leave | Evidence | JoinRequest] = [*stays, JoinRequest(RUN, 1, b"", KEYS[9])]
     assert all(made.add(signed(message), STATE) for message in waiting)
     made.prune(genesis(RUN, (*KEYS[:4], KEYS[9]), ROOT0))
-    assert made.names() == tuple(sorted(map(name_of, stays)))
+    assert made.names(STATE) == tuple(sorted(map(name_of, stays)))
     made.prune(genesis(RUN, KEYS[2:3], ROOT0))
-    assert made.names() == ()
+    assert made.names(STATE) == ()
 
 
 def proof_against(key: bytes, which: int = 0) -> Evidence:
@@ -186,7 +213,7 @@ def test_a_crowd_keeps_out_no_evidence_which_is_named_first(monkeypatch: pytest.
     proofs = [proof_against(key) for key in KEYS[1:4]]
     assert [made.add(signed(each), STATE) for each in crowd] == [True] * 4 + [False] * 2
     assert [made.add(signed(each), STATE) for each in proofs] == [True] * 2 + [False]
-    named = made.names()
+    named = made.names(STATE)
     assert (len(named), list(named)) == (4, sorted(named))
     assert {name_of(proof) for proof in proofs[:2]} <= {*named}
     assert made.limits() == {"requests": (6, 8)}

@@ -9,6 +9,7 @@ import pytest
 from p2ptrain.core import payloads as module
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Effect, Fetch
+from p2ptrain.core.messages import Announcement
 from p2ptrain.core.payloads import (
     ANSWER_SECONDS,
     CLAIMS_MAX,
@@ -18,10 +19,14 @@ from p2ptrain.core.payloads import (
 )
 from p2ptrain.core.reputation import Reason
 from p2ptrain.digest import digest
-from tests.helpers.core import BYTES, KEYS, RUN, FakeSigner, run_of
+from tests.helpers.core import BYTES, KEYS, RUN, FakeSigner, announced, run_of
 
 ME, AUTHOR = KEYS[0], KEYS[1]
 NAME = digest("core test", b"a payload")
+
+
+def offer(author: bytes = AUTHOR, payload: bytes = NAME, payload_bytes: int = BYTES) -> Announcement:
+    return announced(author, payload=payload, payload_bytes=payload_bytes)
 
 
 def payloads() -> Payloads:
@@ -60,7 +65,7 @@ def test_one_s_own_old_payload_is_asked_of_others() -> None:
 
 def test_what_is_here_is_not_fetched() -> None:
     made = payloads()
-    made.mine(NAME)
+    made.mine(offer())
     made.want(NAME, BYTES, AUTHOR)
     assert (emitted(made), made.is_good(NAME)) == ([], True)
 
@@ -73,22 +78,25 @@ def test_good_and_bad_are_remembered_and_only_of_what_was_wanted() -> None:
     assert emitted(made) == []
 
 
-def test_of_two_lengths_only_the_true_one_is_of_what_is_here() -> None:
+def test_only_the_true_author_and_length_are_of_what_is_here() -> None:
+    claims = offer(), offer(payload_bytes=BYTES + 1), offer(author=KEYS[2])
     made = wanted()
-    assert made.arrived(NAME, True, BYTES)
-    assert [made.checked(NAME, size) for size in (BYTES, BYTES + 1, 0)] == [True, False, True]
-    assert [made.is_good(NAME, size) for size in (BYTES, BYTES + 1, 0)] == [True, False, True]
+    assert [made.checked(each) for each in claims] == [None, None, None]
+    assert made.arrived(NAME, True, AUTHOR, BYTES)
+    assert [made.checked(each) for each in claims] == [True, False, False]
+    assert made.is_good(NAME)
     made.keep([])
-    assert (made.sizes, made.checked(NAME, BYTES)) == ({}, None)
+    assert (made.known, made.checked(claims[0])) == ({}, None)
 
 
 def test_what_is_bad_is_bad_and_what_has_no_known_length_counts_as_announced() -> None:
     made = wanted()
-    made.arrived(NAME, False, BYTES)
-    assert [made.checked(NAME, size) for size in (BYTES, BYTES + 1)] == [False, False]
+    claims = offer(), offer(payload_bytes=BYTES + 1)
+    made.arrived(NAME, False, AUTHOR, BYTES)
+    assert [made.checked(each) for each in claims] == [False, False]
     made = wanted()
     made.arrived(NAME, True)
-    assert [made.checked(NAME, size) for size in (BYTES, BYTES + 1)] == [True, True]
+    assert [made.checked(each) for each in claims] == [True, True]
 
 
 def test_when_all_sources_have_failed_all_are_asked_again_after_a_while() -> None:
@@ -198,7 +206,7 @@ def test_the_author_of_a_payload_is_asked_whoever_else_claims_it() -> None:
 
 def test_what_is_no_longer_needed_is_forgotten() -> None:
     made = wanted()
-    made.mine(RUN)
+    made.mine(offer(payload=RUN))
     made.keep({RUN})
     assert (made.held, made.wanted, made.deadline) == ({RUN: True}, {}, None)
 
@@ -212,7 +220,7 @@ def test_however_much_is_wanted_it_stays_within_its_bounds(monkeypatch: pytest.M
         made.add_source(bytes(32), digest("core test", bytes([number])))
     assert made.limits() == {
         "payloads held": (0, 100),
-        "payloads whose length is known": (0, 100),
+        "payloads whose author is known": (0, 100),
         "payloads wanted": (100, 100),
         "sources of a payload": (4 * SOURCES_MAX, 4 * SOURCES_MAX),
         "claims to a payload": (1, CLAIMS_MAX),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.config import RunConfig
-from p2ptrain.core.manifest import NO_SERIAL, Join, Manifest
+from p2ptrain.core.manifest import NO_BEARER, Join, Manifest
 from p2ptrain.core.messages import Announcement
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import BANS_MAX, UNSEATED_ABSENCES, WINDOW_MAX, Admitted, AgreedState, Taken, genesis
@@ -52,9 +52,9 @@ def entry(state: AgreedState, key: bytes) -> Admitted | None:
 
 
 def with_newcomer(
-    run: RunConfig = OPEN, key: bytes = NEWCOMER, serial: bytes = NO_SERIAL, last: int = 0
+    run: RunConfig = OPEN, key: bytes = NEWCOMER, bearer: bytes = NO_BEARER, last: int = 0
 ) -> AgreedState:
-    return after(start(), run, joins=(Join(key, serial, last),))
+    return after(start(), run, joins=(Join(key, bearer, 1, last),))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_every_part_of_the_state_is_in_its_digest() -> None:
         "bans": (NEWCOMER,),
         "window": ((MEMBERS[0], 1),),
         "filled": (1,),
-        "spent": ((NO_SERIAL, 1),),
+        "spent": ((NO_BEARER, 1),),
         "root_round": 1,
         "root": BRANCH,
     }
@@ -280,7 +280,7 @@ def test_one_contribution_in_time_keeps_its_place() -> None:
 
 def test_who_was_invited_is_not_given_up() -> None:
     run = run_of(admission={"absence_rounds_max": 1, "policy": "invite", "keys": [KEYS[15].hex()]})
-    state = with_newcomer(run, serial=bytes(range(16)), last=10)
+    state = with_newcomer(run, bearer=bytes(range(32)), last=10)
     for _ in range(2 * UNSEATED_ABSENCES):
         state = after(state, run)
     assert entry(state, NEWCOMER) == Admitted(NEWCOMER, 1, 0, 2 * UNSEATED_ABSENCES)
@@ -315,7 +315,7 @@ def test_who_joins_is_admitted_from_that_round_on_without_a_seat() -> None:
 
 def test_admitted_keys_rise_wherever_a_newcomer_belongs() -> None:
     low = bytes(32)
-    state = after(start(), joins=(Join(low, NO_SERIAL, 0), Join(NEWCOMER, NO_SERIAL, 0)))
+    state = after(start(), joins=(Join(low, NO_BEARER, 0, 0), Join(NEWCOMER, NO_BEARER, 0, 0)))
     assert [each.key for each in state.admitted] == [low, *MEMBERS, NEWCOMER]
     assert state.place[low] == 0
 
@@ -340,7 +340,7 @@ def test_who_leaves_is_gone_and_may_come_back() -> None:
     state = after(start(), leaves=(MEMBERS[1],), unseated=(MEMBERS[1],))
     assert (state.members, state.bans) == ((MEMBERS[0], *MEMBERS[2:]), ())
     assert entry(state, MEMBERS[1]) is None
-    state = after(state, joins=(Join(MEMBERS[1], NO_SERIAL, 0),))
+    state = after(state, joins=(Join(MEMBERS[1], NO_BEARER, 0, 0),))
     assert entry(state, MEMBERS[1]) == Admitted(MEMBERS[1], 2, 0, 0)
 
 
@@ -363,7 +363,7 @@ def test_of_too_many_bans_the_oldest_are_forgotten() -> None:
 def test_the_roster_object_stays_while_nobody_comes_or_goes() -> None:
     """Its seats are looked up for every message, and must not be computed anew each round."""
     state = start()
-    following = after(state, joins=(Join(NEWCOMER, NO_SERIAL, 0),))
+    following = after(state, joins=(Join(NEWCOMER, NO_BEARER, 0, 0),))
     assert following.members is state.members
     assert following.roster is state.roster
 
@@ -374,7 +374,7 @@ def test_the_roster_object_stays_while_nobody_comes_or_goes() -> None:
 
 def test_an_invitation_is_remembered_until_it_expires() -> None:
     first, second = b"\2" * 16, b"\1" * 16
-    state = after(start(), INVITE, joins=(Join(NEWCOMER, first, 3), Join(LATECOMER, second, 4)))
+    state = after(start(), INVITE, joins=(Join(NEWCOMER, first, 1, 3), Join(LATECOMER, second, 1, 4)))
     remembered = [state.spent]
     for _ in range(3):
         state = after(state, INVITE)
@@ -430,13 +430,15 @@ def test_the_state_is_a_part_of_the_protocol() -> None:
     keys = tuple(bytes([number]) * 32 for number in range(4))
     state = genesis(bytes(32), keys, b"\7" * 32)
     state = state.after(taking(state, keys[0], keys[2]), OPEN)
-    state = after(state, joins=(Join(b"\5" * 32, b"\3" * 16, 9),), banned=(keys[1],), unseated=(keys[1],), absent=b"\1")
+    state = after(
+        state, joins=(Join(b"\5" * 32, b"\3" * 32, 1, 9),), banned=(keys[1],), unseated=(keys[1],), absent=b"\1"
+    )
     members = [keys[0], keys[2], keys[3]]
     admitted = [[keys[0], 0, 1, 1], [keys[2], 0, 1, 0], [keys[3], 0, 0, 0], [b"\5" * 32, 2, 0, 0]]
-    window, spent = [[keys[0], 1], [keys[2], 1]], [[b"\3" * 16, 9]]
+    window, spent = [[keys[0], 1], [keys[2], 1]], [[b"\3" * 32, 9]]
     plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32]
     assert state.digest == digest("agreed state", msgspec.msgpack.encode(plain))
     assert (state.head.hex(), state.digest.hex()) == (
-        "d70fd1e498548ae77909acd11258916f6e3e7d109ea9d827e047e29144013247",
-        "4e8ea5a3847d945ba15d0d9d3fa02f049f52d54317d4dc57823e5c6ded3bffdf",
+        "67122949702454ac88b949c1e49dc1e6de56e7e47c5bd48a52a512a8b36b79b2",
+        "a0d6af9895e842f604020f829720b5843ff69667190e9637d4e54c13d3ff9345",
     )

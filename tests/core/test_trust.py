@@ -280,7 +280,15 @@ def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
     forged = forged_line()
     done = meet(bench, forger=forged)
     offer = Announcement(
-        branch=RUN, round=1, base_round=0, base_root=ROOT0, payload=STRANGER, payload_bytes=9, author=KEYS[0]
+        branch=RUN,
+        round=1,
+        base_round=0,
+        base_root=ROOT0,
+        payload=STRANGER,
+        payload_bytes=9,
+        steps=1,
+        loss=2,
+        author=KEYS[0],
     )
     rest = [published(done), bench.wait(60.0), bench.hear(offer)]
     assert [effect for effects in rest for effect in effects if not isinstance(effect, ev.AskHistory)] == []

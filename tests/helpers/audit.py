@@ -82,7 +82,7 @@ async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Cal
             )
             dataset = TokenDataset.open(data, run.data.manifest)
             first = state if number < FOUNDERS else b""
-            device = await PacedDevice.open(run, config.device, dataset)
+            device = await PacedDevice.open(run, config.device, dataset, me.key)
             stack.callback(device.close)
             daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=first), device=device)
             await transport.subscribe(topic_of(daemon.edges.run_id), daemon.driver.intake.hear)

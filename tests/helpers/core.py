@@ -6,7 +6,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from p2ptrain.config import RunConfig
+from p2ptrain.config import PROTOCOL_VERSION, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest, Missing, manifest_of
@@ -24,6 +24,7 @@ from p2ptrain.core.messages import (
     Received,
     Regroup,
     Vote,
+    authored,
     decode,
     encode,
     message_digest,
@@ -69,7 +70,7 @@ def name_of(message: Message) -> bytes:
 
 def payload(author: bytes, number: int, which: bytes = b"") -> bytes:
     """The bytes of a contribution that is small enough to be attached."""
-    return digest("core test payload", author, bytes([number]), which)
+    return authored(author, digest("core test payload", author, bytes([number]), which))
 
 
 def announced(
@@ -81,6 +82,8 @@ def announced(
         "base_root": ROOT0 if number == 1 else root_of(number - 1),
         "payload": payload_digest(body),
         "payload_bytes": len(body) if inline else BYTES,
+        "steps": 1,
+        "loss": 2_500_000,
     }
     return Announcement(branch=branch, round=number, author=author, **(fields | changes))
 
@@ -130,7 +133,7 @@ def plain_manifest(state: AgreedState, run: RunConfig, offers: list[Announcement
         )
         for key in state.members[: state.roster.quorum]
     ]
-    manifest = manifest_of(state, run, RUN, named, by_name.get, lambda name: None)
+    manifest = manifest_of(state, run, named, by_name.get, lambda name: None)
     assert isinstance(manifest, Manifest)
     return manifest
 
@@ -193,8 +196,8 @@ class Bench:
         }
         return ev.Saved(**(fields | changes))
 
-    def start(self, forgetful: bool = False, ticket: bytes = b"", **changes: Any) -> list[ev.Effect]:
-        return self.do(ev.Started(self.saved(**changes), forgetful, ticket))
+    def start(self, forgetful: bool = False, claim: bytes = b"", **changes: Any) -> list[ev.Effect]:
+        return self.do(ev.Started(self.saved(**changes), forgetful, claim))
 
     # -----------------------------------------------------------------------------------------------
     # Events
@@ -235,7 +238,7 @@ class Bench:
     def train(self, number: int = 1, inline: bool = False) -> list[ev.Effect]:
         body = payload(self.me, number)
         size = len(body) if inline else BYTES
-        return self.do(ev.TrainingFinished(number, payload_digest(body), size, body if inline else b""))
+        return self.do(ev.TrainingFinished(number, payload_digest(body), size, body if inline else b"", 1, 2_500_000))
 
     # -----------------------------------------------------------------------------------------------
     # What is to be expected
@@ -283,7 +286,7 @@ class Bench:
         """A proposal by the proposer of a view of the current round, and its manifest."""
         at, requests = self.state, changes.pop("asked", {})
         by_name = {name_of(offer): offer for offer in offers}
-        manifest = manifest_of(at, self.run, RUN, named, by_name.get, requests.get)
+        manifest = manifest_of(at, self.run, named, by_name.get, requests.get)
         assert not isinstance(manifest, Missing)
         order = self.order(at.round + 1, at)
         fields: dict[str, Any] = {
@@ -297,7 +300,12 @@ class Bench:
     def hello(self, author: bytes, **changes: Any) -> Hello:
         """A hello of a member in the same round that holds nothing yet."""
         at = self.state
-        fields: dict[str, Any] = {"protocols": (1,), "branch": at.branch, "round": at.round + 1, "view": 0}
+        fields: dict[str, Any] = {
+            "protocols": (PROTOCOL_VERSION,),
+            "branch": at.branch,
+            "round": at.round + 1,
+            "view": 0,
+        }
         bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
         return Hello(author=author, **({"is_silent": False} | fields | bitmaps | changes))
 

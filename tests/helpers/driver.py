@@ -21,7 +21,7 @@ import numpy as np
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest as RoundManifest
-from p2ptrain.core.messages import Hello, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, Hello, content_of, payload_digest
 from p2ptrain.core.state import AgreedState, Taken, genesis
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
@@ -47,7 +47,7 @@ from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import at, until
 
 T = TypeVar("T")
-PAYLOAD_BYTES = 1_000
+PAYLOAD_BYTES = 1_000  # with the author's key
 SEQUENCE = 256  # tokens, as in a run that says nothing else
 STATE_BYTES = 2**20 + 64  # two pieces
 STATE = Random(0).randbytes(STATE_BYTES)
@@ -69,7 +69,7 @@ class ChainTrainer:
         self.live = SimpleNamespace(sequences_per_pass=0, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
-        self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES)
+        self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES - KEY_BYTES)
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
 
     @property
@@ -98,7 +98,7 @@ class ChainTrainer:
     def contribute(self, number: int) -> bytes:
         assert number not in self.kept
         self.kept.add(number)
-        return Random(self.residual).randbytes(PAYLOAD_BYTES)
+        return Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)
 
     def forget(self, number: int) -> bool:
         self.done.append(("forget", number))
@@ -157,8 +157,8 @@ class ChainTrainer:
 class LoopDevice(Device):
     """A device whose jobs run on the loop, one after the other, and take the loop's time."""
 
-    def __init__(self, trainer: ChainTrainer, train_seconds: float = 1.0) -> None:
-        super().__init__(trainer)  # type: ignore[arg-type]
+    def __init__(self, trainer: ChainTrainer, me: bytes = ME, train_seconds: float = 1.0) -> None:
+        super().__init__(trainer, me)  # type: ignore[arg-type]
         self.chain, self.train_seconds = trainer, train_seconds
         self.checked: list[bytes] = []
         self.gate: Callable[[], Awaitable[None]] | None = None  # in the way of checks
@@ -173,7 +173,7 @@ class LoopDevice(Device):
         if self.gate is not None:
             await self.gate()
         self.checked.append(payload)
-        return self.chain.check(payload)
+        return self.chain.check(content_of(payload))
 
 
 class LoopPersistence(Persistence):
@@ -382,7 +382,7 @@ def a_manifest(state: AgreedState, number: int, payloads: Sequence[bytes], **cha
 def a_message(author: bytes = PEER, number: int = 1) -> bytes:
     bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
     return signed(
-        Hello(author=author, protocols=(1,), branch=RUN, round=number, view=0, is_silent=False, **bitmaps)
+        Hello(author=author, protocols=(2,), branch=RUN, round=number, view=0, is_silent=False, **bitmaps)
     ).envelope
 
 

@@ -5,7 +5,7 @@ that a correct protocol would not have allowed. It decodes the wire format indep
 envelope is msgpack [body, signature, attachment], a body is the array of the kind's name and its fields, and the author
 signs
 
-    "p2ptrain 1 <kind>" | 0 | run id | BLAKE3(body), derived for "p2ptrain 1 message <kind>"
+    "p2ptrain 2 <kind>" | 0 | run id | BLAKE3(body), derived for "p2ptrain 1 message <kind>"
 
 Votes that are not in the log count in the liars' favour: whatever at most f of them could still sign, they are assumed
 to have signed. So a history is refused as soon as it could have gone wrong, and not only when it did.
@@ -23,7 +23,9 @@ from blake3 import blake3
 NOTHING = bytes(32)
 PREVOTE, PRECOMMIT = 1, 2
 FIELDS = {
-    "announcement": ("branch", "round", "base_round", "base_root", "payload", "payload_bytes", "author"),
+    "announcement": (
+        "branch", "round", "base_round", "base_root", "payload", "payload_bytes", "steps", "loss", "author",
+    ),
     "availability": (
         "branch", "round", "root_round", "root", "held", "refused", "requests", "heard", "author",
     ),
@@ -112,7 +114,7 @@ def _opened(
             problems.append(f"a {kind} in another than its canonical encoding")
             continue
         name = blake3(body, derive_key_context=f"p2ptrain 1 message {kind}").digest()
-        if verify(message["author"], f"p2ptrain 1 {kind}".encode() + b"\0" + run_id + name, signature):
+        if verify(message["author"], f"p2ptrain 2 {kind}".encode() + b"\0" + run_id + name, signature):
             yield body
         elif message["author"] in trusted:
             problems.append(f"an honest node passed on a {kind} that its author did not sign")

@@ -27,7 +27,7 @@ OPEN = run_of()
 STALE = run_of({"staleness_rounds_max": 2})
 SIZES = range(1, 17)
 ASKED = tuple(digest("manifest test request", bytes([number]))[:SHORT_BYTES] for number in range(8))
-SERIAL = b"\1" * 16
+BEARER = b"\1" * 32
 
 
 def start(size: int = 4, **changes: Any) -> AgreedState:
@@ -65,9 +65,7 @@ def decide(
     requests: dict[bytes, Request] | None = None,
     run: RunConfig = OPEN,
 ) -> Manifest:
-    manifest = manifest_of(
-        state, run, RUN, named, {name_of(offer): offer for offer in offers}.get, (requests or {}).get
-    )
+    manifest = manifest_of(state, run, named, {name_of(offer): offer for offer in offers}.get, (requests or {}).get)
     assert isinstance(manifest, Manifest)
     return manifest
 

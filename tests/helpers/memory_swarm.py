@@ -75,7 +75,7 @@ class Member:
             limits=LimitsConfig(upload_bytes_per_second=10**9, download_bytes_per_second=2 * 10**9),
         )
         dataset = a_dataset(self.directory / "data", is_whole=is_founder)
-        self.device = LoopDevice(ChainTrainer(dataset, seed=self.number))
+        self.device = LoopDevice(ChainTrainer(dataset, seed=self.number), self.key)
         state = STATE if is_founder else b""
         async with AsyncExitStack() as stack:
             stack.callback(self.device.close)

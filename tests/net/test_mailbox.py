@@ -29,7 +29,7 @@ from tests.helpers.net import key, skipping_time, some_bytes, until
 
 A, B, C = (key(number) for number in range(3))
 RUN = bytes(32)
-PROTOCOL = f"/p2ptrain/1/{RUN.hex()}/line"
+PROTOCOL = f"/p2ptrain/2/{RUN.hex()}/line"
 NAME = bytes(16)
 
 

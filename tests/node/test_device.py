@@ -31,7 +31,7 @@ class Life:
     """A device alone in its run; the contribution of round 3 is never taken."""
 
     def __init__(self, dataset: TokenDataset, name: str, **changes: Any) -> None:
-        self.device = Device(make(dataset, name, **changes))
+        self.device = Device(make(dataset, name, **changes), bytes(32))
         self.diary: list[Trained] = []
         self.payloads: dict[int, bytes] = {}
         self.saved: dict[int, bytes] = {}

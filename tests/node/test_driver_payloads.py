@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, payload_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
@@ -18,11 +18,11 @@ from tests.helpers.driver import PAYLOAD_BYTES, a_message, bench, doing, of_kind
 from tests.helpers.net import at, skipping_time, some_bytes, until
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
-BODY = some_bytes(PAYLOAD_BYTES, 7)
+BODY = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES, 7))
 NAME = payload_digest(BODY)
 BLOB = BlobName("payload", NAME)
 FETCH = ev.Fetch(NAME, PAYLOAD_BYTES, (PEER,))
-ARRIVED = ev.PayloadArrived(NAME, True, PAYLOAD_BYTES)
+ARRIVED = ev.PayloadArrived(NAME, True, PEER, PAYLOAD_BYTES)
 
 
 class Counted(MemoryBlob):
@@ -77,10 +77,10 @@ async def test_a_payload_that_is_here_is_not_fetched(tmp_path: Path) -> None:
 @skipping_time
 async def test_a_payload_that_is_no_contribution_arrives_as_a_bad_one(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
-        body = b"bad" + some_bytes(PAYLOAD_BYTES - 3)
+        body = authored(PEER, b"bad" + some_bytes(PAYLOAD_BYTES - KEY_BYTES - 3))
         (await each.serve(PEER)).blobs[BlobName("payload", payload_digest(body))] = MemoryBlob.tree(body)
         doing(each, ev.Fetch(payload_digest(body), PAYLOAD_BYTES, (PEER,)))
-        await each.heard(ev.PayloadArrived(payload_digest(body), False, PAYLOAD_BYTES))
+        await each.heard(ev.PayloadArrived(payload_digest(body), False, PEER, PAYLOAD_BYTES))
 
 
 @skipping_time

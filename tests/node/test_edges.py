@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import piece_digest
@@ -38,11 +38,11 @@ from tests.helpers.driver import (
 from tests.helpers.net import at, skipping_time, some_bytes, until
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
-BODY = some_bytes(PAYLOAD_BYTES, 7)
+BODY = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES, 7))
 NAME = payload_digest(BODY)
 BLOB = BlobName("payload", NAME)
 FETCH = ev.Fetch(NAME, PAYLOAD_BYTES, (PEER,))
-ARRIVED = ev.PayloadArrived(NAME, True, PAYLOAD_BYTES)
+ARRIVED = ev.PayloadArrived(NAME, True, PEER, PAYLOAD_BYTES)
 NEWER = some_bytes(STATE_BYTES, 8)
 
 
@@ -259,7 +259,7 @@ async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_w
         server = await each.serve(PEER)
         server.blobs |= state_blob(NEWER)
         await tells_states(server, (8, root_of(NEWER)))
-        right = digest("test chain", NEWER[:32], BODY) + NEWER[32:]  # as it comes out of round 9
+        right = digest("test chain", NEWER[:32], content_of(BODY)) + NEWER[32:]  # as it comes out of round 9
         wrong = bytearray(right)
         wrong[PIECE_BYTES + 5] ^= flipped
         each.trainer.round, each.trainer.state = 9, bytes(wrong)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import decode, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, decode, payload_digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mailbox import Deliver, HistoryQuery
 from p2ptrain.node.intake import EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
@@ -79,9 +79,9 @@ async def test_a_history_that_does_not_decode_has_failed(tmp_path: Path) -> None
 @skipping_time
 async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        body = some_bytes(PAYLOAD_BYTES)
+        body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES))
         good = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
-        evil = b"bad" + body[3:]
+        evil = authored(OTHER, b"bad" + some_bytes(PAYLOAD_BYTES - KEY_BYTES - 3))
         bad = signed(announced(OTHER, payload=payload_digest(evil), payload_bytes=len(evil)), evil)
         opened = asyncio.Event()
         each.device.gate = opened.wait  # type: ignore[assignment]
@@ -104,7 +104,7 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
     author: bytes, size: int, tmp_path: Path
 ) -> None:
     async with bench(tmp_path) as each, each.running():
-        body = some_bytes(size)
+        body = authored(author, some_bytes(size - KEY_BYTES))
         offer = signed(announced(author, payload=payload_digest(body), payload_bytes=size), body)
         each.driver.intake.hear(PEER, offer.envelope)
         await each.heard(ev.MessageReceived(PEER, offer))
@@ -115,7 +115,7 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
 async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -> None:
     """Anyone can sign announcements with new keys, and a check takes longer than a frame takes to arrive."""
     async with bench(tmp_path) as each:
-        shut, opened = some_bytes(PAYLOAD_BYTES), asyncio.Event()
+        shut, opened = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES)), asyncio.Event()
         each.device.gate = opened.wait  # type: ignore[assignment]
         offer = signed(announced(PEER, payload=payload_digest(shut), payload_bytes=len(shut)), shut).envelope
         async with each.running():
@@ -132,7 +132,7 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
 async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tmp_path: Path) -> None:
     """Mailboxes are open and the topic is subscribed to slightly before and after the driver runs."""
     async with bench(tmp_path) as each:
-        body = some_bytes(PAYLOAD_BYTES)
+        body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES))
         offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
         each.driver.intake.hear(PEER, a_message())
         each.driver.intake.hear(PEER, offer.envelope)

@@ -319,7 +319,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_device_rests_between_steps_and_what_it_idled_between_rounds_counts(time: Any) -> None:
-    device = Device(Steps(time))  # type: ignore[arg-type]
+    device = Device(Steps(time), bytes(32))  # type: ignore[arg-type]
     try:
         device._train_now(1, 0, 1, frozenset())
         assert (time.now, time.naps) == (2.0, [])
@@ -344,7 +344,7 @@ def test_the_device_rests_between_steps_and_what_it_idled_between_rounds_counts(
 
 
 def test_a_device_that_rests_ends_and_takes_a_new_limit_without_waiting(time: Any) -> None:
-    device = Device(Steps(time))  # type: ignore[arg-type]
+    device = Device(Steps(time), bytes(32))  # type: ignore[arg-type]
     try:
         device.set_percent(1)
         device._owed, device._stepped_at = 99.0, 0.0

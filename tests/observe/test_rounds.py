@@ -363,7 +363,7 @@ async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
         initial_root=root_of_state(STATE).hex(),
         founders=[me.key.hex()],
     )
-    transport, device = Network().transport(me.key), LoopDevice(ChainTrainer(dataset))
+    transport, device = Network().transport(me.key), LoopDevice(ChainTrainer(dataset), me.key)
     stack.push_async_callback(transport.close)
     stack.callback(device.close)
     config = NodeConfig(storage=StorageConfig(directory=str(root / "node"), checkpoint_every_rounds=3))

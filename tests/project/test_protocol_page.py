@@ -84,7 +84,7 @@ def test_digests_and_signed_bytes_are_as_told() -> None:
     assert merkle_root(leaf_digests(data), len(data)) == told_digest("root", u64(len(data)), top)
     vote = Vote(b"b" * 32, 7, 1, Ballot.PRECOMMIT, b"m" * 32, b"k" * 32)
     body = msgspec.msgpack.encode(["vote", b"b" * 32, 7, 1, 2, b"m" * 32, b"k" * 32])
-    assert signed_bytes(b"r" * 32, vote) == b"p2ptrain 1 vote\0" + b"r" * 32 + told_digest("message vote", body)
+    assert signed_bytes(b"r" * 32, vote) == b"p2ptrain 2 vote\0" + b"r" * 32 + told_digest("message vote", body)
 
 
 def told_shard(seed: int, number: int, place: int, places: int, count: int, sequences: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from p2ptrain.core import admission
-from p2ptrain.core.manifest import NO_SERIAL, Join
+from p2ptrain.core.manifest import NO_BEARER, Join
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.cluster import Cluster
@@ -27,14 +27,14 @@ check = admission._join
 
 
 def everyone(message: Any, *_: Any) -> Join:
-    return Join(message.author, NO_SERIAL, 0)
+    return Join(message.author, NO_BEARER, 0, 0)
 
 
-# The manifest looks at a ticket's serial and last round once more; so what is let in here gets others.
+# The manifest looks at a ticket's bearer and last round once more; so what is let in here gets others.
 
 
 def whoever_shows_a_spent_ticket(message: Any, state: Any, *rest: Any) -> Join:
-    return replace(check(message, replace(state, spent=()), *rest), serial=message.author[: len(NO_SERIAL)])
+    return replace(check(message, replace(state, spent=()), *rest), bearer=message.author)
 
 
 def whoever_shows_an_old_ticket(message: Any, state: Any, *rest: Any) -> Join:
@@ -42,10 +42,10 @@ def whoever_shows_an_old_ticket(message: Any, state: Any, *rest: Any) -> Join:
 
 
 def whoever_shows_any_ticket(message: Any, *_: Any) -> Join:
-    if not message.ticket:
+    if not message.claim:
         raise RemoteProtocolError("no invitation")
-    ticket = admission._TICKET.decode(message.ticket)
-    return Join(message.author, ticket.serial, ticket.last_round)
+    ticket = admission.open_claim(message.claim).ticket
+    return Join(message.author, ticket.bearer, ticket.uses, ticket.last_round)
 
 
 LENIENT: list[tuple[str, Lenient, list[int]]] = [
@@ -106,4 +106,4 @@ def test_every_policy_and_every_ticket_is_drawn() -> None:
     drawn = [draw(seed) for seed in range(300)]
     assert {scenario.admission.get("policy", "open") for scenario in drawn} == {"open", "invite", "allowlist"}
     tickets = {ticket for scenario in drawn for fault in scenario.fault if (ticket := getattr(fault, "ticket", ""))}
-    assert tickets == {"none", "new", "spent", "expired", "false"}
+    assert tickets == {"none", "new", "spent", "stolen", "expired", "false"}

@@ -157,7 +157,9 @@ def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
         (keys[2], "does not have it"),
     ]
     assert failed[0][0] >= DIAL_SECONDS
-    assert [event for _, event in of_kind(scripts[0], ev.PayloadArrived)] == [ev.PayloadArrived(name, True, 40)]
+    assert [event for _, event in of_kind(scripts[0], ev.PayloadArrived)] == [
+        ev.PayloadArrived(name, True, keys[3], 40)
+    ]
     assert name in cluster.nodes[0].held_payloads
 
 
@@ -167,7 +169,7 @@ def test_a_bad_payload_arrives_as_bad() -> None:
     cluster.nodes[1].held_payloads.add(name)
     do(cluster, 0, ev.Fetch(name, 40, (cluster.nodes[1].key,)))
     cluster.run()
-    assert scripts[0].heard[-1][1] == ev.PayloadArrived(name, False, 40)
+    assert scripts[0].heard[-1][1] == ev.PayloadArrived(name, False, cluster.nodes[1].key, 40)
 
 
 def test_a_large_payload_takes_its_time() -> None:

@@ -63,11 +63,11 @@ def absent_is_who_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that a proposal's availabilities do not name counts as absent, although others hear it."""
     make = manifest.manifest_of
 
-    def manifest_of(state: Any, run: Any, run_id: bytes, named: list[Any], *rest: Any) -> Any:
+    def manifest_of(state: Any, run: Any, named: list[Any], *rest: Any) -> Any:
         keys = {each.author for each in named}
         unnamed = [index for index, key in enumerate(state.members) if key not in keys]
         monkeypatch.setattr(manifest, "_unheard", lambda named, size, least: unnamed)
-        return make(state, run, run_id, named, *rest)
+        return make(state, run, named, *rest)
 
     monkeypatch.setattr(core_round, "manifest_of", manifest_of)
 

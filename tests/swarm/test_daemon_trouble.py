@@ -85,7 +85,7 @@ class Flooder:
     async def deliver(self, peer: bytes) -> None:
         """Sends to one peer for as long as it listens."""
         try:
-            stream = await self.transport.open(peer, f"/p2ptrain/1/{self.run_id.hex()}/line")
+            stream = await self.transport.open(peer, f"/p2ptrain/2/{self.run_id.hex()}/line")
             for frame in frames_of(Deliver(tuple(self.envelopes))):
                 await stream.send(frame)
             await stream.close()

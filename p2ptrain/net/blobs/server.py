@@ -117,7 +117,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def blob_protocol(run_id: bytes) -> str:
-    return f"/p2ptrain/1/{run_id.hex()}/bulk"
+    return f"/p2ptrain/2/{run_id.hex()}/bulk"
 
 
 # ---------------------------------------------------------------------------------------------------
