@@ -14,11 +14,11 @@ DEBT_SECONDS = 60.0  # the maximum debt is the rate times this; charges beyond i
 
 
 class TokenBucket:
-    """A limit on the average rate, with a burst of a second's worth or one piece, whichever is larger."""
+    """A limit on the average rate, with a burst of a second's worth or `burst` bytes, whichever is larger."""
 
-    def __init__(self, bytes_per_second: int) -> None:
+    def __init__(self, bytes_per_second: int, *, burst: int = PIECE_BYTES) -> None:
         assert bytes_per_second >= 0, "0 means no limit"
-        self._rate = bytes_per_second
+        self._rate, self._burst_min = bytes_per_second, burst
         self._level = float(self._burst)
         self._debt = 0.0  # bytes charged without waiting; half of each refill repays it, so nobody is held up long
         self._filled_at: float | None = None  # set at the first use: there may be no event loop before
@@ -68,7 +68,7 @@ class TokenBucket:
 
     @property
     def _burst(self) -> int:
-        return max(self._rate, PIECE_BYTES)
+        return max(self._rate, self._burst_min)
 
     def _fill(self) -> None:
         now = asyncio.get_running_loop().time()

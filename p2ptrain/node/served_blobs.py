@@ -9,9 +9,10 @@ from functools import cached_property
 from p2ptrain.config import RunConfig
 from p2ptrain.digest import is_piece, leaf_digests
 from p2ptrain.errors import DataError
-from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.data import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest
+from p2ptrain.learn.tokenizer import tokenizer_digest
 from p2ptrain.net import questions
-from p2ptrain.net.blobs.blob import Blob, BlobName, MemoryBlob, all_pieces
+from p2ptrain.net.blobs.blob import Blob, BlobName, Check, WholeFile, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.payloads import PayloadStore
@@ -57,6 +58,7 @@ class ServedBlobs:
         self._leaves: OrderedDict[bytes, bytes] = (
             OrderedDict()
         )  # of payloads; several threads use it, in single atomic operations
+        self._files: dict[str, tuple[int, WholeFile]] = {}  # each with the time of its last change
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         match name.kind:
@@ -65,14 +67,29 @@ class ServedBlobs:
             case "state":
                 return self.states.find(name.name)
             case "data":
-                content = self.dataset.piece(name.name)
+                size = self.dataset.piece_size(name.name)
+                return None if size is None else DataPiece(self.dataset, name.name, size)
             case "manifest" if name.name.hex() == self.run.data.manifest:
-                content = self.dataset.manifest_bytes()
+                return self._file(MANIFEST_NAME, lambda whole: manifest_digest(whole) == self.run.data.manifest)
             case "tokenizer" if name.name.hex() == self.run.tokenizer.digest:
-                content = self.dataset.tokenizer_bytes()
+                return self._file(TOKENIZER_NAME, lambda whole: tokenizer_digest(whole) == self.run.tokenizer.digest)
             case _:
-                content = None
-        return None if content is None else MemoryBlob(content)
+                return None
+
+    def _file(self, name: str, is_right: Check) -> Blob | None:
+        """Returns a file of the data set, if it is there."""
+        path = self.dataset.directory / name
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        changed_at, known = self._files.get(name, (-1, None))
+        if known is None or (changed_at, known.size) != (found.st_mtime_ns, found.st_size):
+            if found.st_size > MANIFEST_BYTES_MAX:
+                return None
+            known = WholeFile(path, found.st_size, is_right)
+            self._files[name] = found.st_mtime_ns, known
+        return known
 
     def _payload(self, name: bytes) -> Blob | None:
         try:
@@ -108,6 +125,21 @@ class PayloadBlob:
         piece = self._payloads.read_piece(self._name, index)
         if piece is None:
             raise DataError(f"payload {self._name.hex()} is no longer here")
+        return piece
+
+
+class DataPiece:
+    """A piece of the training data, checked each time it is read."""
+
+    is_quick, leaves, held = False, b"", 1
+
+    def __init__(self, dataset: TokenDataset, name: bytes, size: int) -> None:
+        self._dataset, self._name, self.size = dataset, name, size
+
+    def read(self, index: int) -> bytes:
+        piece = self._dataset.piece(self._name)
+        if piece is None:
+            raise DataError(f"piece {self._name.hex()} of the training data is missing or damaged")
         return piece
 
 

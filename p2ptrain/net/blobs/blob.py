@@ -32,6 +32,7 @@ from p2ptrain.errors import DataError
 
 Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
 TREES = ("payload", "state")
+Check: TypeAlias = Callable[[bytes], bool]
 T = TypeVar("T")
 PIECES_MAX = 60_000  # per blob, 63 GB: their digests and counts still fit one frame
 
@@ -256,6 +257,34 @@ class FileSink:
 
     def _write_list(self) -> None:
         self._list.write_bytes(self.held.to_bytes(-(-piece_count(self.size) // 8), "little"))
+
+
+class WholeFile:
+    """A file of this node that peers check as a whole.
+
+    The first read checks it and keeps the digests of its pieces, against which each piece is checked from then on: so
+    nothing is read twice for one piece, and nothing but digests stays in memory.
+    """
+
+    is_quick, leaves = False, b""
+
+    def __init__(self, path: Path, size: int, is_right: Check) -> None:
+        self.size, self.held = size, all_pieces(size)
+        self._path, self._is_right = path, is_right
+        self._leaves: bytes | None = None  # of the right file; empty if this one is damaged
+        self._checking = threading.Lock()
+
+    def read(self, index: int) -> bytes:
+        with self._checking:
+            if self._leaves is None:
+                whole = b"".join(_read(self._path, each, self.size) for each in range(piece_count(self.size)))
+                self._leaves = b"".join(leaf_digests(whole)) if self._is_right(whole) else b""
+        if not self._leaves:
+            raise DataError(f"{self._path} is damaged")
+        piece = _read(self._path, index, self.size)
+        if not is_piece(self._leaves, self.size, index, piece):
+            raise DataError(f"{self._path} is damaged: piece {index}")
+        return piece
 
 
 def _read(path: Path, index: int, size: int) -> bytes:
