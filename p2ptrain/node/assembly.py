@@ -129,6 +129,7 @@ async def _connect(
 ) -> Edges:
     """Builds the network's side, which feeds the intake."""
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
+    transport.prefer(view.is_in)
     limits = config.limits
     upload, download = (
         TokenBucket(rate) for rate in (limits.upload_bytes_per_second, limits.download_bytes_per_second)
