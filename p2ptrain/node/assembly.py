@@ -143,6 +143,7 @@ async def _connect(
         no_history=intake.history_failed,
         upload=upload,
         download=download,
+        is_admitted=view.is_in,
     )
 
     def peer_lost(peer: bytes) -> None:

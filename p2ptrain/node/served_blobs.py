@@ -20,7 +20,6 @@ from p2ptrain.store.store import Store
 
 STATES_SERVED = 8  # states whose leaves are kept in memory
 LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes per MiB: those of the last few rounds
-QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -106,7 +105,6 @@ class PayloadBlob:
     def __init__(self, payloads: PayloadStore, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
         self._payloads, self._name, self.size, self._known = payloads, name, size, leaves
         self.held = all_pieces(size)
-        self.is_quick = size <= QUICK_BYTES and payloads.is_in_memory(name)
 
     @cached_property
     def leaves(self) -> bytes:
@@ -131,7 +129,7 @@ class PayloadBlob:
 class DataPiece:
     """A piece of the training data, checked each time it is read."""
 
-    is_quick, leaves, held = False, b"", 1
+    leaves, held = b"", 1
 
     def __init__(self, dataset: TokenDataset, name: bytes, size: int) -> None:
         self._dataset, self._name, self.size = dataset, name, size
@@ -145,8 +143,6 @@ class DataPiece:
 
 class StateBlob:
     """The agreed weights of a checkpoint."""
-
-    is_quick = False
 
     def __init__(self, checkpoint: Checkpoint, leaves: bytes) -> None:
         self.checkpoint, self.leaves = checkpoint, leaves

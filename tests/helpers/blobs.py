@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 
 from p2ptrain.core.wire import encode
+from p2ptrain.digest import PIECE_BYTES, leaf, leaf_digests, merkle_root, piece_count
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.blobs.blob import Blob, BlobName, Kind, MemoryBlob
+from p2ptrain.net.blobs.blob import Blob, BlobName, Kind, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import (
     STREAMS_PER_PEER_MAX,
@@ -32,6 +34,33 @@ from tests.helpers.net import at, key, some_bytes
 
 RUN = bytes(32)
 PIECE = 2**20
+
+
+class MemoryBlob:
+    """A complete blob in memory."""
+
+    def __init__(self, data: bytes, *, is_tree: bool = False) -> None:
+        self._data, self._is_tree = data, is_tree
+        self.size, self.held = len(data), all_pieces(len(data))
+
+    @classmethod
+    def tree(cls, data: bytes) -> MemoryBlob:
+        return cls(data, is_tree=True)
+
+    @cached_property
+    def leaves(self) -> bytes:
+        return b"".join(leaf_digests(self._data)) if self._is_tree else b""
+
+    @property
+    def name(self) -> bytes:
+        """The Merkle root, for a tree."""
+        return merkle_root([leaf(self.leaves, index) for index in range(piece_count(self.size))], self.size)
+
+    def read(self, index: int) -> bytes:
+        return self._data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
+
+    def data(self) -> bytes:
+        return self._data
 
 
 @dataclass
