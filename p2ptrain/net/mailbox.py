@@ -39,7 +39,7 @@ PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 10
 QUEUED_MAX = 256  # messages queued for one peer
 QUEUED_BYTES_MAX = 16 * 2**20
 QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and as much again for histories
-PEERS_MAX = 1_024  # with queued messages; also the most incoming streams
+PEERS_MAX = 1_024  # with queued messages, half of them strangers; also the most incoming streams
 INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
 QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
 QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10 s
@@ -269,7 +269,7 @@ class Mailboxes:
         assert self._is_open
         outgoing = self._outgoing.get(peer)
         if outgoing is None:
-            if len(self._outgoing) >= PEERS_MAX:
+            if len(self._outgoing) >= PEERS_MAX // (1 if self._is_admitted(peer) else 2):
                 return None
             outgoing = self._outgoing[peer] = Outgoing()
             self._start(self._talk(peer, outgoing))
