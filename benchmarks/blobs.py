@@ -28,11 +28,12 @@ from typing import Any
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.identity import Identity
-from p2ptrain.net.blobs.blob import Blob, BlobName, MemoryBlob
+from p2ptrain.net.blobs.blob import Blob, BlobName
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.rate_limit import TokenBucket
+from tests.helpers.blobs import MemoryBlob
 
 RUN = bytes(32)
 SECONDS = 300.0

@@ -89,7 +89,8 @@ class Daemon:
         records = Recorder(assembled.node, assembled.device, persistence, counters, protocol, past, hears=outputs.hears)
         daemon = cls(assembled, records, outputs)
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
-        await questions.serve(transport, daemon.ask_by_peer, daemon.edges.upload)
+        is_admitted = assembled.node.view().is_in
+        await questions.serve(transport, daemon.ask_by_peer, edges.upload, is_admitted)
         await stack.enter_async_context(daemon.edges.server)
         await stack.enter_async_context(daemon.edges.mailboxes)
         return daemon

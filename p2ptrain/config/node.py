@@ -138,7 +138,7 @@ class LimitsConfig(Section):
     """How much of this machine the node may use."""
 
     upload_bytes_per_second: int = Field(
-        0, ge=0, le=10**12, description="limit on all uploads but gossip and small messages; 0: none"
+        0, ge=0, le=10**12, description="limit on all uploads but gossip and small messages, on average; 0: none"
     )
     download_bytes_per_second: int = Field(
         0, ge=0, le=10**12, description="limit on all downloads but gossip and small messages; 0: none"

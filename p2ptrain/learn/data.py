@@ -221,6 +221,14 @@ class TokenDataset:
         self._write(self._path(name), piece)
         self._damaged.discard(name)
 
+    def piece_size(self, name_digest: bytes) -> int | None:
+        """Returns the size of a piece that a peer may have; None if it is missing or belongs to another data set.
+
+        Only `piece` reads it, and finds damage.
+        """
+        name = name_digest.hex()
+        return None if name not in self._sizes or self._absent([name]) else self._sizes[name]
+
     def piece(self, name_digest: bytes) -> bytes | None:
         """Returns a piece for a peer; None if the piece is missing or belongs to another data set."""
         name = name_digest.hex()

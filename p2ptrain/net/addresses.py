@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import lru_cache
 
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import TransportError
@@ -90,6 +91,7 @@ def _is(route: str, kind: str) -> bool:
         return False
 
 
+@lru_cache(1_024)  # asked for every connected peer, again and again
 def address_range(address: str) -> str:
     """Returns the range around an address that one provider or attacker is likely to own. Empty if unknown: names cost
     nothing, and anyone can be behind a relay."""

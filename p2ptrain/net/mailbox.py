@@ -7,6 +7,9 @@ cope with duplicates.
 
 A history may be longer than a frame. It travels in parts, between which other messages may pass, so that no vote waits
 for it. Its length comes first, and it is accepted only from a peer that was asked, while that request is open.
+
+Few bytes ask for many. So requests for histories are answered within a share of the upload limit, and those of all
+strangers together within a smaller one; what exceeds it is dropped before any work, and the asker tries another peer.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX
 from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, Digest, Number, Short
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.rate_limit import Shares, TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
 NAMES_MAX = 1_024  # in a `MessageQuery`: as many messages as a round of the largest run has
@@ -36,7 +39,7 @@ PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 10
 QUEUED_MAX = 256  # messages queued for one peer
 QUEUED_BYTES_MAX = 16 * 2**20
 QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and as much again for histories
-PEERS_MAX = 1_024  # with queued messages; also the most incoming streams
+PEERS_MAX = 1_024  # with queued messages, half of them strangers; also the most incoming streams
 INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
 QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
 QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10 s
@@ -44,6 +47,10 @@ ANSWER_SECONDS = 60.0  # from the request to the complete answer
 OPEN_SECONDS = 10.0
 SEND_SECONDS = 30.0  # per frame; slower than 17 KB/s counts as broken
 IDLE_SECONDS = 300.0  # before an unused stream is closed
+STRANGER_IDLE_SECONDS = 60.0  # the same for an incoming stream; who still needs it opens another
+HISTORY_SHARES = 8, 2  # of the upload limit: 1/8 for the histories of strangers, 1/2 for those of admitted peers
+STRANGERS_BYTES_PER_SECOND = 2**20  # of histories, at most; the rounds of a run take kilobytes each
+HISTORY_BYTES_LEAST = 2**16  # charged before the size is known: 16 histories may be on their way at first
 BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
 TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
 
@@ -167,7 +174,7 @@ class PendingHistory:
 class Mailboxes:
     """A node's mailboxes for the peers of one run. Used with `async with`, by the task that opened it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what it hears goes three ways
         self,
         transport: Transport,
         run_id: bytes,
@@ -178,12 +185,15 @@ class Mailboxes:
         no_history: Callable[[bytes, str], None],
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
+        is_admitted: Callable[[bytes], bool] = lambda peer: True,
     ) -> None:
         """Histories are charged to both limits without waiting: they stay in time, and pieces wait instead."""
         self.protocol = f"/p2ptrain/2/{run_id.hex()}/line"
         self._transport = transport
         self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
         self._upload, self._download = upload or TokenBucket(0), download or TokenBucket(0)
+        self._is_admitted = is_admitted
+        self._history_shares = Shares(self._upload, is_admitted, HISTORY_SHARES, STRANGERS_BYTES_PER_SECOND)
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, list[Stream]] = {}
         self._questions: dict[bytes, PendingHistory] = {}
@@ -216,7 +226,7 @@ class Mailboxes:
         if outgoing is None:
             return self._drop()
         if isinstance(message, TellHistory):
-            return self._queue_history(outgoing, message.history)
+            return self._queue_history(peer, outgoing, message.history)
         return self._queue(outgoing, list(frames_of(message)))
 
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
@@ -259,7 +269,7 @@ class Mailboxes:
         assert self._is_open
         outgoing = self._outgoing.get(peer)
         if outgoing is None:
-            if len(self._outgoing) >= PEERS_MAX:
+            if len(self._outgoing) >= PEERS_MAX // (1 if self._is_admitted(peer) else 2):
                 return None
             outgoing = self._outgoing[peer] = Outgoing()
             self._start(self._talk(peer, outgoing))
@@ -279,11 +289,13 @@ class Mailboxes:
         outgoing.wake.set()
         return True
 
-    def _queue_history(self, outgoing: Outgoing, history: bytes) -> bool:
+    def _queue_history(self, peer: bytes, outgoing: Outgoing, history: bytes) -> bool:
         assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
         total = sum(len(each.history) for each in self._outgoing.values())
-        if outgoing.history or total + len(history) > QUEUED_TOTAL_BYTES_MAX:
+        room = QUEUED_TOTAL_BYTES_MAX // (1 if self._is_admitted(peer) else 4)
+        if outgoing.history or total + len(history) > room:
             return self._drop()
+        self._history_shares.of(peer).spend(len(history) - HISTORY_BYTES_LEAST)
         outgoing.history = history
         outgoing.wake.set()
         return True
@@ -357,7 +369,7 @@ class Mailboxes:
             old.abort()  # the newest win; the task of the old one removes it from the list
         try:
             while True:
-                async with asyncio.timeout(2 * IDLE_SECONDS):
+                async with asyncio.timeout(2 * IDLE_SECONDS if self._is_admitted(peer) else STRANGER_IDLE_SECONDS):
                     data = await stream.receive(FRAME_BYTES_MAX)
                 frame = decode_frame(data)
                 if isinstance(frame, HistoryBegins | HistoryPart):
@@ -388,6 +400,8 @@ class Mailboxes:
                 self._begin_history(peer, stream, size)
             case HistoryPart(data):
                 self._go_on_with_history(peer, stream, data)
+            case HistoryQuery() if not self._history_shares.of(peer).take_now(HISTORY_BYTES_LEAST):
+                self._counters["histories refused"] += 1
             case _:
                 self._hear(peer, frame)
 

@@ -8,9 +8,11 @@ state by its root, an address by the key of the peer that answers there.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -21,7 +23,7 @@ from p2ptrain.core import wire
 from p2ptrain.core.messages import Digest, Number
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
-from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.rate_limit import Shares, TokenBucket
 from p2ptrain.net.transport import Stream, Transport, TransportError
 
 PROTOCOL = "/p2ptrain/1/ask"
@@ -32,7 +34,10 @@ NAME_MAX = 64
 QUESTION_BYTES_MAX = 256
 ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
 ANSWERS_BYTES_PER_SECOND = 4_096  # per peer, after a first megabyte; a node asks for 14 KB a minute at most
-ANSWERS_SHARE = 8  # all answers together get 1/8 of the upload limit
+ANSWERS_SHARES = 8, 8  # of the upload limit: 1/8 for strangers, and the same for admitted peers
+STRANGERS_BYTES_PER_SECOND = 2**17  # at most, with or without an upload limit
+ANSWER_BYTES_LEAST = 1_024  # what an answer counts, however short: strangers get 128 a second, 5% of the event loop
+LOOK_SECONDS = 1.0  # between listings of the connected peers, which take milliseconds when there are hundreds
 ASKERS_MAX = 1_024  # peers whose budget is remembered: more than can be connected
 SECONDS = 15.0
 
@@ -100,7 +105,10 @@ _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 async def serve(
-    transport: Transport, answer: Callable[[bytes, Question], Answer], upload: TokenBucket | None = None
+    transport: Transport,
+    answer: Callable[[bytes, Question], Answer],
+    upload: TokenBucket | None = None,
+    is_admitted: Callable[[bytes], bool] = lambda peer: False,
 ) -> None:
     """Answers the questions of peers; `answer` gets the peer and the question.
 
@@ -108,29 +116,29 @@ async def serve(
     otherwise questions alone could take half of the upload from the run.
     """
     budgets: OrderedDict[bytes, TokenBucket] = OrderedDict()  # by peer, the one that asked last comes last
-    of_all = TokenBucket(0)  # keys are free, so all askers together are limited too
+    shares = Shares(upload or TokenBucket(0), is_admitted, ANSWERS_SHARES, STRANGERS_BYTES_PER_SECOND)
+    seen = _Seen(transport)
 
     def has_budget(peer: bytes, size: int) -> bool:
         budget = budgets.setdefault(peer, TokenBucket(ANSWERS_BYTES_PER_SECOND))
         budgets.move_to_end(peer)
         while len(budgets) > ASKERS_MAX:
             budgets.popitem(last=False)
-        if upload is not None and of_all.rate != (share := upload.rate // ANSWERS_SHARE):
-            of_all.set_rate(share)
-        return budget.take_now(size) and of_all.take_now(size)
+        return budget.take_now(size) and shares.of(peer).take_now(size)
 
     async def handle(stream: Stream) -> None:
         try:
             async with asyncio.timeout(SECONDS):
                 question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
-                if not has_budget(stream.peer, 1):  # checked before doing any work
+                if not has_budget(stream.peer, ANSWER_BYTES_LEAST):  # checked before doing any work
                     stream.abort()
                     return
                 if isinstance(question, AskSeen):
-                    frame = wire.encode(await _seen(transport, stream.peer))
+                    frame = wire.encode(await seen.by(stream.peer))
                 else:
                     frame = wire.encode(answer(stream.peer, question))
-                if not has_budget(stream.peer, len(frame)):
+                if not has_budget(stream.peer, max(0, len(frame) - ANSWER_BYTES_LEAST)):
+                    budgets[stream.peer].spend(-ANSWER_BYTES_LEAST)  # given back; all together have paid for the work
                     stream.abort()
                     return
                 if upload is not None:
@@ -142,14 +150,25 @@ async def serve(
     await transport.serve(PROTOCOL, handle)
 
 
-async def _seen(transport: Transport, peer: bytes) -> Seen:
-    try:
-        address = (await transport.peers()).get(peer, [""])[0]
-    except TransportError:
-        address = ""
-    if len(address) > ADDRESS_CHARACTERS_MAX:
-        address = ""
-    return Seen(int(time.time() * 1_000), address)  # clock read last: the asker assumes equal latency both ways
+class _Seen:
+    """Tells peers where this node sees them, from a listing that is shared by all who ask within a second."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._peers: dict[bytes, list[str]] = {}
+        self._listed_at = -math.inf
+        self._listing = asyncio.Lock()
+
+    async def by(self, peer: bytes) -> Seen:
+        async with self._listing:
+            if (now := asyncio.get_running_loop().time()) >= self._listed_at + LOOK_SECONDS:
+                self._listed_at = now
+                with suppress(TransportError):
+                    self._peers = await self._transport.peers()
+        address = self._peers.get(peer, [""])[0]
+        if len(address) > ADDRESS_CHARACTERS_MAX:
+            address = ""
+        return Seen(int(time.time() * 1_000), address)  # clock read last: the asker assumes equal latency both ways
 
 
 async def _ask(

@@ -7,6 +7,7 @@ pieces of any size. The clock is the event loop's.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from p2ptrain.digest import PIECE_BYTES
 
@@ -14,11 +15,11 @@ DEBT_SECONDS = 60.0  # the maximum debt is the rate times this; charges beyond i
 
 
 class TokenBucket:
-    """A limit on the average rate, with a burst of a second's worth or one piece, whichever is larger."""
+    """A limit on the average rate, with a burst of a second's worth or `burst` bytes, whichever is larger."""
 
-    def __init__(self, bytes_per_second: int) -> None:
+    def __init__(self, bytes_per_second: int, *, burst: int = PIECE_BYTES) -> None:
         assert bytes_per_second >= 0, "0 means no limit"
-        self._rate = bytes_per_second
+        self._rate, self._burst_min = bytes_per_second, burst
         self._level = float(self._burst)
         self._debt = 0.0  # bytes charged without waiting; half of each refill repays it, so nobody is held up long
         self._filled_at: float | None = None  # set at the first use: there may be no event loop before
@@ -57,6 +58,12 @@ class TokenBucket:
         self._level -= size if self._rate else 0
         return True
 
+    def spend(self, size: int) -> None:
+        """Takes `size` bytes that cannot wait, even if later ones have to wait until these are paid for; or, if it is
+        negative, gives back what was taken and not used."""
+        self._fill()
+        self._level = min(float(self._burst), self._level - (size if self._rate else 0))
+
     def seconds_until(self, size: int) -> float:
         """Seconds until `size` bytes may be taken, if nobody else takes any."""
         return self._wait(size)
@@ -68,7 +75,7 @@ class TokenBucket:
 
     @property
     def _burst(self) -> int:
-        return max(self._rate, PIECE_BYTES)
+        return max(self._rate, self._burst_min)
 
     def _fill(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -86,3 +93,29 @@ class TokenBucket:
         if not self._rate or missing <= 1e-6:  # less than a byte is rounding
             return 0.0
         return max(missing + min(self._debt, missing), 1e-6) / self._rate
+
+
+class Shares:
+    """Parts of the upload limit: one for all admitted peers, one for all strangers, who have a limit in any case.
+
+    Keys cost nothing, so a limit for each of them would be none.
+    """
+
+    def __init__(
+        self, upload: TokenBucket, is_admitted: Callable[[bytes], bool], parts: tuple[int, int], strangers_max: int
+    ) -> None:
+        """`parts` are the denominators for strangers and for admitted peers; `strangers_max` is in bytes per second."""
+        self._upload, self._is_admitted = upload, is_admitted
+        self._parts, self._strangers_max = parts, strangers_max
+        self._limits = {True: TokenBucket(0), False: TokenBucket(strangers_max)}  # for admitted peers, or not
+
+    def of(self, peer: bytes) -> TokenBucket:
+        """Returns the limit that this peer shares with all like it."""
+        is_admitted, upload = self._is_admitted(peer), self._upload.rate
+        rate = max(1, upload // self._parts[is_admitted]) if upload else 0
+        if not is_admitted:
+            rate = min(rate or self._strangers_max, self._strangers_max)
+        limit = self._limits[is_admitted]
+        if limit.rate != rate:  # the owner may have changed the limit
+            limit.set_rate(rate)
+        return limit

@@ -87,6 +87,10 @@ class Transport(Protocol):
         """Sets the handler for the streams that peers open for this protocol. Once per protocol."""
         ...
 
+    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+        """Sets which peers' incoming streams take the slots of all others. Until then, no peer's."""
+        ...
+
     async def open(self, peer: bytes, protocol: str) -> Stream:
         """Opens a stream to a connected peer. TransportError if it does not speak the protocol."""
         ...

@@ -129,6 +129,7 @@ async def _connect(
 ) -> Edges:
     """Builds the network's side, which feeds the intake."""
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
+    transport.prefer(view.is_in)
     limits = config.limits
     upload, download = (
         TokenBucket(rate) for rate in (limits.upload_bytes_per_second, limits.download_bytes_per_second)
@@ -142,6 +143,7 @@ async def _connect(
         no_history=intake.history_failed,
         upload=upload,
         download=download,
+        is_admitted=view.is_in,
     )
 
     def peer_lost(peer: bytes) -> None:
@@ -166,7 +168,7 @@ async def _connect(
         await persistence.remember(config.network.bootstrap, ())
     fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
     served_blobs = ServedBlobs(run, store, states, launch.data, fetcher)
-    server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame)
+    server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame, is_admitted=view.is_in)
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
     return Edges(

@@ -9,9 +9,10 @@ from functools import cached_property
 from p2ptrain.config import RunConfig
 from p2ptrain.digest import is_piece, leaf_digests
 from p2ptrain.errors import DataError
-from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.data import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest
+from p2ptrain.learn.tokenizer import tokenizer_digest
 from p2ptrain.net import questions
-from p2ptrain.net.blobs.blob import Blob, BlobName, MemoryBlob, all_pieces
+from p2ptrain.net.blobs.blob import Blob, BlobName, Check, WholeFile, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.payloads import PayloadStore
@@ -19,7 +20,6 @@ from p2ptrain.store.store import Store
 
 STATES_SERVED = 8  # states whose leaves are kept in memory
 LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes per MiB: those of the last few rounds
-QUICK_BYTES = 4 * 2**20  # hashed in two milliseconds
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -57,6 +57,7 @@ class ServedBlobs:
         self._leaves: OrderedDict[bytes, bytes] = (
             OrderedDict()
         )  # of payloads; several threads use it, in single atomic operations
+        self._files: dict[str, tuple[int, WholeFile]] = {}  # each with the time of its last change
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         match name.kind:
@@ -65,14 +66,29 @@ class ServedBlobs:
             case "state":
                 return self.states.find(name.name)
             case "data":
-                content = self.dataset.piece(name.name)
+                size = self.dataset.piece_size(name.name)
+                return None if size is None else DataPiece(self.dataset, name.name, size)
             case "manifest" if name.name.hex() == self.run.data.manifest:
-                content = self.dataset.manifest_bytes()
+                return self._file(MANIFEST_NAME, lambda whole: manifest_digest(whole) == self.run.data.manifest)
             case "tokenizer" if name.name.hex() == self.run.tokenizer.digest:
-                content = self.dataset.tokenizer_bytes()
+                return self._file(TOKENIZER_NAME, lambda whole: tokenizer_digest(whole) == self.run.tokenizer.digest)
             case _:
-                content = None
-        return None if content is None else MemoryBlob(content)
+                return None
+
+    def _file(self, name: str, is_right: Check) -> Blob | None:
+        """Returns a file of the data set, if it is there."""
+        path = self.dataset.directory / name
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        changed_at, known = self._files.get(name, (-1, None))
+        if known is None or (changed_at, known.size) != (found.st_mtime_ns, found.st_size):
+            if found.st_size > MANIFEST_BYTES_MAX:
+                return None
+            known = WholeFile(path, found.st_size, is_right)
+            self._files[name] = found.st_mtime_ns, known
+        return known
 
     def _payload(self, name: bytes) -> Blob | None:
         try:
@@ -89,7 +105,6 @@ class PayloadBlob:
     def __init__(self, payloads: PayloadStore, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
         self._payloads, self._name, self.size, self._known = payloads, name, size, leaves
         self.held = all_pieces(size)
-        self.is_quick = size <= QUICK_BYTES and payloads.is_in_memory(name)
 
     @cached_property
     def leaves(self) -> bytes:
@@ -111,10 +126,23 @@ class PayloadBlob:
         return piece
 
 
+class DataPiece:
+    """A piece of the training data, checked each time it is read."""
+
+    leaves, held = b"", 1
+
+    def __init__(self, dataset: TokenDataset, name: bytes, size: int) -> None:
+        self._dataset, self._name, self.size = dataset, name, size
+
+    def read(self, index: int) -> bytes:
+        piece = self._dataset.piece(self._name)
+        if piece is None:
+            raise DataError(f"piece {self._name.hex()} of the training data is missing or damaged")
+        return piece
+
+
 class StateBlob:
     """The agreed weights of a checkpoint."""
-
-    is_quick = False
 
     def __init__(self, checkpoint: Checkpoint, leaves: bytes) -> None:
         self.checkpoint, self.leaves = checkpoint, leaves

@@ -136,9 +136,6 @@ class PayloadStore:
     def __contains__(self, name: bytes) -> bool:
         return self.size(name) is not None
 
-    def is_in_memory(self, name: bytes) -> bool:
-        return name in self._memory
-
     def names(self) -> set[bytes]:
         """Returns the names of the payloads that this process has stored."""
         with self._lock:

@@ -4,22 +4,63 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 
 from p2ptrain.core.wire import encode
+from p2ptrain.digest import PIECE_BYTES, leaf, leaf_digests, merkle_root, piece_count
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.blobs.blob import Blob, BlobName, Kind, MemoryBlob
+from p2ptrain.net.blobs.blob import Blob, BlobName, Kind, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
-from p2ptrain.net.blobs.server import BlobRequest, Given, Have, Reply, Request, Server, blob_protocol, decode_request
+from p2ptrain.net.blobs.server import (
+    STREAMS_PER_PEER_MAX,
+    BlobRequest,
+    Given,
+    Have,
+    Piece,
+    Reply,
+    Request,
+    Server,
+    blob_protocol,
+    decode_reply,
+    decode_request,
+)
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import Stream, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 from tests.helpers.memory_network import MemoryTransport, Network
-from tests.helpers.net import key, some_bytes
+from tests.helpers.net import at, key, some_bytes
 
 RUN = bytes(32)
 PIECE = 2**20
+
+
+class MemoryBlob:
+    """A complete blob in memory."""
+
+    def __init__(self, data: bytes, *, is_tree: bool = False) -> None:
+        self._data, self._is_tree = data, is_tree
+        self.size, self.held = len(data), all_pieces(len(data))
+
+    @classmethod
+    def tree(cls, data: bytes) -> MemoryBlob:
+        return cls(data, is_tree=True)
+
+    @cached_property
+    def leaves(self) -> bytes:
+        return b"".join(leaf_digests(self._data)) if self._is_tree else b""
+
+    @property
+    def name(self) -> bytes:
+        """The Merkle root, for a tree."""
+        return merkle_root([leaf(self.leaves, index) for index in range(piece_count(self.size))], self.size)
+
+    def read(self, index: int) -> bytes:
+        return self._data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
+
+    def data(self) -> bytes:
+        return self._data
 
 
 @dataclass
@@ -33,11 +74,19 @@ class Node:
     blobs: dict[BlobName, Blob] = field(default_factory=dict)
     blamed: list[tuple[bytes, str]] = field(default_factory=list)
     failed: list[tuple[bytes, str]] = field(default_factory=list)
+    strangers: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         rng = Random(int.from_bytes(self.key[:4], "big"))
         self.fetcher = Fetcher(self.transport, RUN, download=self.download, blame=self.blame, rng=rng)
-        self.server = Server(self.transport, RUN, self, upload=self.upload, blame=self.blame)
+        self.server = Server(
+            self.transport,
+            RUN,
+            self,
+            upload=self.upload,
+            blame=self.blame,
+            is_admitted=lambda peer: peer not in self.strangers,
+        )
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         return self.blobs.get(name) or self.fetcher.in_progress(name)
@@ -129,6 +178,54 @@ def honest(blob: MemoryBlob, **changes: object) -> Answer:
 
 
 NAME, BLOB = tree(6 * PIECE - 100)
+
+
+async def said(stream: Stream, request: Request) -> Reply:
+    await stream.send(encode(request))
+    return decode_reply(await stream.receive(FRAME_BYTES_MAX))
+
+
+@asynccontextmanager
+async def crowd(
+    network: Network, server: Node, keys: int, use: Callable[[Stream], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Peers that use four streams each in a given way and reopen each as soon as it ends."""
+
+    async def hold(peer: MemoryTransport) -> None:
+        while True:
+            with suppress(TransportError):
+                stream = await peer.open(server.key, blob_protocol(RUN))
+                try:
+                    await said(stream, BlobRequest("payload", NAME.name, False))
+                    await use(stream)
+                finally:
+                    stream.abort()
+            await at(now() + 0.05)
+
+    server.blobs[NAME] = BLOB
+    tasks = []
+    for number in range(keys):
+        peer = network.transport(key(100 + number))
+        await peer.connect(server.transport.addresses()[0])
+        tasks += [asyncio.create_task(hold(peer)) for _ in range(STREAMS_PER_PEER_MAX)]
+    await at(now() + 1)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def download(stream: Stream) -> None:
+    while isinstance(await said(stream, Piece(0, True)), Given):
+        pass
+
+
+async def read_nothing(stream: Stream) -> None:
+    for _ in range(10):
+        await stream.send(encode(Piece(0, True)))
+    await at(now() + 1_000)
 
 
 async def wrong_piece(request: Request) -> Reply:

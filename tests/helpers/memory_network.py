@@ -154,6 +154,9 @@ class MemoryTransport:
         assert protocol not in self._handlers, "a protocol has one handler"
         self._handlers[protocol] = handler
 
+    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+        """There are slots for everyone."""
+
     async def open(self, peer: bytes, protocol: str) -> Stream:
         self._alive()
         if frozenset((self.me, peer)) not in self._network.links:

@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.core.wire import encode
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs.blob import BlobName, Kind, MemoryBlob, MemorySink
+from p2ptrain.net.blobs.blob import BlobName, Kind, MemorySink
 from p2ptrain.net.blobs.fetch import LEFT_SECONDS
 from p2ptrain.net.blobs.server import (
     BlobRequest,
@@ -28,6 +28,7 @@ from tests.helpers.blobs import (
     PIECE,
     RUN,
     Answer,
+    MemoryBlob,
     account,
     given,
     honest,

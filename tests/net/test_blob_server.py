@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import msgspec
 import pytest
 
 from p2ptrain.core.wire import encode
 from p2ptrain.net.blobs import server as protocol
-from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Have, Later, Nothing, Piece, Reply, Request
+from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Have, Later, Nothing, Piece
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
-from tests.helpers.blobs import BLOB, NAME, PIECE, RUN, Node, now, swarm, tree
-from tests.helpers.memory_network import MemoryTransport, Network
-from tests.helpers.net import at, key, skipping_time, until
-
-
-async def said(stream: Stream, request: Request) -> Reply:
-    await stream.send(encode(request))
-    return protocol.decode_reply(await stream.receive(FRAME_BYTES_MAX))
+from tests.helpers.blobs import BLOB, NAME, PIECE, RUN, crowd, download, now, read_nothing, said, swarm, tree
+from tests.helpers.net import at, skipping_time, until
 
 
 @skipping_time
@@ -73,53 +67,10 @@ async def test_who_does_not_read_holds_up_nobody_but_itself() -> None:
 # Fairness
 
 
-@asynccontextmanager
-async def crowd(
-    network: Network, server: Node, keys: int, use: Callable[[Stream], Awaitable[None]]
-) -> AsyncIterator[None]:
-    """Peers that use four streams each in a given way and reopen each as soon as it ends."""
-
-    async def hold(peer: MemoryTransport) -> None:
-        while True:
-            with suppress(TransportError):
-                stream = await peer.open(server.key, protocol.blob_protocol(RUN))
-                try:
-                    await said(stream, BlobRequest("payload", NAME.name, False))
-                    await use(stream)
-                finally:
-                    stream.abort()
-            await at(now() + 0.05)
-
-    server.blobs[NAME] = BLOB
-    tasks = []
-    for number in range(keys):
-        peer = network.transport(key(100 + number))
-        await peer.connect(server.transport.addresses()[0])
-        tasks += [asyncio.create_task(hold(peer)) for _ in range(protocol.STREAMS_PER_PEER_MAX)]
-    await at(now() + 1)
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
 async def only_talk(stream: Stream) -> None:
     while True:
         await at(now() + 4)
         await said(stream, BlobRequest("payload", NAME.name, False))
-
-
-async def download(stream: Stream) -> None:
-    while isinstance(await said(stream, Piece(0, True)), Given):
-        pass
-
-
-async def read_nothing(stream: Stream) -> None:
-    for _ in range(10):
-        await stream.send(encode(Piece(0, True)))
-    await at(now() + 1_000)
 
 
 async def ask_and_go(stream: Stream) -> None:

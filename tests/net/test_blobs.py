@@ -11,9 +11,9 @@ import pytest
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.digest import is_piece, proves
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs.blob import BlobName, FileSink, MemoryBlob, MemorySink, Sink, all_pieces
+from p2ptrain.net.blobs.blob import BlobName, FileSink, MemorySink, Sink, all_pieces
 from p2ptrain.net.blobs.swarm_fetch import pick
-from tests.helpers.blobs import BLOB, NAME, PIECE, lie, swarm, tree, wrong_piece
+from tests.helpers.blobs import BLOB, NAME, PIECE, MemoryBlob, lie, swarm, tree, wrong_piece
 from tests.helpers.net import skipping_time, some_bytes, until
 
 

@@ -19,7 +19,7 @@ from p2ptrain.core.reputation import GREYLISTED_FROM, Reason, Reputation
 from p2ptrain.core.wire import encode
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.net import questions
-from p2ptrain.net.blobs.blob import BlobName, MemoryBlob, verified
+from p2ptrain.net.blobs.blob import BlobName, verified
 from p2ptrain.net.blobs.server import (
     BlobRequest,
     Given,
@@ -33,7 +33,7 @@ from p2ptrain.net.blobs.server import (
 )
 from p2ptrain.net.transport import Stream, TransportError
 from p2ptrain.node.driver import CATCH_UP_SECONDS
-from tests.helpers.blobs import PIECE, account, given
+from tests.helpers.blobs import PIECE, MemoryBlob, account, given
 from tests.helpers.driver import Bench, bench, root_of
 from tests.helpers.net import at, key, skipping_time, some_bytes
 

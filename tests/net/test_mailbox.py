@@ -25,7 +25,7 @@ from p2ptrain.net.mailbox import (
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 from tests.helpers.memory_network import MemoryTransport, Network
-from tests.helpers.net import key, skipping_time, some_bytes, until
+from tests.helpers.net import at, key, skipping_time, some_bytes, until
 
 A, B, C = (key(number) for number in range(3))
 RUN = bytes(32)
@@ -439,3 +439,26 @@ async def test_what_waits_for_a_peer_is_forgotten_with_it() -> None:
         await until(lambda: bool(ear.heard))
         assert ear.heard == [(A, Deliver((b"two",)))]
         mailboxes.forget(C)
+
+
+@skipping_time
+async def test_an_idle_stream_of_a_stranger_is_closed_early_and_what_it_sends_later_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, ear = Network(), Ear()
+    a, b, c = (network.transport(each) for each in (A, B, C))
+    for each in (b, c):
+        await each.connect(a.addresses()[0])
+    async with ear.mailboxes(a) as mailboxes, Ear().mailboxes(b) as member, Ear().mailboxes(c) as stranger:
+        monkeypatch.setattr(mailboxes, "_is_admitted", lambda peer: peer == B)
+        for each in (member, stranger):
+            each.post(A, MessageQuery((NAME,)))
+        await at(mailbox.STRANGER_IDLE_SECONDS - 1)
+        assert mailboxes._incoming.keys() == {B, C}
+        await at(mailbox.STRANGER_IDLE_SECONDS + 1)
+        assert mailboxes._incoming.keys() == {B}
+        stranger.post(A, MessageQuery((NAME,)))
+        await until(lambda: len(ear.heard) == 3)
+        assert ear.heard[-1] == (C, MessageQuery((NAME,)))
+    for node in list(network.nodes.values()):
+        await node.close()

@@ -111,3 +111,16 @@ async def test_what_was_charged_is_paid_for() -> None:
     for _ in range(12):
         await limit.take(2**20)
     assert asyncio.get_running_loop().time() == pytest.approx(12 + 4, rel=0.01)
+
+
+@skipping_time
+async def test_what_is_spent_at_once_is_waited_for_afterwards_and_what_is_given_back_is_there() -> None:
+    limit = TokenBucket(1_000, burst=1_000)
+    limit.spend(3_000)
+    assert not limit.take_now(1)
+    await limit.take(500)
+    assert now() == pytest.approx(2.5)
+    limit.spend(-1_000)
+    assert limit.take_now(1_000)
+    limit.spend(-5_000)
+    assert not limit.take_now(1_000) or not limit.take_now(1)  # no more than the burst

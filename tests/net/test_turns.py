@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from p2ptrain.net.blobs.turns import (
     BACKGROUND_AT_ONCE,
     BACKGROUND_BYTES_PER_SECOND,
     OVERDUE_SECONDS,
+    STRANGERS_AT_ONCE,
     TURN_SECONDS,
     BusyError,
     Turns,
@@ -34,9 +36,14 @@ class Line:
     def send(self, name: str, peer: bytes, is_urgent: bool, seconds: float = 0.0, size: int = PIECE) -> None:
         self.tasks.append(asyncio.create_task(self._send(name, peer, is_urgent, seconds, size)))
 
-    async def _send(self, name: str, peer: bytes, is_urgent: bool, seconds: float, size: int) -> None:
+    def send_stranger(self, name: str, peer: bytes, seconds: float = 0.0) -> None:
+        self.tasks.append(asyncio.create_task(self._send(name, peer, True, seconds, PIECE, is_admitted=False)))
+
+    async def _send(
+        self, name: str, peer: bytes, is_urgent: bool, seconds: float, size: int, *, is_admitted: bool = True
+    ) -> None:
         try:
-            async with self.turns.turn(peer, size, is_urgent):
+            async with self.turns.turn(peer, size, is_urgent, is_admitted):
                 self.went.append((name, now()))
                 await at(now() + seconds)
         except BusyError:
@@ -196,3 +203,44 @@ async def test_what_others_are_charged_for_does_not_keep_states_from_going() -> 
     went = await line.done()
     assert went.count("state") >= 4
     assert went.count("payload") >= 50
+
+
+@skipping_time
+async def test_strangers_come_after_others_and_go_in_between_at_their_own_rate_when_they_have_waited() -> None:
+    line = Line()
+    for number in range(60):  # one of them is always being sent
+        line.send("payload", key(10 + number % 4), True, seconds=1.0)
+    for number in range(8):
+        line.send_stranger("stranger", key(100 + number))
+    await at(OVERDUE_SECONDS + 0.5)
+    assert [name for name, _ in line.went].count("stranger") == 1  # two seconds of their rate
+    await line.done()
+    assert [name for name, _ in line.went].count("stranger was put off") == 7
+
+
+@skipping_time
+async def test_strangers_who_do_not_read_take_places_of_strangers_only() -> None:
+    line = Line()
+    for number in range(3 * STRANGERS_AT_ONCE):
+        line.send_stranger("stranger", key(100 + number), seconds=1_000.0)
+    await at(TURN_SECONDS)
+    line.send("payload", A, True)
+    await at(TURN_SECONDS + 0.1)
+    went = [name for name, _ in line.went]
+    assert "payload" in went
+    assert went.count("stranger") <= STRANGERS_AT_ONCE
+    for task in line.tasks:
+        task.cancel()
+    await asyncio.wait(line.tasks)
+
+
+@skipping_time
+async def test_however_many_wait_for_the_limit_there_is_one_timer() -> None:
+    line = Line(upload=PIECE // 10)
+    for number in range(50):
+        line.send("state", key(10 + number), False)
+    await at(5.0)
+    loop: Any = asyncio.get_running_loop()
+    waiting = [timer for timer in loop._scheduled if not timer._cancelled and "_advance" in repr(timer)]
+    assert len(waiting) <= 1 + 50  # each has one of its own, for when it is overdue
+    await line.done()

@@ -10,9 +10,10 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import KEY_BYTES, authored, payload_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
+from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.node.driver import DISK_SECONDS
 from p2ptrain.store.payloads import PayloadStore
+from tests.helpers.blobs import MemoryBlob
 from tests.helpers.core import KEYS
 from tests.helpers.driver import PAYLOAD_BYTES, a_message, bench, doing, of_kind
 from tests.helpers.net import at, skipping_time, some_bytes, until

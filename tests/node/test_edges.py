@@ -17,10 +17,10 @@ from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Capture
 from p2ptrain.net import questions
-from p2ptrain.net.blobs.blob import BlobName, FileSink, MemoryBlob
+from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.net.transport import Stream
 from p2ptrain.node.driver import DISK_SECONDS
-from tests.helpers.blobs import Node
+from tests.helpers.blobs import MemoryBlob, Node
 from tests.helpers.core import KEYS
 from tests.helpers.driver import (
     DATA,

@@ -6,11 +6,12 @@ import asyncio
 from pathlib import Path
 
 from p2ptrain.learn.data import piece_digest
-from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
+from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.net.blobs.server import blob_protocol
 from p2ptrain.net.blobs.swarm_fetch import PIECE_SECONDS
 from p2ptrain.net.transport import Stream
 from p2ptrain.node.fetching import DATA_SOURCES, LATE_MAX, LATE_SECONDS, LATE_TIMES
+from tests.helpers.blobs import MemoryBlob
 from tests.helpers.core import KEYS
 from tests.helpers.driver import DATA, Bench, a_dataset, bench
 from tests.helpers.net import at, key, skipping_time

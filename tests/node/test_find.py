@@ -17,7 +17,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
 from p2ptrain.net import questions
-from p2ptrain.net.blobs.blob import BlobName, MemoryBlob
+from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.net.blobs.server import Server, blob_protocol
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream
@@ -31,6 +31,7 @@ from p2ptrain.node.find import (
     with_relays,
 )
 from p2ptrain.store.records import RECORDS_NAME, Records
+from tests.helpers.blobs import MemoryBlob
 from tests.helpers.core import KEYS
 from tests.helpers.driver import STATE, a_dataset, root_of
 from tests.helpers.memory_network import MemoryTransport, Network

@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digests
 from p2ptrain.errors import DataError
-from p2ptrain.net.blobs.blob import BlobName, verified
+from p2ptrain.net.blobs.blob import BlobName, WholeFile, verified
 from p2ptrain.node.served_blobs import STATES_SERVED, SavedStates, ServedBlobs, StateBlob
 from tests.helpers.net import some_bytes
 
@@ -86,3 +86,26 @@ def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served() -> None:
         blob.read(1)
     with pytest.raises(DataError, match="damaged: piece 1"):
         list(verified(blob))
+
+
+def test_a_file_that_was_damaged_since_it_was_checked_is_not_served(tmp_path: Path) -> None:
+    content, path = some_bytes(2 * PIECE_BYTES + 5), tmp_path / "manifest.json"
+    path.write_bytes(content)
+    checked: list[bytes] = []
+
+    def is_right(whole: bytes) -> bool:
+        checked.append(whole)
+        return whole == content
+
+    blob = WholeFile(path, len(content), is_right)
+    assert b"".join(blob.read(index) for index in (0, 1, 2)) == content
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert blob.read(1) == content[PIECE_BYTES : 2 * PIECE_BYTES]
+    with pytest.raises(DataError, match="is damaged: piece 2"):
+        blob.read(2)
+    assert checked == [content]
+    wrong = WholeFile(path, len(content), is_right)
+    for _ in range(2):
+        with pytest.raises(DataError, match="is damaged"):
+            wrong.read(0)
+    assert len(checked) == 2

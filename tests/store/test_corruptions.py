@@ -26,11 +26,11 @@ from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.net import questions
-from p2ptrain.net.blobs.blob import BlobName, FileSink, MemoryBlob
+from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.node.assembly import TRUST_NAME
 from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
-from tests.helpers.blobs import Node
+from tests.helpers.blobs import MemoryBlob, Node
 from tests.helpers.core import KEYS
 from tests.helpers.driver import STATE_BYTES, a_dataset, bench, doing, root_of
 from tests.helpers.lone_node import ME, ROUNDS, Bits, lived

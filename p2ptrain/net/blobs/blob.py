@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
@@ -22,9 +21,7 @@ from p2ptrain.digest import (
     DIGEST_BYTES,
     PIECE_BYTES,
     is_piece,
-    leaf,
     leaf_digests,
-    merkle_root,
     piece_bytes,
     piece_count,
 )
@@ -32,6 +29,7 @@ from p2ptrain.errors import DataError
 
 Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
 TREES = ("payload", "state")
+Check: TypeAlias = Callable[[bytes], bool]
 T = TypeVar("T")
 PIECES_MAX = 60_000  # per blob, 63 GB: their digests and counts still fit one frame
 
@@ -70,11 +68,6 @@ class Blob(Protocol):
         """The set of pieces that this node has."""
         ...
 
-    @property
-    def is_quick(self) -> bool:
-        """True if it is in memory; otherwise it is read and written in a thread."""
-        ...
-
     def read(self, index: int) -> bytes:
         """Returns a piece that is held. DataError if it cannot be read."""
         ...
@@ -90,6 +83,11 @@ class Catalog(Protocol):
 
 class Sink(Blob, Protocol):
     """The destination of a blob that is being fetched. Pieces are checked before they are written."""
+
+    @property
+    def is_quick(self) -> bool:
+        """True if it is in memory; otherwise it is read and written in a thread."""
+        ...
 
     def begin(self, size: int, leaves: bytes) -> None:
         """Makes room. Pieces left from an earlier fetch of the same size stay `held`; the fetcher rechecks them."""
@@ -112,9 +110,9 @@ def all_pieces(size: int) -> int:
     return (1 << piece_count(size)) - 1
 
 
-async def aside(blob: Blob, work: Callable[..., T], *args: object) -> T:
-    """Runs work on a blob, in a thread if it may wait for a disk."""
-    return work(*args) if blob.is_quick else await asyncio.to_thread(work, *args)
+async def aside(sink: Sink, work: Callable[..., T], *args: object) -> T:
+    """Runs work on a sink, in a thread if it may wait for a disk."""
+    return work(*args) if sink.is_quick else await asyncio.to_thread(work, *args)
 
 
 def verified(blob: Blob) -> Iterator[bytes]:
@@ -124,35 +122,6 @@ def verified(blob: Blob) -> Iterator[bytes]:
         if not is_piece(blob.leaves, blob.size, index, piece):
             raise DataError(f"piece {index} is damaged on the disk")
         yield piece
-
-
-class MemoryBlob:
-    """A complete blob in memory."""
-
-    is_quick = True
-
-    def __init__(self, data: bytes, *, is_tree: bool = False) -> None:
-        self._data, self._is_tree = data, is_tree
-        self.size, self.held = len(data), all_pieces(len(data))
-
-    @classmethod
-    def tree(cls, data: bytes) -> MemoryBlob:
-        return cls(data, is_tree=True)
-
-    @cached_property
-    def leaves(self) -> bytes:
-        return b"".join(leaf_digests(self._data)) if self._is_tree else b""
-
-    @property
-    def name(self) -> bytes:
-        """The Merkle root, for a tree."""
-        return merkle_root([leaf(self.leaves, index) for index in range(piece_count(self.size))], self.size)
-
-    def read(self, index: int) -> bytes:
-        return self._data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
-
-    def data(self) -> bytes:
-        return self._data
 
 
 class MemorySink:
@@ -256,6 +225,34 @@ class FileSink:
 
     def _write_list(self) -> None:
         self._list.write_bytes(self.held.to_bytes(-(-piece_count(self.size) // 8), "little"))
+
+
+class WholeFile:
+    """A file of this node that peers check as a whole.
+
+    The first read checks it and keeps the digests of its pieces, against which each piece is checked from then on: so
+    nothing is read twice for one piece, and nothing but digests stays in memory.
+    """
+
+    leaves = b""
+
+    def __init__(self, path: Path, size: int, is_right: Check) -> None:
+        self.size, self.held = size, all_pieces(size)
+        self._path, self._is_right = path, is_right
+        self._leaves: bytes | None = None  # of the right file; empty if this one is damaged
+        self._checking = threading.Lock()
+
+    def read(self, index: int) -> bytes:
+        with self._checking:
+            if self._leaves is None:
+                whole = b"".join(_read(self._path, each, self.size) for each in range(piece_count(self.size)))
+                self._leaves = b"".join(leaf_digests(whole)) if self._is_right(whole) else b""
+        if not self._leaves:
+            raise DataError(f"{self._path} is damaged")
+        piece = _read(self._path, index, self.size)
+        if not is_piece(self._leaves, self.size, index, piece):
+            raise DataError(f"{self._path} is damaged: piece {index}")
+        return piece
 
 
 def _read(path: Path, index: int, size: int) -> bytes:

@@ -13,11 +13,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random, SystemRandom
-from typing import TypeAlias, TypeVar, overload
+from typing import TypeVar, overload
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_bytes, piece_count
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Kind, MemorySink, Sink, all_pieces, aside
+from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Check, Kind, MemorySink, Sink, all_pieces, aside
 from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Piece
 from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, SourceError, Sources, SwarmFetch
 from p2ptrain.net.rate_limit import TokenBucket
@@ -25,7 +25,6 @@ from p2ptrain.net.transport import Transport, TransportError
 
 LEFT_SECONDS = 600.0  # how long the pieces of an interrupted fetch are kept; the next attempt comes sooner
 
-Check: TypeAlias = Callable[[bytes], bool]
 S = TypeVar("S", bound=Sink)
 
 

@@ -9,7 +9,8 @@ Cohen 2003). So the server tells how often it gave out each piece, so that clien
 whom it recently gave some. A client that requests a piece given out twice already is put off, unless it insists.
 
 The counts are over all clients. Pieces go out in turns (turns.py): a round waits for payloads, so these go before
-states and training data.
+states and training data, and admitted peers go before strangers, who share one small number of requests a second.
+Whatever has to be read, hashed or encoded for a reply is done once for all who ask (shared.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from p2ptrain.core.wire import decode_strictly, encode
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_bytes, piece_count
 from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Catalog, Kind, all_pieces
+from p2ptrain.net.blobs.shared import Shared
 from p2ptrain.net.blobs.turns import BusyError, Turns
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
@@ -46,6 +48,8 @@ TAKERS_MAX = 4  # remembered per piece, so that one peer does not count several 
 COUNTED_SECONDS = 60.0  # after the last piece was given out: its takers may be gone by then
 COUNTED_MAX = 64  # blobs whose pieces are counted
 IDLE_SECONDS = 120.0  # without a request; a client with a low download limit may be slow to ask
+STRANGER_IDLE_SECONDS = 30.0  # a piece may take 20 s, even if the next one is asked for only then
+STRANGER_REQUESTS_PER_SECOND = 100  # of all strangers together: 2% of the event loop. One newcomer asks for five
 SEND_SECONDS = 20.0  # per piece: 52 KB/s; a client gives up then too
 WORD_BYTES_MAX = 4_096  # replies up to this size do not queue behind pieces for the upload limit
 WORD_SHARE = 8  # short replies may use another 1/8 of the upload limit
@@ -145,11 +149,15 @@ class Server:
         *,
         upload: TokenBucket,
         blame: Callable[[bytes, str], None],
+        is_admitted: Callable[[bytes], bool] = lambda peer: True,
     ) -> None:
         self.protocol = blob_protocol(run_id)
         self._transport, self._catalog, self._upload, self._blame = transport, catalog, upload, blame
         self._turns, self._word_limit = Turns(upload), TokenBucket(0)
         self._word_turns = Turns(self._word_limit)
+        self._is_admitted = is_admitted
+        self._stranger_turns = Turns(TokenBucket(STRANGER_REQUESTS_PER_SECOND, burst=STRANGER_REQUESTS_PER_SECOND))
+        self._shared = Shared()
         self._streams: set[Stream] = set()
         self._kinds: dict[Stream, Kind] = {}  # the kind that was last requested on each stream
         self.traffic: Counter[str] = Counter()  # bytes by direction and kind, such as "sent payload"
@@ -168,6 +176,7 @@ class Server:
         self._is_open = False
         for stream in list(self._streams):
             stream.abort()
+        self._shared.close()
 
     def counters(self) -> dict[str, int]:
         return dict(self._counters)
@@ -199,7 +208,7 @@ class Server:
     async def _read(self, stream: Stream, requests: asyncio.Queue[Request]) -> None:
         """Queues the requests of a stream. Reading ahead notices at once when a stream with queued replies ends."""
         while True:
-            async with asyncio.timeout(IDLE_SECONDS):
+            async with asyncio.timeout(IDLE_SECONDS if self._is_admitted(stream.peer) else STRANGER_IDLE_SECONDS):
                 data = await stream.receive(REQUEST_BYTES_MAX)
             request = decode_request(data)
             if isinstance(request, BlobRequest):
@@ -214,6 +223,9 @@ class Server:
         blob: Blob | None = None
         while True:
             request = await requests.get()
+            if not self._is_admitted(stream.peer):
+                async with self._stranger_turns.turn(stream.peer, 1):
+                    pass
             if isinstance(request, BlobRequest):
                 if name != BlobName(request.kind, request.name):
                     name, blob = BlobName(request.kind, request.name), None
@@ -232,7 +244,7 @@ class Server:
         leaves = b""
         if want.leaves:
             try:
-                leaves = blob.leaves if blob.is_quick else await asyncio.to_thread(lambda: blob.leaves)
+                leaves = await self._shared.get((name, None), lambda: blob.leaves) if name.is_tree else b""
             except DataError as error:
                 log.warning("%s cannot be served: %s", name, error)
                 return Nothing("not here any more")
@@ -266,9 +278,10 @@ class Server:
             tally.counts[index] = min(255, count + 1)  # before sending, so that not everyone is promised it at once
         is_given = False
         try:
-            async with self._turns.turn(stream.peer, piece_bytes(blob.size, index), name.kind == "payload"):
-                data = blob.read(index) if blob.is_quick else await asyncio.to_thread(blob.read, index)
-                await self._send(stream, encode(Given(index, data)))
+            size, is_admitted = piece_bytes(blob.size, index), self._is_admitted(stream.peer)
+            async with self._turns.turn(stream.peer, size, name.kind == "payload", is_admitted):
+                frame = await self._shared.get((name, index), lambda: encode(Given(index, blob.read(index))))
+                await self._send(stream, frame)
             is_given = True
         except BusyError:
             self._counters["busy"] += 1
@@ -293,7 +306,7 @@ class Server:
         """Sends a reply other than a piece."""
         data = encode(reply)
         if len(data) > WORD_BYTES_MAX:
-            async with self._turns.turn(stream.peer, len(data)):
+            async with self._turns.turn(stream.peer, len(data), is_admitted=self._is_admitted(stream.peer)):
                 await self._send(stream, data)
             return
         if self._word_limit.rate != self._upload.rate // WORD_SHARE:  # the owner may have changed the limit

@@ -7,6 +7,9 @@ A round waits for payloads, while a newcomer can wait for its state. So states a
 payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster
 than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not block them forever: a piece that has waited
 for OVERDUE_SECONDS goes in between, and is paid for with half of what the upload limit allows afterwards.
+
+Strangers, whom the run has not admitted, come after all others and are never urgent. So that newcomers still get what
+they need from a busy source, their overdue pieces go in between, too, but at a small rate for all of them together.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from p2ptrain.errors import P2ptrainError
 from p2ptrain.net.rate_limit import DEBT_SECONDS, TokenBucket
 
 PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
+STRANGERS_AT_ONCE = 16  # on top: they take no place from others, even if they do not read at all
+STRANGERS_BYTES_PER_SECOND = 2**19  # while others wait; with an upload limit, at most 1/STRANGERS_SHARE of it
+STRANGERS_SHARE = 8
 TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
 TURNS_MAX = 1_024  # peers whose last turn is remembered
 OVERDUE_SECONDS = 8.0  # so even a busy source sends one piece in this time
@@ -39,6 +45,7 @@ class Turn:
     peer: bytes
     size: int
     is_urgent: bool
+    is_admitted: bool
     overdue_at: float
     come: asyncio.Future[None]
 
@@ -54,12 +61,17 @@ class Turns:
         self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer: the number of its last turn; the latest last
         self._number = 0
         self._paid_at = 0.0  # when the last piece that did not wait for the limit will be paid for
+        self._strangers_at = 0.0  # when the next overdue piece of a stranger may go
+        self._timer: asyncio.TimerHandle | None = None  # the next time to look
 
     @asynccontextmanager
-    async def turn(self, peer: bytes, size: int, is_urgent: bool = True) -> AsyncIterator[None]:
+    async def turn(
+        self, peer: bytes, size: int, is_urgent: bool = True, is_admitted: bool = True
+    ) -> AsyncIterator[None]:
         """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing."""
         loop = asyncio.get_running_loop()
-        mine = Turn(peer, size, is_urgent, loop.time() + OVERDUE_SECONDS, loop.create_future())
+        is_urgent = is_urgent and is_admitted
+        mine = Turn(peer, size, is_urgent, is_admitted, loop.time() + OVERDUE_SECONDS, loop.create_future())
         timer = loop.call_at(mine.overdue_at, self._advance)
         self._waiting.append(mine)
         self._advance()
@@ -94,7 +106,7 @@ class Turns:
 
     def _advance(self) -> None:
         """Starts the next turn, unless one still waits for the upload limit."""
-        if self._payer is not None or len(self._going) >= PEERS_AT_ONCE:
+        if self._payer is not None:
             return
         turn = self._next()
         if turn is not None:
@@ -104,22 +116,45 @@ class Turns:
 
     def _next(self) -> Turn | None:
         loop = asyncio.get_running_loop()
-        ready = [each for each in self._waiting if each.peer not in self._going and not each.come.done()]
-        ready.sort(key=lambda each: self._served.get(each.peer, 0))
+        now, strangers = loop.time(), sum(not each.is_admitted for each in self._going.values())
+        has_place = {True: len(self._going) - strangers < PEERS_AT_ONCE, False: strangers < STRANGERS_AT_ONCE}
+        ready = [
+            each
+            for each in self._waiting
+            if each.peer not in self._going and not each.come.done() and has_place[each.is_admitted]
+        ]
+        ready.sort(key=lambda each: (not each.is_admitted and not self._is_due(each), self._served.get(each.peer, 0)))
         urgent = [each for each in ready if each.is_urgent]
         going = [each.is_urgent for each in self._going.values()]
         if urgent or any(going) or going.count(False) >= BACKGROUND_AT_ONCE:
-            ready = [each for each in ready if each.is_urgent or loop.time() >= each.overdue_at]
+            ready = [each for each in ready if each.is_urgent or self._is_due(each)]
         if not ready or ready[0].is_urgent:
             return ready[0] if ready else None
-        turn = ready[0]
+        turn, is_due = ready[0], self._is_due(ready[0])
         wait = self._background.seconds_until(turn.size)
-        may_owe = loop.time() >= self._paid_at and turn.size <= DEBT_SECONDS * self._upload.rate
-        if loop.time() < turn.overdue_at or not may_owe:
+        may_owe = now >= self._paid_at and turn.size <= DEBT_SECONDS * self._upload.rate
+        if not is_due or not may_owe:
             wait = max(wait, self._upload.seconds_until(turn.size))
         if wait > 0:
-            loop.call_later(wait, self._advance)
+            self._look_in(wait)
             return urgent[0] if urgent else None
         was_taken = self._background.take_now(turn.size)
         assert was_taken, "its wait was zero just now"
+        if is_due and not turn.is_admitted:
+            rate = STRANGERS_BYTES_PER_SECOND
+            if self._upload.rate:
+                rate = min(rate, max(1, self._upload.rate // STRANGERS_SHARE))
+            self._strangers_at = now + turn.size / rate
+            loop.call_at(self._strangers_at, self._advance)
         return turn
+
+    def _is_due(self, turn: Turn) -> bool:
+        """Whether a turn has waited so long that it goes before urgent ones."""
+        now = asyncio.get_running_loop().time()
+        return now >= turn.overdue_at and (turn.is_admitted or now >= self._strangers_at)
+
+    def _look_in(self, seconds: float) -> None:
+        """Looks again after a while; one timer, because this is called for everyone who comes or goes."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._advance)

@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -198,7 +198,7 @@ class P2pd:
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the second set ends with this p2pd
-        self._streams = Streams(self._counters, self._tasks, _read_opening)
+        self._streams = Streams(self._counters, self._tasks, _read_opening, self._range_of)
         self._sockets = Sockets(directory, self._streams.accept)
         self._control = _Control(self._sockets)
         self._registered: set[str] = set()  # protocols that this p2pd forwards to us
@@ -340,6 +340,9 @@ class P2pd:
     async def peers(self) -> dict[bytes, list[str]]:
         return await self._peers.connected()
 
+    def _range_of(self, peer: bytes) -> str:
+        return self._peers.range_of(peer)
+
     async def keep(self, peers: Collection[bytes]) -> None:
         await self._supervisor.up()
         for peer in self._kept - set(peers):
@@ -365,6 +368,9 @@ class P2pd:
         self._streams.handlers[protocol] = handler
         if self._supervisor.is_up:  # otherwise registered when p2pd is up
             await self._register(protocol)
+
+    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+        self._streams.prefer(is_admitted)
 
     async def _register(self, protocol: str) -> None:
         async with self._registering:

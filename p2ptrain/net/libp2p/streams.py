@@ -1,7 +1,9 @@
 """Accepts incoming streams, limits them per peer, and runs their handlers.
 
-When all slots are taken, the peer with the most streams loses one to a peer that has fewer. So a handful of keys cannot
-keep others out, whatever they do.
+When all slots are taken, an admitted peer gets that of a stranger: so strangers keep no member out, however many they
+are. Among themselves, the address range with the most streams loses one to a range that has fewer, because keys cost
+nothing; and within a range, or among members, so does the peer with the most streams. Ranges are not known of peers
+behind a relay and of those that have just come, who share one.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ logger = logging.getLogger("p2ptrain.net")
 class Streams:
     """All open streams, and the handlers of incoming ones."""
 
-    def __init__(self, counters: Counter[str], tasks: Tasks, read_opening: ReadOpening) -> None:
+    def __init__(
+        self, counters: Counter[str], tasks: Tasks, read_opening: ReadOpening, range_of: Callable[[bytes], str]
+    ) -> None:
         self.handlers: dict[str, Handler] = {}
         self._counters, self._tasks, self._read_opening = counters, tasks, read_opening
+        self._range_of = range_of
+        self._is_admitted: Callable[[bytes], bool] = lambda peer: False
         self._open: set[FrameStream] = set()
         self._incoming = 0
         self._incoming_of: dict[bytes, list[FrameStream]] = {}  # by peer, the oldest first
@@ -42,6 +48,9 @@ class Streams:
         stream = FrameStream(peer, protocol, reader, writer, self._counters, self._open.discard)
         self._open.add(stream)
         return stream
+
+    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+        self._is_admitted = is_admitted
 
     def abort(self) -> None:
         for stream in list(self._open):
@@ -81,12 +90,31 @@ class Streams:
         if mine >= STREAMS_OF_PEER_MAX:
             return f"{peer_id_of(peer)} has {mine}"
         if sum(map(len, self._incoming_of.values())) >= STREAMS_MAX:
-            most = max(self._incoming_of.values(), key=len)
-            if len(most) < mine + 2:  # otherwise the two would alternate forever
+            other = self._who_gives_way(peer)
+            if other is None:
                 return f"{STREAMS_MAX} are open"
             self._counters["streams given up"] += 1
-            most.pop().abort()
+            self._incoming_of[other].pop().abort()
+            if not self._incoming_of[other]:
+                del self._incoming_of[other]
         return ""
+
+    def _who_gives_way(self, peer: bytes) -> bytes | None:
+        """Returns the peer that has to give up a stream for this one; one with as many would want it back at once."""
+        streams, ranges = self._incoming_of, Counter[str]()
+        most: dict[str, bytes] = {}  # by range: the stranger with the most streams
+        for each, open_ones in streams.items():
+            if not self._is_admitted(each):
+                place = self._range_of(each)
+                ranges[place] += len(open_ones)
+                if place not in most or len(open_ones) > len(streams[most[place]]):
+                    most[place] = each
+        mine, place, is_admitted = len(streams.get(peer, ())), self._range_of(peer), self._is_admitted(peer)
+        widest = max(ranges, key=ranges.__getitem__, default="")
+        if ranges and (is_admitted or ranges[widest] >= ranges[place] + 2):
+            return most[widest]
+        other = max(streams, key=lambda each: len(streams[each])) if is_admitted else most.get(place)
+        return other if other is not None and len(streams[other]) >= mine + 2 else None
 
     async def _handle(self, stream: FrameStream) -> None:
         self._incoming_of.setdefault(stream.peer, []).append(stream)

@@ -1,0 +1,137 @@
+"""Strangers who ask for much with few bytes: the upload limit holds, and members are answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+
+from p2ptrain.core.wire import encode
+from p2ptrain.net import questions
+from p2ptrain.net.mailbox import HistoryQuery, Mail, Mailboxes, TellHistory
+from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
+from tests.helpers.costs import costs
+from tests.helpers.memory_network import Network
+from tests.helpers.net import at, key, skipping_time
+
+RUN, HISTORY = bytes(32), b"h" * 500_000
+NODE, MEMBER = key(0), key(1)
+SECONDS = 30.0
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def asked_for_histories(strangers: int, upload: int) -> Counter[str]:
+    """Returns the bytes of histories sent to strangers and to a member that all ask twice a second."""
+    sent: Counter[str] = Counter()
+
+    async def test() -> None:
+        network = Network()
+        node = network.transport(NODE)
+
+        def hear(peer: bytes, message: Mail) -> None:
+            assert isinstance(message, HistoryQuery)
+            sent["asked"] += 1
+            mailboxes.post(peer, TellHistory(HISTORY))
+
+        def received_by(peer: bytes) -> Callable[[bytes, bytes], None]:
+            def received(_: bytes, history: bytes) -> None:
+                sent["member" if peer == MEMBER else "strangers"] += len(history)
+
+            return received
+
+        limit = TokenBucket(upload)
+        mailboxes = Mailboxes(
+            node, RUN, hear, malformed=nothing, history=nothing, no_history=nothing, upload=limit,
+            is_admitted=lambda peer: peer == MEMBER,
+        )  # fmt: skip
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(mailboxes)
+            others = []
+            for number in range(1, 2 + strangers):
+                each = network.transport(key(number))
+                await each.connect(node.addresses()[0])
+                tell = Mailboxes(
+                    each, RUN, nothing, malformed=nothing, no_history=nothing,
+                    history=received_by(key(number)),
+                )  # fmt: skip
+                others.append(await stack.enter_async_context(tell))
+            end = asyncio.get_running_loop().time() + SECONDS
+            while asyncio.get_running_loop().time() < end:
+                for each in reversed(others):  # the member asks last
+                    each.ask_history(NODE, bytes(32), 0)
+                await at(asyncio.get_running_loop().time() + 0.5)
+        for each in list(network.nodes.values()):
+            await each.close()
+
+    skipping_time(test)()
+    print(f"{strangers} strangers and a limit of {upload} B/s: {dict(sent)} in {SECONDS:.0f} s")
+    return sent
+
+
+def test_histories_for_strangers_stay_within_their_share_of_the_upload_and_members_get_theirs() -> None:
+    upload = 200_000
+    sent = asked_for_histories(40, upload)
+    assert sent["strangers"] < 17 * len(HISTORY) + SECONDS * upload / 8
+    assert sent["member"] >= 2 * len(HISTORY)
+    assert sent["strangers"] + sent["member"] < 20 * len(HISTORY) + SECONDS * upload
+
+
+def test_without_an_upload_limit_strangers_get_a_few_histories_and_a_member_all() -> None:
+    sent = asked_for_histories(40, 0)
+    assert sent["strangers"] < 17 * len(HISTORY) + SECONDS * 2**20
+    assert sent["member"] > 40 * len(HISTORY)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Questions
+
+
+async def asked(network: Network, peer: bytes, question: questions.Question | questions.AskSeen) -> bool:
+    with suppress(TransportError):
+        stream: Stream = await network.nodes[peer].open(NODE, questions.PROTOCOL)
+        await stream.send(encode(question))
+        return bool(await stream.receive(FRAME_BYTES_MAX))
+    return False
+
+
+@pytest.mark.parametrize("question", [questions.AskConfig(RUN), questions.AskRuns(), questions.AskSeen()])
+async def test_what_strangers_ask_is_bounded_for_all_of_them_and_takes_nothing_from_a_member(
+    question: questions.Question | questions.AskSeen,
+) -> None:
+    network, answers, listings = Network(), Counter[bool](), 0
+    node = network.transport(NODE)
+
+    def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+        return questions.Config(b"c" * 4_000)
+
+    peers = node.peers
+
+    async def counted() -> dict[bytes, list[str]]:
+        nonlocal listings
+        listings += 1
+        return await peers()
+
+    node.peers = counted  # type: ignore[method-assign]
+    await questions.serve(node, answer, TokenBucket(0), lambda peer: peer == MEMBER)
+    for number in range(1, 100):
+        await network.transport(key(number)).connect(node.addresses()[0])
+    began = asyncio.get_running_loop().time()
+    with costs() as cost:
+        for _ in range(40):
+            for number in range(2, 100):
+                answers[await asked(network, key(number), question)] += 1
+    lasted, total = asyncio.get_running_loop().time() - began, sum(answers.values())
+    print(f"{type(question).__name__} {total} times of 98 keys: {answers[True]} answers, {listings} listings, {cost}")
+    assert answers[True] < 2**20 / 1_024 + 128 * lasted + 200  # a burst, and what comes meanwhile
+    assert listings < 2 + lasted
+    assert cost.loop_seconds / total < 0.001
+    assert await asked(network, MEMBER, question)
+    for each in list(network.nodes.values()):
+        await each.close()
