@@ -203,8 +203,7 @@ IN_A_RUN = {
     '[tokenizer]\nkind = "json"': 'FILE: tokenizer: kind = "json" needs a digest. '
     "Add the one that `p2ptrain data prepare` printed",
     f'[tokenizer]\ndigest = "{KEY}"': 'FILE: tokenizer: only kind = "json" takes a digest. Remove it',
-    '[recipe]\nname = "distra"': "FILE: recipe: unknown recipe 'distra'. "
-    'Use one of distro, demo, local or "package.module:Name"',
+    '[recipe]\nname = "distra"': "FILE: recipe: unknown recipe 'distra'. Use one of distro, demo, local",
     "[recipe]\nname = 3": 'FILE: recipe.name: expected text in quotes, found 3. Write for instance name = "distro"',
     "[recipe]\nchunk = 8\nk = 33": "FILE: recipe: k = 33 is more than half of the 64 coefficients of a chunk. "
     "Choose at most 32",
