@@ -36,7 +36,7 @@ from p2ptrain.node.find import (
     open_dataset,
     with_relays,
 )
-from p2ptrain.node.limits import be_nice, refuse_too_large
+from p2ptrain.node.limits import be_nice, refuse_too_large, refuse_too_much_data
 from p2ptrain.node.notify import notify
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
@@ -190,6 +190,8 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         data = open_dataset(directory, run.data.manifest)
         if data is None:
             data = await fetch_dataset(transport, config, run, directory, sources)
+        else:
+            await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
         launch = Launch(run, config, identity, transport, data, ticket=ticket, trust=trust)
         await _serve(stack, launch, daemon, http)
 

@@ -146,6 +146,13 @@ class LimitsConfig(Section):
     memory_bytes: int = Field(
         0, ge=0, le=2**50, description="limit on main memory: a run that needs more is refused; 0: none"
     )
+    disk_bytes: int = Field(
+        0,
+        ge=0,
+        le=2**60,
+        description="limit on disk space: a run that needs more, its data included, is refused; "
+        "0: 95 % of what is free",
+    )
     hours: Annotated[
         str,
         Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),

@@ -26,6 +26,7 @@ CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 o
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
+ROUND_SEQUENCES_MAX = 2**20  # a node's in a round; at 1,024 tokens more than its machine computes in days
 
 
 class ModelConfig(Section):
@@ -213,6 +214,12 @@ class RecipeConfig(Section):
         if self.k > area // 2:
             raise ValueError(
                 f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}"
+            )
+        sequences = self.sequences_per_pass * self.passes_per_step * self.local_steps
+        if sequences > ROUND_SEQUENCES_MAX:
+            raise ValueError(
+                f"sequences_per_pass * passes_per_step * local_steps = {sequences}: "
+                f"keep it at {ROUND_SEQUENCES_MAX} or below"
             )
         for key, limit in self.spec.limits.items():
             if (value := getattr(self, key)) > limit.most:

@@ -178,6 +178,11 @@ class TokenDataset:
     def tokenizer(self) -> TokenizerName:
         return self.manifest.tokenizer
 
+    @property
+    def size_bytes(self) -> int:
+        """Disk space of all pieces."""
+        return sum(self._sizes.values())
+
     def sequences(self, length: int) -> int:
         """Number of training sequences of `length`."""
         return _sequences(self.manifest.training, length)

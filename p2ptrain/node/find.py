@@ -25,6 +25,7 @@ from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
 from p2ptrain.node.fetching import fetch_manifest, fetch_tokenizer
+from p2ptrain.node.limits import refuse_too_much_data
 from p2ptrain.store.records import remembered_peers
 
 FIND_SECONDS = 2.0  # between attempts to ask the bootstraps for the run; doubles up to
@@ -257,6 +258,7 @@ async def fetch_dataset(
     while True:
         try:
             data = await fetch_manifest(fetcher, run, directory, sources.peers)
+            await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
             if run.tokenizer.kind == "json":
                 await fetch_tokenizer(fetcher, run, data, sources.peers)
             return data

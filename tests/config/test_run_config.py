@@ -177,7 +177,7 @@ def test_the_largest_config_fits_its_limit() -> None:
     largest["tokenizer"] = {"kind": "json", "digest": KEY}
     largest["data"] = {"manifest": KEY}
     largest["recipe"] |= {"name": "local", "schedule": "wsd", "value_bits": 1}
-    largest["recipe"] |= {"warmup_rounds": 2**39, "decay_rounds": 2**39}
+    largest["recipe"] |= {"warmup_rounds": 2**39, "decay_rounds": 2**39, "passes_per_step": 4, "local_steps": 4}
     largest["admission"] |= {"policy": "allowlist", "keys": tuple(f"{index:064x}" for index in range(640))}
     founders = [f"{index:064x}" for index in range(256)]
     run = RunConfig.model_validate(largest).sealed(manifest=KEY, initial_root=KEY, founders=founders)
