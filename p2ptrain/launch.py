@@ -49,6 +49,7 @@ from p2ptrain.store.lock import Lock
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
+HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
-    ticket = _read_ticket(ticket_file)
+    wanted, ticket = _pinned(config.network.run, wanted), _read_ticket(ticket_file)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
@@ -185,6 +186,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
+        refuse_trust_in_the_start(trust, run)
         await asyncio.to_thread(refuse_too_large, run, config)
         directory = find_dataset(config, run.data.manifest)
         data = open_dataset(directory, run.data.manifest)
@@ -196,13 +198,26 @@ async def _join(config: NodeConfig, wanted: str | None, ticket_file: Path | None
         await _serve(stack, launch, daemon, http)
 
 
+def _pinned(pin: str, wanted: str | None) -> str | None:
+    """Returns the run to join; ConfigError if the command names another one than the config."""
+    if pin and not pin.startswith(wanted or ""):
+        raise ConfigError(f"the config names run {pin}", key="--run", fix="Leave it out, or change network.run")
+    return pin or wanted
+
+
 def _read_trust(head: str | None) -> bytes:
     if head is None:
         return b""
     if not re.fullmatch(r"[0-9a-fA-F]{64}", head):
-        fix = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
-        raise ConfigError("not the head of a history", key="--trust", fix=fix)
+        raise ConfigError("not the head of a history", key="--trust", fix=HEAD_FIX)
     return bytes.fromhex(head)
+
+
+def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
+    """Raises ConfigError for a head that an attacker's history has as well."""
+    if trust.hex() == run.run_id:
+        what = "that is the run's id, with which every history of the run begins: it protects from nothing"
+        raise ConfigError(what, key="--trust", fix=HEAD_FIX)
 
 
 def _read_ticket(path: Path | None) -> bytes:
@@ -325,4 +340,4 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` shows it once there is one")
     for address in addresses:  # in one write, since the log may go to the same file
-        print(f"p2ptrain join --bootstrap {address}\n", end="", flush=True)  # noqa: T201
+        print(f"p2ptrain join --bootstrap {address} --run {run.run_id}\n", end="", flush=True)  # noqa: T201

@@ -152,7 +152,11 @@ async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_ru
         assert not finding.done()
         assert (await find_run(each.me, each.config, old.run_id[:8]))[0] == old  # which is then named
         each.network.heal()
-        assert (await finding)[0] == each.run
+        with pytest.raises(
+            ConfigError, match=rf"know only {each.run.run_id} \(x\), and this directory has {old.run_id}"
+        ):
+            await finding
+        assert (await find_run(each.me, each.config, each.run.run_id))[0] == each.run, "once it is named"
 
 
 @skipping_time
