@@ -15,8 +15,7 @@ import pytest
 
 from p2ptrain import launch
 from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
-from p2ptrain.errors import DataError
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 from tests.helpers.net import key
