@@ -244,6 +244,13 @@ def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]
     return sorted(found, key=lambda each: each[0])
 
 
+def standing(directory: Path) -> Path:
+    """Returns the path, or its nearest parent that exists."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return directory
+
+
 def below(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yields every file below a directory with its lstat result; skips what vanishes meanwhile or cannot be read."""
     for folder, _, names in os.walk(directory):

@@ -37,7 +37,7 @@ from p2ptrain.node.find import (
     open_dataset,
     with_relays,
 )
-from p2ptrain.node.limits import be_nice, refuse_too_large
+from p2ptrain.node.limits import be_nice, refuse_too_large, refuse_too_much_data
 from p2ptrain.node.notify import notify
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
@@ -50,6 +50,7 @@ from p2ptrain.store.lock import Lock
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
+HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -178,6 +179,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket: str | None, trus
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
+    wanted = _pinned(config.network.run, wanted)
     invitation = _read_invitation(ticket) if ticket else None
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
@@ -186,23 +188,39 @@ async def _join(config: NodeConfig, wanted: str | None, ticket: str | None, trus
         http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
+        refuse_trust_in_the_start(trust, run)
         await asyncio.to_thread(refuse_too_large, run, config)
         directory = find_dataset(config, run.data.manifest)
         data = open_dataset(directory, run.data.manifest)
         if data is None:
             data = await fetch_dataset(transport, config, run, directory, sources)
+        else:
+            await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
         claim = _claim(invitation, identity, run.run_id) if invitation else b""
         launch = Launch(run, config, identity, transport, data, claim=claim, trust=trust)
         await _serve(stack, launch, daemon, http)
+
+
+def _pinned(pin: str, wanted: str | None) -> str | None:
+    """Returns the run to join; ConfigError if the command names another one than the config."""
+    if pin and not pin.startswith(wanted or ""):
+        raise ConfigError(f"the config names run {pin}", key="--run", fix="Leave it out, or change network.run")
+    return pin or wanted
 
 
 def _read_trust(head: str | None) -> bytes:
     if head is None:
         return b""
     if not re.fullmatch(r"[0-9a-fA-F]{64}", head):
-        fix = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
-        raise ConfigError("not the head of a history", key="--trust", fix=fix)
+        raise ConfigError("not the head of a history", key="--trust", fix=HEAD_FIX)
     return bytes.fromhex(head)
+
+
+def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
+    """Raises ConfigError for a head that an attacker's history has as well."""
+    if trust.hex() == run.run_id:
+        what = "that is the run's id, with which every history of the run begins: it protects from nothing"
+        raise ConfigError(what, key="--trust", fix=HEAD_FIX)
 
 
 def _read_invitation(text_or_file: str) -> Invitation:
@@ -333,4 +351,4 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` shows it once there is one")
     for address in addresses:  # in one write, since the log may go to the same file
-        print(f"p2ptrain join --bootstrap {address}\n", end="", flush=True)  # noqa: T201
+        print(f"p2ptrain join --bootstrap {address} --run {run.run_id}\n", end="", flush=True)  # noqa: T201

@@ -106,7 +106,9 @@ def start(
 
 def join(  # noqa: PLR0913, PLR0917  # a command has many options
     bootstrap: Bootstrap = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="ID", help="The run, if the nodes know several.")] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="ID", help="The run: all of its id, or how it begins.")
+    ] = None,
     ticket: Annotated[
         str | None, typer.Option("--ticket", metavar="TEXT|FILE", help="An invitation, if the run requires one.")
     ] = None,

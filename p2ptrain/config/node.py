@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.config.fields import Accepts, FromArray, Section
+from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Section
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
@@ -83,6 +83,7 @@ class NetworkConfig(Section):
     bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="nodes to contact first; empty: those remembered from the last start"
     )
+    run: DigestOrEmpty = Field("", description="id of the one run that `join` may join; empty: any")
     nat: bool = Field(
         True, description="check whether others can reach this node, open a port on the router, use hole punching"
     )
@@ -145,6 +146,13 @@ class LimitsConfig(Section):
     )
     memory_bytes: int = Field(
         0, ge=0, le=2**50, description="limit on main memory: a run that needs more is refused; 0: none"
+    )
+    disk_bytes: int = Field(
+        0,
+        ge=0,
+        le=2**60,
+        description="limit on disk space: a run that needs more, its data included, is refused; "
+        "0: 95 % of what is free",
     )
     hours: Annotated[
         str,

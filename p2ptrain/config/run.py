@@ -10,7 +10,6 @@ and the founders.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -31,6 +30,7 @@ CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 o
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
+ROUND_SEQUENCES_MAX = 2**20  # a node's in a round; at 1,024 tokens more than its machine computes in days
 
 
 class ModelConfig(Section):
@@ -121,36 +121,32 @@ class Limit(NamedTuple):
 class RecipeSpec:
     """All that is special about a recipe; no other code looks at a recipe's name."""
 
-    made_by: str  # "package.module:Name" of its class, so that a config can be read without torch
+    kind: Literal["gradient", "local"]  # names its class in learn/recipes.py, so that no config needs torch
     is_scaled: bool  # whether its contributions carry a power-of-two scale per tensor
     defaults: Mapping[str, object] = field(default_factory=dict)  # for settings that are not given
     limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
-    # Copies of the weights, 4 bytes per parameter each. A plug-in recipe is assumed to need as many as `local`.
-    copies: int = 4  # in memory, in addition to the live weights and their gradient
-    copies_saved: int = 2  # of these, the number that its `state` adds to a checkpoint
+    # Copies of the weights, 4 bytes per parameter each.
+    copies: int = 0  # in memory, in addition to the live weights and their gradient
+    copies_saved: int = 0  # of these, the number that its `state` adds to a checkpoint
 
 
 _SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
 _ONE_STEP = Limit(1, "takes one step per round", "use passes_per_step or recipe local")
 RECIPES: dict[str, RecipeSpec] = {
     "distro": RecipeSpec(
-        made_by="p2ptrain.learn.recipes:GradientRecipe",
+        kind="gradient",
         is_scaled=False,
         defaults={"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 1, "outer": "sign"},
         limits={"value_bits": _SIGNS_ALONE, "local_steps": _ONE_STEP},
-        copies=0,
-        copies_saved=0,
     ),
     "demo": RecipeSpec(
-        made_by="p2ptrain.learn.recipes:GradientRecipe",
+        kind="gradient",
         is_scaled=True,
         defaults={"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 3, "outer": "normalised"},
         limits={"local_steps": _ONE_STEP},
-        copies=0,
-        copies_saved=0,
     ),
     "local": RecipeSpec(
-        made_by="p2ptrain.learn.recipes:LocalRecipe",
+        kind="local",
         is_scaled=True,
         defaults={
             "decay": Fraction(95, 100),
@@ -164,14 +160,13 @@ RECIPES: dict[str, RecipeSpec] = {
         copies_saved=2,  # the moments
     ),
 }
-OWN_RECIPE = r"[A-Za-z_][A-Za-z0-9_.]{0,99}:[A-Za-z_][A-Za-z0-9_]{0,99}"  # "package.module:Name"
 SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one another (learn/aggregate.py)
 
 
 class RecipeConfig(Section):
     """How steps become a contribution, and contributions an update. The recipe supplies the defaults."""
 
-    name: str = Field("distro", description=f'{", ".join(RECIPES)}, or "package.module:Name"')
+    name: str = Field("distro", description=", ".join(RECIPES))
     outer: Literal["normalised", "mean", "sign"] = Field("sign", description="how summed votes become an update")
     chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
     k: int = Field(32, ge=1, le=512, description="coefficients kept of each chunk")
@@ -217,12 +212,18 @@ class RecipeConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.name not in RECIPES and not re.fullmatch(OWN_RECIPE, self.name):
-            raise ValueError(f'unknown recipe {self.name!r}: use one of {", ".join(RECIPES)} or "package.module:Name"')
+        if self.name not in RECIPES:  # never anything to import: a config comes from strangers
+            raise ValueError(f"unknown recipe {self.name!r}: use one of {', '.join(RECIPES)}")
         area = self.chunk**2
         if self.k > area // 2:
             raise ValueError(
                 f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}"
+            )
+        sequences = self.sequences_per_pass * self.passes_per_step * self.local_steps
+        if sequences > ROUND_SEQUENCES_MAX:
+            raise ValueError(
+                f"sequences_per_pass * passes_per_step * local_steps = {sequences}: "
+                f"keep it at {ROUND_SEQUENCES_MAX} or below"
             )
         for key, limit in self.spec.limits.items():
             if (value := getattr(self, key)) > limit.most:
@@ -241,8 +242,7 @@ class RecipeConfig(Section):
 
     @property
     def spec(self) -> RecipeSpec:
-        """The recipe's entry in the table. A plug-in recipe has scales if it uses more than one value bit."""
-        return RECIPES.get(self.name) or RecipeSpec(made_by=self.name, is_scaled=self.value_bits > 1)
+        return RECIPES[self.name]
 
     @property
     def vote_max(self) -> int:

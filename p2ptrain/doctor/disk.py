@@ -8,27 +8,20 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-from p2ptrain.config import RunConfig
 from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.errors import ConfigError
+from p2ptrain.files import standing
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Need
+from p2ptrain.learn.memory import DiskDemand, Need
 from p2ptrain.learn.shortage import mega
+from p2ptrain.node.limits import LESS_DISK
 from p2ptrain.store.lock import FIX, LOCK_NAME, LOCK_SUFFIX, beside
 
 PROBE_BYTES = 64 * 2**20  # more than a disk's own cache takes at once; a guess
 PROBE_PART_BYTES = 2**20
 CHECKPOINT_SECONDS = 60.0  # to write one: if it takes longer, two may overlap when rounds are short
 SLOW_BYTES_PER_SECOND = 10 * 10**6  # an old memory card; each round's signed messages wait for this disk
-ROOM_LEFT = 1.25  # a nearly full disk causes other trouble first
 LOCKS = Path("/proc/locks")
-
-
-def standing(directory: Path) -> Path:
-    """Returns the path, or its nearest parent that exists."""
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    return directory
 
 
 def check_writable(directory: Path) -> Diagnosis:
@@ -102,27 +95,10 @@ def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Pa
     return Diagnosis("locks", "good", "free")
 
 
-def check_space(need: Need, run: RunConfig, kept: int, contributors: int, free: int, used: int) -> Diagnosis:
-    """Compares free disk space with the run's need, of which `used` bytes are on the disk already."""
-    rounds = run.agreement.history_rounds
-    needed = need.disk(kept, rounds, contributors)
-    missing = max(0, needed - used)
-    parts = (
-        f"{kept + 1} checkpoints of {mega(need.checkpoint)}, a state of {mega(need.state)}, "
-        f"{rounds} rounds of {contributors} contributions of {need.payload:,} bytes"
-    )
-    text = (
-        f"{mega(needed)} are needed ({parts}), {mega(used)} are used, {mega(free)} are free; the data set comes on top"
-    )
-    fix = "Make room, keep fewer checkpoints (storage.checkpoints_kept), or choose another disk with --data-dir"
-    if missing > free:
-        return Diagnosis("disk space", "failed", text, fix)
-    return Diagnosis(
-        "disk space",
-        "warning" if missing * ROOM_LEFT > free else "good",
-        text,
-        fix if missing * ROOM_LEFT > free else "",
-    )
+def check_space(demand: DiskDemand) -> Diagnosis:
+    """Compares free disk space with the run's need, as a start does."""
+    text = f"{demand.takes}, {mega(demand.used)} are used, {mega(demand.free)} are free; the data set comes on top"
+    return Diagnosis("disk space", demand.level, text, "" if demand.level == "good" else LESS_DISK)
 
 
 def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int = PROBE_BYTES) -> Diagnosis:

@@ -25,7 +25,7 @@ from p2ptrain.errors import (
     RemoteProtocolError,
     SilentDaemonError,
 )
-from p2ptrain.files import below
+from p2ptrain.files import standing
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, demands_of, need_of
 from p2ptrain.net import questions
@@ -33,6 +33,7 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node import control
 from p2ptrain.node.directories import data_directory, identity_file, private_directory, run_directory
 from p2ptrain.node.find import ask_around, check_addresses, stored_runs
+from p2ptrain.node.limits import disk_demand
 from p2ptrain.observe.top_frame import troubles
 from p2ptrain.store.records import remembered_peers
 
@@ -41,7 +42,6 @@ QUICK_SECONDS = 10.0  # for checks that only ask the system
 TORCH_SECONDS = 120.0  # to load torch from a slow disk, and wake up a driver
 DISK_SECONDS = 120.0  # 64 MiB at half a megabyte a second
 NETWORK_SECONDS = 90.0  # to start p2pd, ask peers in parallel, and measure bandwidth for 4 s
-CONTRIBUTORS_USUAL = 8  # if their number is unknown; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +190,8 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
         found += machine.check_memory(demands_of(run, config.device, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
-    directory = run_directory(config, bytes.fromhex(run.run_id))
     members = len(facts.status["roster"]) if facts.status else 0
-    contributors = max(members, outside.members, CONTRIBUTORS_USUAL)
-    free = psutil.disk_usage(str(disk.standing(directory))).free
-    used = sum(file.st_blocks * 512 for _, file in below(directory))
-    found.append(disk.check_space(need, run, config.storage.checkpoints_kept, contributors, free, used))
+    found.append(disk.check_space(disk_demand(run, config, need, members=max(members, outside.members))))
     return RunHere(found, need)
 
 
@@ -208,7 +204,7 @@ def _taken_by(directory: Path) -> int:
 
 
 def look_at_speed(facts: NodeFacts, need: Need | None) -> list[Diagnosis]:
-    free = psutil.disk_usage(str(disk.standing(facts.directory))).free
+    free = psutil.disk_usage(str(standing(facts.directory))).free
     return [disk.check_speed(facts.directory, need, free)]
 
 

@@ -47,6 +47,7 @@ from p2ptrain.learn.tokenizer import (
     token_type,
     tokenizer_digest,
 )
+from p2ptrain.learn.tokenizer_rules import try_out
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -178,6 +179,11 @@ class TokenDataset:
     def tokenizer(self) -> TokenizerName:
         return self.manifest.tokenizer
 
+    @property
+    def size_bytes(self) -> int:
+        """Disk space of all pieces."""
+        return sum(self._sizes.values())
+
     def sequences(self, length: int) -> int:
         """Number of training sequences of `length`."""
         return _sequences(self.manifest.training, length)
@@ -262,6 +268,10 @@ class TokenDataset:
             raise RemoteProtocolError(f"tokenizer file of {len(file_bytes)} bytes; the limit is {TOKENIZER_BYTES_MAX}")
         if (found := tokenizer_digest(file_bytes)) != self.tokenizer.digest:
             raise RemoteProtocolError(f"tokenizer file {found} instead of {self.tokenizer.digest}")
+        try:
+            try_out(file_bytes, "the run's tokenizer")
+        except ConfigError as error:  # chosen by the run's creator, not by this node's owner
+            raise DataError(str(error)) from error
         self._write(self.directory / TOKENIZER_NAME, file_bytes)
 
     def open_tokenizer(self) -> Tokenizer:

@@ -8,6 +8,7 @@ GPU nothing has been compared yet.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 import psutil
@@ -18,7 +19,7 @@ from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.codec import PayloadFormat
-from p2ptrain.learn.model import Transformer, logits_rows, parameter_count
+from p2ptrain.learn.model import logits_rows, parameter_shapes
 from p2ptrain.learn.root import FLOAT_BYTES
 from p2ptrain.learn.shortage import mega
 from p2ptrain.learn.transform import Layout, block_chunks
@@ -27,7 +28,8 @@ PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 
 CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler for checkpointing
 PAYLOADS_BYTES = 256 * 2**20  # limit of contributions kept in memory (store/payloads.py)
 UNPACKED_BYTES = 64 * 2**20  # limit of contributions kept unpacked between their check and their round; a guess
-KEPT_COPIES = 2  # contributions whose fate is usually open: this round's and the last; an index and a value each
+# Contributions whose fate is open, an index and a value each: this round's and the last, and all that may come late.
+KEPT_COPIES = 2
 WITHIN_OPERATIONS = 1.03  # factor for memory that operations allocate internally in a pass; measured on a CPU
 # glibc leaves holes between blocks below 32 MiB, more of them if fp32 and bf16 alternate; measured. Larger blocks go
 # back to the system, and so do all with checkpointing; torch's allocator for CUDA is assumed to leave none.
@@ -36,6 +38,13 @@ CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two 
 COEFFICIENT_BYTES = 48  # per chosen coefficient, in several arrays that exist at a time; measured
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
+CONTRIBUTORS_USUAL = 8  # on the disk, if their number is unknown; a guess
+ENTRY_BYTES = 400  # of the history in memory, for each contribution: two digests, their record and a signature
+BATCH_COPIES = 2  # of a step's sequences, while they are gathered
+POSITION_BYTES = 48  # for each sequence of a round, while its place in the data is worked out
+SHOWN_BYTES = 10**6  # parts smaller than this are not spelled out
+DISK_SHARE = 0.95  # of the free disk space that a run may need, unless limits.disk_bytes tells
+ROOM_LEFT = 1.25  # a nearly full disk causes other trouble first
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,8 @@ class Need:
     program: int  # without a model
     payloads: int  # contributions kept in memory
     checkpoint: int  # on the disk, and in main memory while a copy waits to be written
+    data: int  # the sequences of a step, and the places of a round's in the data
+    history: int  # rounds that are kept for others
 
     @property
     def trainer(self) -> int:
@@ -70,7 +81,7 @@ class Need:
 
     def main(self, device: str) -> int:
         """Main memory that the node's process needs when `device` trains."""
-        rest = self.program + self.payloads + self.checkpoint
+        rest = self.program + self.payloads + self.checkpoint + self.data + self.history
         return rest if device.startswith("cuda") else rest + self.trainer
 
     def of_trainer(self) -> str:
@@ -90,14 +101,49 @@ class Need:
         rest = {
             "a checkpoint being made": self.checkpoint,
             "contributions": self.payloads,
+            "sequences": self.data,
+            "history": self.history,
             "the program": self.program,
         }
-        shown = [f"{what} {mega(size)}" for what, size in rest.items()]
+        shown = [f"{what} {mega(size)}" for what, size in rest.items() if size >= SHOWN_BYTES]
         return " + ".join(shown if device.startswith("cuda") else [self.of_trainer(), *shown])
 
     def disk(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> int:
-        """Disk space of a run, including a checkpoint that is being written and a state that is being fetched."""
+        """Disk space of a run, including a checkpoint that is being written and a state that is being fetched, without
+        its data."""
         return (checkpoints_kept + 1) * self.checkpoint + self.state + history_rounds * contributors * self.payload
+
+    def disk_formula(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> str:
+        """Spells out how `disk` adds up, for a person."""
+        return (
+            f"{checkpoints_kept + 1} checkpoints of {mega(self.checkpoint)}, a state of {mega(self.state)}, "
+            f"{history_rounds} rounds of {contributors} contributions of {self.payload:,} bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DiskDemand:
+    """A run's demand on the disk, and the room that there is for it."""
+
+    needed: int
+    used: int  # what the run and its data have there already
+    free: int
+    limit: int  # limits.disk_bytes; 0: a share of what is free
+    formula: str
+
+    @property
+    def room(self) -> int:
+        return self.limit or self.used + int(DISK_SHARE * self.free)
+
+    @property
+    def takes(self) -> str:
+        return f"{mega(self.needed)} of disk space ({self.formula})"
+
+    @property
+    def level(self) -> Literal["good", "warning", "failed"]:
+        if self.needed > self.room:
+            return "failed"
+        return "warning" if max(0, self.needed - self.used) * ROOM_LEFT > self.free else "good"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +156,7 @@ class MemoryDemand:
     free: int
     total: int
     formula: str
+    is_shared: bool = False  # with all other programs, of which the system ends one when it runs out
 
     @property
     def takes(self) -> str:
@@ -117,7 +164,7 @@ class MemoryDemand:
 
     @property
     def level(self) -> Literal["good", "warning", "failed"]:
-        if self.least > self.total:
+        if (self.needed if self.is_shared else self.least) > self.total:
             return "failed"
         return "warning" if self.needed > self.free else "good"
 
@@ -136,7 +183,7 @@ def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -
         taken = int(memory.rss - getattr(memory, "shared", 0))
     kind = device.type
     free, total = free_memory_bytes() + taken, memory_bytes()
-    demands = [MemoryDemand("main memory", need.main(kind), least.main(kind), free, total, need.formula(kind))]
+    demands = [MemoryDemand("main memory", need.main(kind), least.main(kind), free, total, need.formula(kind), True)]
     if kind == "cuda":
         try:
             free, total = torch.cuda.mem_get_info(device)
@@ -145,6 +192,16 @@ def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -
             raise DeviceError(f"{device} cannot be opened: {str(error).splitlines()[0]}", fix=fix) from error
         demands.append(MemoryDemand(str(device), need.trainer, least.trainer, free, total, need.of_trainer()))
     return demands
+
+
+def passes_that_fit(run: RunConfig, config: DeviceConfig) -> int:
+    """Returns the largest number of sequences per pass with which the run fits this machine's main memory."""
+    least, most = 1, run.recipe.sequences_per_pass
+    while least < most:
+        middle = (least + most + 1) // 2
+        demand, *_ = demands_of(run, config.model_copy(update={"sequences_per_pass": middle}))
+        least, most = (middle, most) if demand.needed <= demand.total else (least, middle - 1)
+    return least
 
 
 def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
@@ -165,11 +222,10 @@ def _cpu_has_bf16(device: torch.device) -> bool:
 
 def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     """Computes a run's demand for memory and disk without allocating anything."""
-    with torch.device("meta"):
-        shapes = [tuple(parameter.shape) for parameter in Transformer(run.model).parameters()]
+    shapes = parameter_shapes(run.model)
     layout = Layout(shapes, run.recipe.chunk)
     form = PayloadFormat.of(layout, run.recipe)
-    parameters = parameter_count(run.model)
+    parameters = sum(prod(shape) for shape in shapes)
     state, residual = FLOAT_BYTES * parameters, FLOAT_BYTES * layout.chunks * layout.area
     spec, coefficients = run.recipe.spec, layout.chunks * run.recipe.k
     sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
@@ -178,6 +234,8 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     work = BLOCK_COPIES * 8 * layout.area * min(layout.chunks, block_chunks(torch.device(passes.device)))
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
+    open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds
+    step = run.recipe.passes_per_step * run.recipe.sequences_per_pass
     return Need(
         parameters=parameters,
         state=state,
@@ -189,7 +247,9 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
-        checkpoint=(1 + spec.copies_saved) * state + residual + KEPT_COPIES * coefficients * 2 * FLOAT_BYTES,
+        checkpoint=(1 + spec.copies_saved) * state + residual + open_contributions * coefficients * 2 * FLOAT_BYTES,
+        data=BATCH_COPIES * 8 * step * (run.model.sequence_length + 1) + POSITION_BYTES * step * run.recipe.local_steps,
+        history=ENTRY_BYTES * contributions * run.agreement.history_rounds,
     )
 
 

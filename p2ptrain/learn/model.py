@@ -22,6 +22,7 @@ below, which is the order of the state root: moving a line in an `__init__` chan
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -263,9 +264,14 @@ def initialise(model: Transformer, seed: int) -> None:
         parameter.copy_(drawn.normal_(0.0, deviation, generator=generator))
 
 
+def parameter_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    """Returns the shapes of the model's parameters, in its order, without building it."""
+    dim, shared, ffn = config.dim, config.kv_heads * (config.dim // config.heads), config.ffn_dim
+    attention = [(dim, dim), (shared, dim), (shared, dim), (dim, dim)]
+    block = [(dim,), *attention, (dim,), (ffn, dim), (ffn, dim), (dim, ffn)]
+    return [(config.vocab_size, dim), *(block * config.layers), (dim,)]
+
+
 def parameter_count(config: ModelConfig) -> int:
     """Counts the model's parameters without building it."""
-    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_heads * (config.dim // config.heads)
-    feed_forward = 3 * config.dim * config.ffn_dim
-    norms = 2 * config.dim
-    return config.vocab_size * config.dim + config.layers * (attention + feed_forward + norms) + config.dim
+    return sum(prod(shape) for shape in parameter_shapes(config))

@@ -22,8 +22,7 @@ therefore kept until a manifest takes the contribution (`forget`) or none can an
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,7 +32,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.errors import ConfigError
 from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.selection import largest
@@ -238,11 +236,5 @@ class LocalRecipe:
 
 
 def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:
-    """Makes the run's recipe: an instance of the class that its `RecipeSpec` names."""
-    module, _, name = config.spec.made_by.partition(":")
-    try:
-        factory: Callable[[RecipeConfig, LiveModel, Layout], Recipe] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        fix = "Install the package that provides it, in the version of the run's creator"
-        raise ConfigError(f"cannot load {config.name!r} ({error})", key="recipe.name", fix=fix) from error
-    return factory(config, live, layout)
+    """Makes the run's recipe."""
+    return GradientRecipe(config, live, layout) if config.spec.kind == "gradient" else LocalRecipe(config, live, layout)

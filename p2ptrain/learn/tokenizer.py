@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.learn.tokenizer_rules import judged
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -194,7 +195,7 @@ def _load_library_tokenizer(file_bytes: bytes, source: str) -> LibraryTokenizer:
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  (bytes do not need it)
 
     try:
-        library = LibraryTokenizer.from_buffer(file_bytes)
+        library = LibraryTokenizer.from_buffer(judged(file_bytes, source))
     except ValueError as error:
         raise ConfigError(
             f"not a tokenizer: {str(error)[:WHY_MAX]}",

@@ -226,7 +226,9 @@ class Driver:
         await self.pauses.are_over()
         try:
             async with asyncio.timeout(DATA_SECONDS):
-                positions = self.device.trainer.positions_for(effect.round, effect.place, effect.places)
+                positions = await asyncio.to_thread(
+                    self.device.trainer.positions_for, effect.round, effect.place, effect.places
+                )
                 await self.edges.fetching.data(positions)
             kept = frozenset(effect.unsettled)
             name, payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)

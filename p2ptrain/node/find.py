@@ -25,8 +25,10 @@ from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
 from p2ptrain.node.fetching import fetch_manifest, fetch_tokenizer
+from p2ptrain.node.limits import refuse_too_much_data
 from p2ptrain.store.records import remembered_peers
 
+RUN_ID_DIGITS = 64  # a shorter name may be that of many runs, as whoever makes runs can arrange
 FIND_SECONDS = 2.0  # between attempts to ask the bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # short enough for a person who waits for the node to come up
 REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; longer if its answer was useless
@@ -90,12 +92,14 @@ async def ask_around(
 async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, RunSources]:
     """Returns the config of the run to join and the peers that reported it.
 
-    Keeps asking the bootstraps; a single matching run on this disk is taken if none of them answers.
+    Keeps asking the bootstraps. A run on this disk comes before what they offer, or a bootstrap could move the nodes
+    that return to it to another run; a single one is taken if none of them answers.
     """
     addresses = config.network.bootstrap
-    stored = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
-    if addresses and not wanted:  # a bootstrap unknown to the runs on this disk means another run
-        stored = [run for run in stored if _is_among_peers(run, config, addresses)]
+    mine = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
+    stored = mine
+    if addresses and not wanted:  # a bootstrap unknown to the runs on this disk means another run, if it is named
+        stored = [run for run in mine if _is_among_peers(run, config, addresses)]
     if not addresses and not stored:
         fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
         raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
@@ -110,6 +114,10 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         for problem in problems:
             tell(told, problem, now)
         matching = {run_id: each for run_id, each in found.items() if run_id.hex().startswith(wanted or "")}
+        ours = {run_id: each for run_id, each in matching.items() if run_id.hex() in {run.run_id for run in mine}}
+        if matching and mine and not ours and len(wanted or "") < RUN_ID_DIGITS:
+            return _not_moved(matching, mine, stored), RunSources(addresses, [])
+        matching = ours or matching
         if len(matching) > 1:
             names = "\n".join(f"  {run_id.hex()}  {info.name}" for run_id, (info, _) in sorted(matching.items()))
             raise ConfigError(f"there are {len(matching)} runs:\n{names}", key="--run", fix="Name one of them")
@@ -133,6 +141,20 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
             raise ConfigError(what, key="--run", fix="Name one of them")
         await asyncio.sleep(wait)
         wait = min(2 * wait, FIND_SECONDS_MAX)
+
+
+def _not_moved(offered: Found, mine: Sequence[RunConfig], stored: Sequence[RunConfig]) -> RunConfig:
+    """Returns the run of this disk to continue where the bootstraps offer only others, which nobody has named; raises
+    ConfigError if it is not clear that one is meant."""
+    others = ", ".join(f"{run_id.hex()} ({info.name})" for run_id, (info, _) in sorted(offered.items()))
+    if len(stored) != 1:
+        kept = ", ".join(f"{run.run_id} ({run.name})" for run in mine)
+        what = f"the bootstrap nodes know only {others}, and this directory has {kept}"
+        raise ConfigError(what, key="--run", fix="Name the run to join")
+    [run] = stored
+    what = "the bootstrap nodes know only %s; continuing run %s (%s) from this disk. --run joins another"
+    log.warning(what, others, run.name, run.run_id)
+    return run
 
 
 def choose_run(config: NodeConfig, wanted: str | None) -> RunConfig:
@@ -257,6 +279,7 @@ async def fetch_dataset(
     while True:
         try:
             data = await fetch_manifest(fetcher, run, directory, sources.peers)
+            await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
             if run.tokenizer.kind == "json":
                 await fetch_tokenizer(fetcher, run, data, sources.peers)
             return data

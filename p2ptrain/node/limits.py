@@ -4,6 +4,7 @@
     on_battery      "pause": do not train while the machine runs on battery
     device_percent  idle between steps, so that the device works only this share of the time
     memory_bytes    refuse a run that needs more at the start; afterwards, watch the usage and report it
+    disk_bytes      refuse a run that needs more at the start, and again once the size of its data is known
     nice            niceness of the node and its p2pd, set at the start
 
 Outside its hours and on battery, the node behaves as after `p2ptrain pause`: it finishes the current training and
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -31,12 +33,19 @@ from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.config.text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, TooLargeError
+from p2ptrain.files import below, standing
+from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
 
 if TYPE_CHECKING:
+    from p2ptrain.learn.memory import DiskDemand, Need
     from p2ptrain.node.device import Device
 
 LOOK_SECONDS = 5.0  # between checks of clock, battery and memory: unplugging costs a few seconds of charge
 LESS_MEMORY = "Close other programs, set device.checkpointing = true, or join a run with a smaller model"
+LESS_DISK = (
+    "Make room, keep fewer checkpoints (storage.checkpoints_kept), choose another disk with --data-dir, "
+    "or allow it with limits.disk_bytes"
+)
 # The options of `p2ptrain limit` that this module handles, and the config keys that they change.
 KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
 
@@ -93,27 +102,67 @@ def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
 
 
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
-    """Logs how much memory the run needs. Raises ConfigError if the config allows less, and TooLargeError if this
-    machine does not have that much.
+    """Logs how much memory and disk space the run needs. Raises ConfigError if the config allows less, and
+    TooLargeError if this machine does not have that much.
 
-    If the memory is only taken by other programs, or smaller passes would fit, it only warns.
+    If the memory is only taken by other programs, it only warns; also if a GPU would fit smaller passes, which training
+    then takes by itself. A process that takes more main memory than there is would be ended by the system.
     """
-    from p2ptrain.learn.memory import demands_of  # noqa: PLC0415  # imports torch: two seconds before any error shows
+    from p2ptrain.learn.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
     demands = demands_of(run, config.device)
-    log.info("run %s needs about %s", run.name, " and ".join(each.takes for each in demands))
+    disk = disk_demand(run, config, need_of(run))
+    log.info("run %s needs about %s", run.name, " and ".join([*(each.takes for each in demands), disk.takes]))
     limit = config.limits.memory_bytes
     if limit and demands[0].needed > limit:
         what = f"run {run.name} needs about {demands[0].takes}, but the limit is {mega(limit)}"
         raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or join a run with a smaller model")
     for each in demands:
+        if each.level == "failed" and each.least <= each.total:
+            what = f"run {run.name} needs about {each.takes}, but there are only {mega(each.total)}"
+            fix = (
+                f"Set device.sequences_per_pass = {passes_that_fit(run, config.device)}, so that less is needed at once"
+            )
+            raise TooLargeError(what, fix=fix)
         if each.level == "failed":
             least = f"{mega(each.least)} even with one sequence per pass"
             what = f"run {run.name} needs about {each.takes}, {least}, but there are only {mega(each.total)}"
             raise TooLargeError(what, fix=LESS_MEMORY)
         if each.level == "warning":
             log.warning("only %s of %s are free now. %s", mega(each.free), each.what, LESS_MEMORY)
+    _refuse_disk(run, disk)
+
+
+def refuse_too_much_data(run: RunConfig, config: NodeConfig, data_bytes: int) -> None:
+    """Raises ConfigError if the run does not fit the disk with all of its data, of which each round needs more."""
+    from p2ptrain.learn.memory import need_of  # noqa: PLC0415
+
+    _refuse_disk(run, disk_demand(run, config, need_of(run), data_bytes))
+
+
+def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
+    from p2ptrain.learn.shortage import mega  # noqa: PLC0415
+
+    if disk.level == "failed":
+        what = f"run {run.name} needs about {disk.takes}, and may have {mega(disk.room)}"
+        raise ConfigError(what, key="limits.disk_bytes", fix=LESS_DISK)
+
+
+def disk_demand(run: RunConfig, config: NodeConfig, need: Need, data_bytes: int = 0, members: int = 0) -> DiskDemand:
+    """Compares the disk space of a run with what is free, as if at least a few nodes contributed."""
+    from p2ptrain.learn.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
+    from p2ptrain.learn.shortage import mega  # noqa: PLC0415
+
+    contributors = min(max(members, len(run.admission.founders), CONTRIBUTORS_USUAL), run.admission.contributors_max)
+    terms = config.storage.checkpoints_kept, run.agreement.history_rounds, contributors
+    of_run = [dataset_directory(config, run.data.manifest)]
+    if run.is_sealed:
+        of_run.append(run_directory(config, bytes.fromhex(run.run_id)))
+    used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))
+    free = shutil.disk_usage(standing(data_directory(config))).free
+    formula = need.disk_formula(*terms) + (f", data of {mega(data_bytes)}" if data_bytes else "")
+    return DiskDemand(need.disk(*terms) + data_bytes, used, free, config.limits.disk_bytes, formula)
 
 
 # ---------------------------------------------------------------------------------------------------

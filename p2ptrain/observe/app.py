@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from p2ptrain.observe import plotly_asset
-from p2ptrain.observe.events import Events
+from p2ptrain.observe.events import Events, client_of
 from p2ptrain.observe.figures import figures_of
 from p2ptrain.observe.guard import Guard, refusal, secured
 from p2ptrain.observe.metrics import MetricsPage
@@ -175,7 +175,7 @@ class App:
         if self.events.is_broken:
             fix = "The node's log says why; use /status, or retry in a minute"
             return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "watching for changes has failed", fix)
-        if not self.events.has_room:
+        if not self.events.make_room(client_of(request)):
             fix = "Close a dashboard, or use /status"
             return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many clients are watching already", fix)
         if isinstance(request.protocol, Connection):

@@ -7,7 +7,7 @@ Each watcher has a bounded queue. One that does not read is dropped; a page that
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from aiohttp import web
@@ -28,10 +28,16 @@ def encode(name: str, answer: Answer) -> bytes:
     return f"event: {name}\ndata: {answer.model_dump_json()}\n\n".encode()
 
 
+def client_of(request: web.Request) -> str:
+    """Names who asks: an address, and whether it is our own page there, for which a browser vouches."""
+    return f"{request.remote} {request.headers.get('Sec-Fetch-Site') == 'same-origin'}"
+
+
 class Watcher:
     """A client of /events, with its queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str = "") -> None:
+        self.client = client
         self.queue: deque[bytes] = deque()
         self.size = 0
         self.is_over = False
@@ -61,15 +67,25 @@ class Events:
     """Publishes events to all watchers of a node."""
 
     def __init__(self) -> None:
-        self.watchers: set[Watcher] = set()
+        self.watchers: dict[Watcher, None] = {}  # the oldest first
         self.dropped = 0  # watchers that did not read
         self.broken = 0  # times that the publisher failed
         self.is_broken = False  # until it recovers: silence must not look like a node where nothing changes
         self.is_watched = asyncio.Event()
 
-    @property
-    def has_room(self) -> bool:
-        return len(self.watchers) < WATCHERS_MAX
+    def make_room(self, client: str) -> bool:
+        """Whether this client may watch. If all places are taken, the client with most of them loses its oldest one to
+        a client with fewer."""
+        if len(self.watchers) < WATCHERS_MAX:
+            return True
+        counts = Counter(each.client for each in self.watchers)
+        most, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+        if counts[client] + 1 >= count:
+            return False
+        oldest = next(each for each in self.watchers if each.client == most)
+        oldest.end()
+        del self.watchers[oldest]
+        return True
 
     def publish(self, name: str, answer: Answer) -> None:
         event = encode(name, answer)
@@ -83,11 +99,11 @@ class Events:
         await response.prepare(request)
         if request.method == "HEAD":
             return response
-        watcher = Watcher()
+        watcher = Watcher(client_of(request))
         watcher.put(f"retry: {RETRY_MILLISECONDS}\n\n".encode())
         for name, answer in first:
             watcher.put(encode(name, answer))
-        self.watchers.add(watcher)
+        self.watchers[watcher] = None
         self.is_watched.set()
         try:
             await self._send(response, watcher)
@@ -96,7 +112,7 @@ class Events:
             if request.transport is not None:
                 request.transport.abort()  # otherwise its slot stays taken until it reads
         finally:
-            self.watchers.discard(watcher)
+            self.watchers.pop(watcher, None)
             if not self.watchers:
                 self.is_watched.clear()
         return response

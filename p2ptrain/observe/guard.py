@@ -3,8 +3,9 @@
 Any web page can make a browser call 127.0.0.1, and can read the answer if its own domain is made to resolve there (DNS
 rebinding; Jackson et al. 2007). So a request must name one of our hosts. Beyond loopback it also needs the owner's
 token: in a header or, for the dashboard, in a cookie set by `/?token=...`. The cookie is derived from the token,
-because a browser sends it to whatever else listens on this host. The server is read-only, so requests forged by other
-sites do no harm, and it never sends the CORS headers that would let them read the answers.
+because a browser sends it to whatever else listens on this host. The server is read-only and never sends the CORS
+headers that would let other sites read the answers; requests that a browser makes for another site are refused, since
+they would still take connections. Browsers say so themselves (Origin; Fetch Metadata, W3C), whatever the page.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ OPEN = ("/healthz", "/readyz")  # without a token, for supervisors; they only le
 COOKIE = "p2ptrain"
 TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 1_024  # shorter ones could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+OWN_SITES = ("none", "same-origin")  # Sec-Fetch-Site of an address that was typed, and of our page
 HTTP_PORT = 80  # the default if the Host header has none
 
 HEADERS = {
@@ -116,9 +118,8 @@ class Guard:
         """Returns the refusal of a request, or None if it is allowed."""
         if not request.raw_path.startswith("/"):
             return refusal(HTTPStatus.BAD_REQUEST, "this is not a proxy: request a path")
-        if not self._is_ours(request):
-            fix = "If this name is meant for the node, add it to http.allowed_hosts in its config"
-            return refusal(HTTPStatus.MISDIRECTED_REQUEST, "unknown host", fix)
+        if (foreign := self._refuse_foreign(request)) is not None:
+            return foreign
         if request.method not in METHODS:
             fix = "Use commands such as `p2ptrain pause` to control a node"
             return refusal(HTTPStatus.METHOD_NOT_ALLOWED, "this is read-only", fix, {"Allow": ", ".join(METHODS)})
@@ -127,6 +128,16 @@ class Guard:
         if not self.may_read(request) and request.path not in OPEN:
             fix = "Send `Authorization: Bearer TOKEN`, or open /?token=TOKEN once in a browser"
             return refusal(HTTPStatus.UNAUTHORIZED, "the node's token is required", fix, {"WWW-Authenticate": "Bearer"})
+        return None
+
+    def _refuse_foreign(self, request: web.Request) -> web.Response | None:
+        """Returns the refusal of a request for another host, or of another page."""
+        if not self._is_ours(request):
+            fix = "If this name is meant for the node, add it to http.allowed_hosts in its config"
+            return refusal(HTTPStatus.MISDIRECTED_REQUEST, "unknown host", fix)
+        if self._is_of_another_site(request):
+            fix = "Open the node's own page: type its address, or use a program without a browser"
+            return refusal(HTTPStatus.FORBIDDEN, "this request is another web page's", fix)
         return None
 
     def _is_ours(self, request: web.Request) -> bool:
@@ -140,6 +151,14 @@ class Guard:
         sockname = request.transport.get_extra_info("sockname") if request.transport else None
         # A literal address cannot be rebound, so the address that the client connected to is allowed.
         return sockname is not None and (name, port) == (bracketed(sockname[0]), self._port)
+
+    def _is_of_another_site(self, request: web.Request) -> bool:
+        """Whether a browser asks on behalf of a page that is not ours; other programs send neither header."""
+        host = request.headers["Host"].lower()
+        origins = request.headers.getall("Origin", [])
+        if any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in origins):
+            return True
+        return any(site.lower() not in OWN_SITES for site in request.headers.getall("Sec-Fetch-Site", []))
 
     def may_read(self, request: web.Request) -> bool:
         """True if the request has the token, or none is required."""

@@ -203,14 +203,15 @@ IN_A_RUN = {
     '[tokenizer]\nkind = "json"': 'FILE: tokenizer: kind = "json" needs a digest. '
     "Add the one that `p2ptrain data prepare` printed",
     f'[tokenizer]\ndigest = "{KEY}"': 'FILE: tokenizer: only kind = "json" takes a digest. Remove it',
-    '[recipe]\nname = "distra"': "FILE: recipe: unknown recipe 'distra'. "
-    'Use one of distro, demo, local or "package.module:Name"',
+    '[recipe]\nname = "distra"': "FILE: recipe: unknown recipe 'distra'. Use one of distro, demo, local",
     "[recipe]\nname = 3": 'FILE: recipe.name: expected text in quotes, found 3. Write for instance name = "distro"',
     "[recipe]\nchunk = 8\nk = 33": "FILE: recipe: k = 33 is more than half of the 64 coefficients of a chunk. "
     "Choose at most 32",
     "[recipe]\nvalue_bits = 2": "FILE: recipe: value_bits = 2. Recipe distro sends only signs, use 1 or recipe demo",
     "[recipe]\nlocal_steps = 2": "FILE: recipe: local_steps = 2. Recipe distro takes one step per round, "
     "use passes_per_step or recipe local",
+    '[recipe]\nname = "local"\nsequences_per_pass = 65536\nlocal_steps = 17': "FILE: recipe: sequences_per_pass * "
+    "passes_per_step * local_steps = 1114112. Keep it at 1048576 or below",
     "[recipe]\nlearning_rate = 0.1\nweight_decay = 11": "FILE: recipe: learning_rate * weight_decay is above 1. "
     "Weights would change sign, lower weight_decay",
     "[recipe]\nrounds = 2": "FILE: recipe: rounds and decay_rounds shape a rate that ends. "
@@ -457,7 +458,7 @@ def test_every_number_has_a_lower_bound_and_every_text_an_upper_one(model: type[
             and not has_length
             and (section, key) not in {("model", "preset"), ("recipe", "name")}
         ):
-            unbounded.append(f"{section}.{key}")  # those two are checked against a list and a pattern of their own
+            unbounded.append(f"{section}.{key}")  # those two are checked against a list of their own
     assert unbounded == []
 
 

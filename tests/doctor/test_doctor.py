@@ -21,7 +21,7 @@ from p2ptrain.doctor.findings import Check, Diagnosis, can_work, json_of, text_o
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import MemoryDemand, need_of
+from p2ptrain.learn.memory import DiskDemand, MemoryDemand, need_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.store.lock import LOCK_NAME, Lock
 from tests.helpers.cli import p2ptrain
@@ -283,12 +283,20 @@ def test_who_holds_a_lock_is_found_without_taking_it(tmp_path: Path) -> None:
 def test_room_is_compared_with_what_the_run_keeps() -> None:
     needed = NEED.disk(4, RUN.agreement.history_rounds, 8)
     assert needed > 5 * NEED.checkpoint
-    assert level_of(disk.check_space(NEED, RUN, 4, 8, 2 * needed, 0)) == GOOD
-    assert level_of(disk.check_space(NEED, RUN, 4, 8, needed + needed // 10, 0)) == WARNING
-    assert level_of(disk.check_space(NEED, RUN, 4, 8, needed - 1, 0)) == FAILED
-    assert level_of(disk.check_space(NEED, RUN, 4, 8, 0, needed)) == GOOD  # all of it is there
-    assert disk.check_space(NEED, RUN, 4, 16, needed, 0).level == "failed"
-    assert disk.check_space(NEED, RUN, 40, 8, needed, 0).level == "failed"
+
+    def judged(free: int, used: int, kept: int = 4, contributors: int = 8, limit: int = 0) -> tuple[str, bool]:
+        terms = kept, RUN.agreement.history_rounds, contributors
+        demand = DiskDemand(NEED.disk(*terms), used, free, limit, NEED.disk_formula(*terms))
+        return level_of(disk.check_space(demand))
+
+    assert judged(2 * needed, 0) == GOOD
+    assert judged(needed + needed // 10, 0) == WARNING
+    assert judged(needed - 1, 0) == FAILED
+    assert judged(0, needed) == GOOD  # all of it is there
+    assert judged(needed, 0, contributors=16) == FAILED
+    assert judged(needed, 0, kept=40) == FAILED
+    assert judged(2 * needed, 0, limit=needed - 1) == FAILED
+    assert judged(needed - 1, 0, limit=needed) == WARNING  # the owner knows more than we do
 
 
 def test_the_disks_speed_is_measured_and_nothing_is_left(tmp_path: Path) -> None:

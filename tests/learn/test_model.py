@@ -19,6 +19,7 @@ from p2ptrain.learn.model import (
     Transformer,
     initialise,
     parameter_count,
+    parameter_shapes,
     rotary_tables,
     rotate,
 )
@@ -459,3 +460,10 @@ def test_the_fused_loss_in_bf16_is_that_of_cross_entropy_within_its_rounding() -
     assert float(found.detach()) != float(expected.detach()), "it was computed in bf16"
     for each, other in zip((inputs, table), exact, strict=True):
         assert float((each.grad - other.grad).norm() / other.grad.norm()) < 1e-2
+
+
+def test_the_shapes_of_a_model_are_known_without_building_it() -> None:
+    for config in (ModelConfig(), ModelConfig(preset="100m"), ModelConfig(dim=48, heads=3, kv_heads=1, layers=3)):
+        with torch.device("meta"):
+            built = [tuple(each.shape) for each in Transformer(config).parameters()]
+        assert parameter_shapes(config) == built

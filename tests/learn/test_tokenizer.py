@@ -137,7 +137,8 @@ def test_a_file_at_which_the_library_panics_is_named_and_ends_nothing(tmp_path: 
         load_tokenizer(path)
 
 
-def test_a_file_at_which_the_library_panics_later_is_named_too(tmp_path: Path) -> None:
+def test_a_file_at_which_the_library_panics_later_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "judged", lambda file_bytes, source: file_bytes)  # it knows no such file
     tokenizer = load_tokenizer(written(tmp_path / "late.json", panics_at_a_text()))
     with pytest.raises(DataError, match=r"late\.json: the tokenizers library failed on it"):
         tokenizer.encode("text")

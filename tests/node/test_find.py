@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,9 +22,11 @@ from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.net.blobs.server import Server, blob_protocol
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream
+from p2ptrain.node import limits
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import (
     FIND_SECONDS_MAX,
+    RunSources,
     fetch_dataset,
     find_dataset,
     find_run,
@@ -150,7 +153,11 @@ async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_ru
         assert not finding.done()
         assert (await find_run(each.me, each.config, old.run_id[:8]))[0] == old  # which is then named
         each.network.heal()
-        assert (await finding)[0] == each.run
+        with pytest.raises(
+            ConfigError, match=rf"know only {each.run.run_id} \(x\), and this directory has {old.run_id}"
+        ):
+            await finding
+        assert (await find_run(each.me, each.config, each.run.run_id))[0] == each.run, "once it is named"
 
 
 @skipping_time
@@ -237,3 +244,16 @@ def test_relays_are_the_bootstraps_and_whom_a_node_reached_last_time(tmp_path: P
     named = NetworkConfig(bootstrap=(addresses[0],), trusted_relays=(addresses[-1],))
     assert with_relays(NodeConfig(storage=storage, network=named), None) == named
     assert with_relays(config, "0" * 65).trusted_relays == ()  # of another run's peers, none
+
+
+@skipping_time
+async def test_data_that_do_not_fit_the_disk_end_the_start_before_a_piece_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with swarm(tmp_path) as each:
+        monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        await each.me.connect(each.network.address(GOOD))
+        with pytest.raises(ConfigError, match=r"^limits\.disk_bytes: run x needs about .* and may have 0 MB"):
+            async with asyncio.timeout(60.0):
+                await fetch_dataset(each.me, each.config, each.run, tmp_path / "got", RunSources((), [GOOD]))
+        assert each.asked == [ME], "for the list of pieces alone"

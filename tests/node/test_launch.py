@@ -15,7 +15,7 @@ import pytest
 
 from p2ptrain import launch
 from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
-from p2ptrain.errors import DataError
+from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 from tests.helpers.net import key
@@ -89,7 +89,16 @@ def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch)
     transport: Any = SimpleNamespace(addresses=lambda: addresses)
     run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
     launch._tell_how_to_join(transport, run)
-    assert [each for each in taker.written if each] == [f"p2ptrain join --bootstrap {each}\n" for each in addresses]
+    lines = [f"p2ptrain join --bootstrap {each} --run {run.run_id}\n" for each in addresses]
+    assert [each for each in taker.written if each] == lines
+
+
+def test_the_run_of_the_nodes_file_is_the_only_one_to_join() -> None:
+    assert launch._pinned("", None) is None
+    assert launch._pinned("", "ab") == "ab"
+    assert launch._pinned("ab" * 32, None) == launch._pinned("ab" * 32, "abab") == "ab" * 32
+    with pytest.raises(ConfigError, match=r"^--run: the config names run abab.* change network\.run"):
+        launch._pinned("ab" * 32, "cd")
 
 
 def test_a_port_is_chosen_by_whoever_names_or_announces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,10 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     refuse_too_large(run, config_of(0))
     assert "are free now. Close other programs" in caplog.text, "others may leave: a warning"
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
-    refuse_too_large(run, config_of(0))
+    with pytest.raises(TooLargeError, match=r"but there are only .* Set device\.sequences_per_pass = 1, so that less"):
+        refuse_too_large(run, config_of(0))
+    small = config_of(0).device.model_copy(update={"sequences_per_pass": 1})
+    refuse_too_large(run, config_of(0).model_copy(update={"device": small}))
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
     with pytest.raises(
         TooLargeError, match=r"even with one sequence per pass, but there are only .*device\.checkpointing"
