@@ -1,8 +1,9 @@
 """This node's own membership: asks for admission, and leaves the run properly.
 
 A newcomer sends join requests, with its invitation if it has one, from when it has the newest state until a manifest
-admits it. A leaving node announces that, and keeps voting until a manifest carries its leave or `leave_seconds` have
-passed, so that the others do not lose the quorum when it goes.
+admits it: to a few members each, because nobody listens to the gossip of strangers. One member that attests it is
+enough, since the others ask that one for it. A leaving node announces that, and keeps voting until a manifest carries
+its leave or `leave_seconds` have passed, so that the others do not lose the quorum when it goes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from p2ptrain.core.state import AgreedState
 
 JOIN_SECONDS = 5.0  # between requests; doubles, so as not to load a busy swarm
 JOIN_SECONDS_MAX = 60.0
+JOIN_MEMBERS = 8  # that are told at a time: some may be liars, or may have too many other newcomers
 LEAVE_SECONDS = 5.0  # between repetitions of a leave
 
 
@@ -50,22 +52,23 @@ class Membership:
                 self.has_stopped = True
                 context.emit(Stop("left" if not is_inside or is_alone else "left without being heard"))
             elif not self.has_stopped and context.now >= self.next_at:
-                self._request(Leave(state.branch, state.round + 1, context.me), state)
+                leave = context.signed(Leave(state.branch, state.round + 1, context.me))
+                context.publish(leave)
+                self.requests.add(leave, state)  # a member attests its own leave, too
                 self.next_at = context.now + LEAVE_SECONDS
             return
         if is_inside:
             self.tries = 0
             return
-        if is_current and context.me not in state.banned and context.peers and context.now >= self.next_at:
-            self._request(JoinRequest(state.branch, state.round + 1, self.ticket, context.me), state)
+        if is_current and context.me not in state.banned and context.now >= self.next_at:
+            members = [peer for peer in context.peers if peer in state.roster.seat]
+            if not members:
+                return
+            join = context.signed(JoinRequest(state.branch, state.round + 1, self.ticket, context.me))
+            for member in members if len(members) <= JOIN_MEMBERS else context.rng.sample(members, JOIN_MEMBERS):
+                context.send(member, join)
             self.next_at = context.now + min(JOIN_SECONDS * 2.0 ** min(self.tries, 8), JOIN_SECONDS_MAX)
             self.tries += 1
-
-    def _request(self, message: JoinRequest | Leave, state: AgreedState) -> None:
-        received = self.context.signed(message)
-        self.context.publish(received)
-        if isinstance(message, Leave):
-            self.requests.add(received, state)  # a member attests its own leave, too
 
     def deadline(self, state: AgreedState) -> float | None:
         if self.has_stopped:

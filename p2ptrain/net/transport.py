@@ -50,6 +50,11 @@ class Stream(Protocol):
 
 Handler: TypeAlias = Callable[[Stream], Awaitable[None]]  # serves an incoming stream, which is closed when it returns
 Hear: TypeAlias = Callable[[bytes, bytes], None]  # gets the publisher and data of a gossiped message; must not block
+IsHeard: TypeAlias = Callable[[bytes], bool]  # whether a publisher is heard; asked for each message
+
+
+def everyone(publisher: bytes) -> bool:
+    return True
 
 
 class Transport(Protocol):
@@ -75,8 +80,9 @@ class Transport(Protocol):
         """Sets the peers whose connections are pruned last when there are too many; replaces the previous set."""
         ...
 
-    async def subscribe(self, topic: str, hear: Hear) -> None:
-        """Subscribes to a topic, also across restarts of the network. Once per topic."""
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard = everyone) -> None:
+        """Subscribes to a topic, also across restarts of the network. Once per topic. Messages of publishers that are
+        not heard are dropped undecoded."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:

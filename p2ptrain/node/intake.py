@@ -3,7 +3,8 @@
 Messages from peers are decoded here, and attached payloads are checked by the device before they are queued. Events
 from peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for
 what it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
-asked for.
+asked for. What strangers say by gossip does not come here (net/libp2p/subscription.py), and what they send to this node
+alone has a small budget.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from p2ptrain.core.messages import Announcement, Received, decode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.node.device import Device
+from p2ptrain.node.strangers import StrangersBudget
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
@@ -45,6 +47,7 @@ class Intake:
         self.dropped_last = b""  # the peer whose event was dropped last
         self._signer, self._device = signer, device
         self._is_admitted, self._keep = is_admitted, keep
+        self._strangers = StrangersBudget()
         self._has_events = asyncio.Event()
         self._spawn: Spawn | None = None  # set while the driver runs; peers may be heard slightly before and after
         self._checking = 0  # attachments being checked, or waiting for it
@@ -112,7 +115,7 @@ class Intake:
     # Messages from peers
 
     def hear(self, sender: bytes, data: bytes) -> None:
-        """Takes in a gossiped message."""
+        """Takes in a message that an admitted peer gossiped."""
         try:
             self._take_in(sender, data)
         except RemoteProtocolError as error:
@@ -120,6 +123,8 @@ class Intake:
 
     def hear_mail(self, peer: bytes, message: Mail) -> None:
         """Takes in a message that a peer sent to this node alone. Raises RemoteProtocolError if it is malformed."""
+        if not self._is_welcome(peer, message):
+            return
         match message:
             case Deliver(envelopes):
                 for envelope in envelopes:
@@ -128,6 +133,12 @@ class Intake:
                 self._give_of_peer(peer, ev.Asked(peer, names))
             case HistoryQuery(branch, number):
                 self._give_of_peer(peer, ev.HistoryAsked(peer, branch, number))
+
+    def _is_welcome(self, peer: bytes, message: Mail | None = None) -> bool:
+        if self._is_admitted(peer) or self._strangers.allows(peer, message):
+            return True
+        self.counters["messages of strangers dropped"] += 1
+        return False
 
     def _take_in(self, sender: bytes, data: bytes) -> None:
         if not self._has_room(sender):
@@ -158,7 +169,8 @@ class Intake:
         self.give(ev.MessageReceived(sender, received, why is None), sender)
 
     def blame(self, peer: bytes, why: str) -> None:
-        self._give_of_peer(peer, ev.MalformedReceived(peer, why))
+        if self._is_welcome(peer):
+            self._give_of_peer(peer, ev.MalformedReceived(peer, why))
 
     def history_failed(self, peer: bytes, why: str) -> None:
         self.give(ev.HistoryFailed(peer, why))
