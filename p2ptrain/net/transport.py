@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias
 from p2ptrain.errors import P2ptrainError
 
 MESSAGE_BYTES_MAX = 1_000_000  # of a gossip message: above 1,048,446 libp2p silently drops it and everything after it
+STRANGERS = "gossip of strangers"  # the counter of messages by publishers that are not heard
 FRAME_BYTES_MAX = 2**21  # of a stream: fits a piece of 1 MiB with its header; anything longer is split
 
 

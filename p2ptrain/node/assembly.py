@@ -27,7 +27,7 @@ from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.net.transport import STRANGERS, Transport, TransportError
 from p2ptrain.node.device import Device
 from p2ptrain.node.directories import identity_file, run_directory
 from p2ptrain.node.driver import Driver
@@ -37,6 +37,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
+from p2ptrain.node.strangers import GossipFlood
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
@@ -169,9 +170,11 @@ async def _connect(
     server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame)
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
+    flood = GossipFlood(lambda: transport.counters().get(STRANGERS, 0))
     return Edges(
-        run_id, transport, connections, mailboxes, fetching, persistence, served_blobs, server, upload, download
-    )
+        run_id, transport, connections, mailboxes, fetching, persistence, served_blobs, server, upload, download,
+        view, flood,
+    )  # fmt: skip
 
 
 @contextmanager

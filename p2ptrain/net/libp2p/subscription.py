@@ -17,7 +17,7 @@ from typing import cast
 from p2ptrain.identity import ID_PREFIX, KEY_BYTES
 from p2ptrain.net.frames import length_at, prefixed
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
-from p2ptrain.net.transport import TransportError
+from p2ptrain.net.transport import STRANGERS, TransportError
 
 with parts_of_hivemind():
     from hivemind.proto import p2pd_pb2 as pb
@@ -82,7 +82,7 @@ class Subscription(asyncio.Protocol):
             return
         self._rest = data[at:]
         if junk:
-            self._counters["gossip of strangers"] += junk
+            self._counters[STRANGERS] += junk
             self._pile()
 
     def _hears(self, beginning: bytes) -> bool:
