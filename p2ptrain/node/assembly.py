@@ -111,7 +111,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     intake = Intake(signer, device, view.is_in, persistence.put)
     edges = await _connect(stack, launch, store, states, persistence, intake, view)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
-    events = EventFile(store.directory / "events", signer, header)
+    events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
     stack.callback(events.close)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, device, persistence, launch.state)

@@ -17,7 +17,7 @@ from typing import Any
 from p2ptrain.core import events as ev
 from p2ptrain.core.context import Signer
 from p2ptrain.core.history import decode_history
-from p2ptrain.core.messages import Announcement, Received, decode
+from p2ptrain.core.messages import Announcement, Hello, JoinRequest, Received, decode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.node.device import Device
@@ -25,6 +25,7 @@ from p2ptrain.node.strangers import StrangersBudget
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
+DROPPED_OF_STRANGERS = "messages of strangers dropped"
 TIMER_SECONDS = 0.001  # the shortest timer
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # starts a task with a name
@@ -137,13 +138,16 @@ class Intake:
     def _is_welcome(self, peer: bytes, message: Mail | None = None) -> bool:
         if self._is_admitted(peer) or self._strangers.allows(peer, message):
             return True
-        self.counters["messages of strangers dropped"] += 1
+        self.counters[DROPPED_OF_STRANGERS] += 1
         return False
 
     def _take_in(self, sender: bytes, data: bytes) -> None:
         if not self._has_room(sender):
             return
         received = decode(data, self._signer)
+        if not isinstance(received.message, Hello | JoinRequest) and not self._is_admitted(sender):
+            self.counters[DROPPED_OF_STRANGERS] += 1  # members have the rest from one another
+            return
         if not received.attachment:
             self.give(ev.MessageReceived(sender, received), sender)
         elif self._spawn is not None:  # otherwise drop it: it will be sent again

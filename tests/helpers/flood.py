@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from p2ptrain.core.messages import Ballot, Vote, encode
+from p2ptrain.core.messages import Ballot, Vote, encode, signed_bytes
+from p2ptrain.identity import Identity
 from p2ptrain.net.frames import prefixed, read_message
 from p2ptrain.net.libp2p.p2pd import RESPONSE_BYTES_MAX, P2pd, pb
 from tests.helpers.p2pd import nodes_in
@@ -24,16 +25,18 @@ DIFFERENT = 256  # kinds of junk; each message has a number of its own, so that 
 TURN_SECONDS = 0.005
 
 
-def junk_vote() -> bytes:
-    vote = Vote(os.urandom(32), 1, 0, Ballot.PREVOTE, os.urandom(32), os.urandom(32))
-    return encode(vote, os.urandom(64))
+def junk_vote(run_id: bytes) -> bytes:
+    """Returns the vote of a throw-away key with a valid signature, which costs the most to decode."""
+    stranger = Identity(os.urandom(32))
+    vote = Vote(run_id, 1, 0, Ballot.PREVOTE, os.urandom(32), stranger.key)
+    return encode(vote, stranger.sign(signed_bytes(run_id, vote)))
 
 
 async def flood(node: P2pd, topic: str, rate: float, seconds: float) -> int:
     """Publishes junk on one connection to p2pd, without waiting for each answer; returns how many it took."""
-    frames = []
+    frames, run_id = [], topic.encode()[-32:].ljust(32)
     for _ in range(DIFFERENT):
-        content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=junk_vote())
+        content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=junk_vote(run_id))
         frames.append(prefixed(pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()))
     reader, writer = await node._control._open()
     taken = 0

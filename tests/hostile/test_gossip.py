@@ -75,7 +75,7 @@ class Subscribed:
 
 async def test_junk_of_a_thousand_publishers_costs_a_look_up_and_members_are_heard() -> None:
     keys = [os.urandom(32) for _ in range(PUBLISHERS)]
-    vote = junk_vote()
+    vote = junk_vote(bytes(32))
     frames = [message_of(keys[number % PUBLISHERS], vote, number) for number in range(JUNK)]
     honest = [b"%d" % number for number in range(0, JUNK, 50)]
     for number, data in zip(range(0, JUNK, 50), honest, strict=True):

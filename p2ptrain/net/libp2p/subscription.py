@@ -25,7 +25,7 @@ with parts_of_hivemind():
 BYTES_MAX = 2**22  # from p2pd, which we trust; gossipsub passes on a quarter
 BEGINNING = b"\x0a" + bytes([len(ID_PREFIX) + KEY_BYTES]) + ID_PREFIX  # of a PSMessage: field 1, an Ed25519 key's id
 KEY_END = len(BEGINNING) + KEY_BYTES
-PILE_SECONDS = 0.004  # 20 messages of a flood of 5,000 a second; a unix socket holds 200 small ones
+PILE_SECONDS = 0.008  # 40 messages of a flood of 5,000 a second; a unix socket holds 200 small ones, and p2pd 32
 
 
 class Subscription(asyncio.Protocol):
