@@ -4,8 +4,9 @@
         [--passes N] [--json FILE] [--quick]
 
 Three daemons with tiny models, and strangers with a p2pd each that are connected to the first node only and publish
-junk votes with valid signatures, `--rate` a second together. Turns without and with the flood, side by side; the last
-column is the pace compared with the mean of the turns before and after.
+junk votes with valid signatures, `--rate` a second together. Each turn with the flood comes after one in which the same
+strangers publish as much on a topic of their own: they take the same machine's processor, so the last column compares
+the pace of the two.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def seconds_of(swarm: Swarm) -> tuple[float, float]:
     return sum(sum(each.cpu_times()[:2]) for each in p2pds), sum(sum(each.cpu_times()[:2]) for each in nodes)
 
 
-def strangers_of(swarm: Swarm, seconds: float, rate: float, count: int) -> subprocess.Popen[bytes]:
-    topic = topic_of(bytes.fromhex(swarm.nodes[0].status["run_id"]))
-    command = [sys.executable, "-m", "tests.helpers.flood", swarm.address, topic, str(seconds), str(rate), str(count)]
+def strangers_of(swarm: Swarm, seconds: float, rate: float, count: int, is_elsewhere: bool) -> subprocess.Popen[bytes]:
+    topic = "elsewhere" if is_elsewhere else topic_of(bytes.fromhex(swarm.nodes[0].status["run_id"]))
+    program = str(ROOT / "benchmarks" / "strangers.py")
+    command = [sys.executable, program, swarm.address, topic, str(seconds), str(rate), str(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)  # noqa: S603
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -91,16 +93,20 @@ def main() -> None:
     with swarm_of(3, arguments.keep, model=TINY, recipe=recipe(arguments.passes)) as swarm:
         swarm.start()
         swarm.pass_rounds(3)
-        for count in (0, *(each for some in arguments.strangers for each in (some, 0))):
-            flooder = strangers_of(swarm, arguments.seconds, arguments.rate, count) if count else None
-            rows.append({**turn(swarm, arguments.seconds, flooder), "strangers": count})
-        for at, row in enumerate(rows):
-            quiet = [rows[near]["rounds_a_minute"] for near in (at - 1, at + 1) if 0 <= near < len(rows)]
-            row["pace"] = len(quiet) * row["rounds_a_minute"] / max(sum(quiet), 1e-9) if row["strangers"] else 1.0
+        turns = [(0, False), *((count, elsewhere) for count in arguments.strangers for elsewhere in (True, False))]
+        for count, is_elsewhere in turns:
+            flooder = None
+            if count:
+                flooder = strangers_of(swarm, arguments.seconds, arguments.rate, count, is_elsewhere)
+            row = {**turn(swarm, arguments.seconds, flooder), "strangers": count, "is_elsewhere": is_elsewhere}
+            before = rows[-1]["rounds_a_minute"] if rows else row["rounds_a_minute"]
+            row["pace"] = row["rounds_a_minute"] / max(before, 1e-9)
+            rows.append(row)
             seen = ", ".join(f"{each:,.0f}" for each in row["junk_a_second"])
             print(
-                f"{row['strangers']:9}  {seen:<22} {row['rounds_a_minute']:11.1f} {row['p2pd']:5.2f} "
-                f"{row['python']:7.2f} {row['load']:6.1f} {row['pace']:5.2f}"
+                f"{count:9}  {'elsewhere' if is_elsewhere else seen:<22} {row['rounds_a_minute']:11.1f} "
+                f"{row['p2pd']:5.2f} {row['python']:7.2f} {row['load']:6.1f} {row['pace']:5.2f}",
+                flush=True,
             )
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

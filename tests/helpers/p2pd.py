@@ -104,7 +104,7 @@ async def echoed(node: P2pd, peer: bytes, frame: bytes, protocol: str = "/echo/1
     return answer
 
 
-async def until(condition: Callable[[], bool], pause: float = 0.0) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SECONDS):
         while not condition():  # noqa: ASYNC110  # what happens in p2pd sets no event here
-            await asyncio.sleep(pause)
+            await asyncio.sleep(0)

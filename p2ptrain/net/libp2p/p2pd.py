@@ -133,7 +133,7 @@ class _Control:
     async def listen(self, queue: TopicQueue) -> None:
         """Fills a topic's queue until p2pd hangs up."""
         loop = asyncio.get_running_loop()
-        subscription = Subscription(queue.topic, queue.hears, queue.is_subscribed.set, queue.put, queue.counters)
+        subscription = subscription_of(queue)
         try:
             await loop.create_unix_connection(lambda: subscription, str(self._sockets.control))
         except OSError as error:
@@ -161,6 +161,23 @@ class _Control:
         ours = _raw(f"/unix{self._sockets.streams}")
         content = pb.StreamHandlerRequest(addr=ours, proto=[protocol], balanced=False)
         await self._ask(pb.Request.STREAM_HANDLER, streamHandler=content)
+
+
+def subscription_of(queue: TopicQueue) -> Subscription:
+    """Returns the subscription that fills a topic's queue."""
+
+    def answered(answer: bytes) -> None:
+        response = pb.Response.FromString(answer)
+        if response.type == pb.Response.ERROR:
+            raise TransportError(f"p2pd refused the subscription: {multiaddrs.reason(response.error.msg)}")
+        queue.is_subscribed.set()
+
+    def put(publisher: bytes, message: bytes) -> None:
+        queue.put(publisher, pb.PSMessage.FromString(message).data)
+
+    content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=queue.topic)
+    request = pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()
+    return Subscription(request, answered, queue.hears, put, queue.counters)
 
 
 async def _read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:

@@ -16,11 +16,7 @@ from typing import cast
 
 from p2ptrain.identity import ID_PREFIX, KEY_BYTES
 from p2ptrain.net.frames import length_at, prefixed
-from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.transport import STRANGERS, TransportError
-
-with parts_of_hivemind():
-    from hivemind.proto import p2pd_pb2 as pb
 
 BYTES_MAX = 2**22  # from p2pd, which we trust; gossipsub passes on a quarter
 BEGINNING = b"\x0a" + bytes([len(ID_PREFIX) + KEY_BYTES]) + ID_PREFIX  # of a PSMessage: field 1, an Ed25519 key's id
@@ -29,18 +25,21 @@ PILE_SECONDS = 0.008  # 40 messages of a flood of 5,000 a second; a unix socket 
 
 
 class Subscription(asyncio.Protocol):
-    """Subscribes to a topic, and hands over the data of heard publishers' messages until p2pd hangs up."""
+    """Sends the request to subscribe, and hands over heard publishers' messages, with their keys, until p2pd hangs up.
+
+    `answered` takes p2pd's answer, and raises TransportError if it refuses.
+    """
 
     def __init__(
         self,
-        topic: str,
+        request: bytes,
+        answered: Callable[[bytes], None],
         is_heard: Callable[[bytes], bool],
-        subscribed: Callable[[], None],
         put: Callable[[bytes, bytes], None],
         counters: Counter[str],
     ) -> None:
-        self._topic, self._is_heard, self._subscribed, self._put = topic, is_heard, subscribed, put
-        self._counters = counters
+        self._request, self._answered = request, answered
+        self._is_heard, self._put, self._counters = is_heard, put, counters
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_answered = False
@@ -50,8 +49,7 @@ class Subscription(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=self._topic)
-        self._transport.write(prefixed(pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()))
+        self._transport.write(prefixed(self._request))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(f"p2pd hung up: {error}" if error else "p2pd hung up")
@@ -90,13 +88,10 @@ class Subscription(asyncio.Protocol):
 
     def _take(self, message: bytes) -> None:
         if self._is_answered:
-            self._put(message[len(BEGINNING) : KEY_END], pb.PSMessage.FromString(message).data)
+            self._put(message[len(BEGINNING) : KEY_END], message)
             return
-        response = pb.Response.FromString(message)
-        if response.type == pb.Response.ERROR:
-            raise TransportError(f"p2pd refused the subscription: {response.error.msg[:200]}")
+        self._answered(message)
         self._is_answered = True
-        self._subscribed()
 
     def _pile(self) -> None:
         """Reads no more for a moment."""
