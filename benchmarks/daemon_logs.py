@@ -18,7 +18,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -76,14 +76,15 @@ def kind_of(message: Message) -> str:
 
 def life_in(directory: Path) -> Life:
     """Reads the life of the node with this data directory."""
-    (path,) = sorted(directory.glob("runs/*/events/*.jsonl"))
-    with path.open("rb") as file:
+    first, *rest = sorted(directory.glob("runs/*/events/*.jsonl"))
+    with first.open("rb") as file:
         header = msgspec.json.decode(file.readline(), type=Header)
         signer, life = LoggedSigner(header.run_id), Life(header.me)
         run = RunConfig.from_canonical(header.run.encode())
         node = Node(run, header.run_id, header.me, signer, Random(header.rng))  # noqa: S311  # as it was drawn then
         decoder, trusting = msgspec.json.Decoder(Line), Trusting(header.run_id)
-        for text in file:
+        later = (line for path in rest for line in path.read_bytes().splitlines() if not line.startswith(b"{"))
+        for text in chain(file, later):
             try:
                 now, event, _, signatures = decoder.decode(text)
             except msgspec.DecodeError:  # it was killed as it wrote

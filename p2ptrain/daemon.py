@@ -225,7 +225,8 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled)
     daemon.machine_limits.look()  # before anything is trained
-    await edges.transport.subscribe(topic_of(edges.run_id), daemon.driver.intake.hear)
+    view = daemon.driver.node.view()
+    await edges.transport.subscribe(topic_of(edges.run_id), daemon.driver.intake.hear, view.is_in)
     async with asyncio.TaskGroup() as group:
         rest = [
             group.create_task(edges.connections.run(), name="connections"),

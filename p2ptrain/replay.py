@@ -4,11 +4,15 @@ An event log consists of JSON lines. Each start of the process writes a header: 
 random generator and its kind of signatures. Every other line is [now, event, digest of the effects, signatures made];
 the digest is missing if the node crashed on the event. So a failure in the field can be repeated at a desk, event by
 event, as often as needed. The log holds no key, but the node's own signatures in order.
+
+A daemon's log goes on in other files when one is full, and the oldest are removed. A replay begins at the process's
+start if its first file is still there, whichever of its files is named, and goes on to the last. If it is gone, the
+rest is read and counted, but cannot be repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import BinaryIO
@@ -32,8 +36,8 @@ FAILURES = (  # raised by bugs in the core
 )  # fmt: skip
 
 
-class Header(Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line that a process writes to its event log."""
+class Header(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The first line of each file that a process writes its events to."""
 
     format: int
     run: str  # the run's config in canonical form
@@ -41,6 +45,8 @@ class Header(Struct, frozen=True, forbid_unknown_fields=True):
     me: bytes
     rng: str  # the seed of the node's random generator
     signer: str
+    part: int = 0  # of the process's files; 0 holds its start
+    round: int = 0  # at which this part begins
 
 
 Line = tuple[float, Event, str, tuple[bytes, ...]]
@@ -56,6 +62,8 @@ class Replayed(Struct, frozen=True):
     events: int
     lives: int
     difference: str  # the first difference in effects; empty if there is none
+    unrepeated: int = 0  # events of a process whose start is not in the log any more
+    begins_at: int = 0  # the round at which those begin
 
 
 def effects_digest(effects: Sequence[object]) -> str:
@@ -128,37 +136,78 @@ def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None 
     """Replays the events of a log; `signers` makes signers of other kinds than a daemon's."""
     node: Node | None = None
     signer: Signer | None = None
-    events = lives = 0
+    header: Header | None = None
+    events = lives = unrepeated = begins_at = 0
     try:
+        for file, number, text in _lines(_files_of(path)):
+            if text.startswith(b"{"):
+                before, header = header, _parsed(_HEADER, text, file, number)
+                if header.part == 0:
+                    node, signer = _node_of(header, signers or {})
+                    lives += 1
+                elif before is None:
+                    begins_at = header.round
+                continue
+            if header is None:
+                raise DataError(f"{file}: line {number}: an event before any header")
+            now, event, expected, signatures = _parsed(_LINE, text, file, number)
+            if node is None:
+                unrepeated += 1
+                continue
+            if isinstance(signer, LoggedSigner):
+                signer.expect(signatures)
+            events += 1
+            where = f"line {number}, {type(event).__name__} at {now:.6f} s"
+            where = where if file == path else f"{file.name}, {where}"
+            try:
+                effects = node.handle(event, now)
+            except FAILURES as error:
+                return Replayed(events, lives, f"{where}: {type(error).__name__}: {error}")
+            if effects_digest(effects) != expected:
+                kinds = ", ".join(type(effect).__name__ for effect in effects) or "none"
+                return Replayed(events, lives, f"{where}: the effects differ and are now: {kinds}")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix="Check the name") from error
+    if not events and not unrepeated:
+        raise DataError(f"{path}: contains no events")
+    return Replayed(events, lives, "", unrepeated, begins_at)
+
+
+def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
+    """Yields each whole line, with its file and number."""
+    for path in files:
         with path.open("rb") as file:
             number = 0
             while text := file.readline(LINE_BYTES_MAX):
                 number += 1
                 if not text.endswith(b"\n") and len(text) < LINE_BYTES_MAX:
                     break  # the process was killed while writing it
-                if text.startswith(b"{"):
-                    node, signer = _node_of(_parsed(_HEADER, text, path, number), signers or {})
-                    lives += 1
-                    continue
-                if node is None:
-                    raise DataError(f"{path}: line {number}: an event before any header")
-                now, event, expected, signatures = _parsed(_LINE, text, path, number)
-                if isinstance(signer, LoggedSigner):
-                    signer.expect(signatures)
-                events += 1
-                where = f"line {number}, {type(event).__name__} at {now:.6f} s"
-                try:
-                    effects = node.handle(event, now)
-                except FAILURES as error:
-                    return Replayed(events, lives, f"{where}: {type(error).__name__}: {error}")
-                if effects_digest(effects) != expected:
-                    kinds = ", ".join(type(effect).__name__ for effect in effects) or "none"
-                    return Replayed(events, lives, f"{where}: the effects differ and are now: {kinds}")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix="Check the name") from error
-    if not events:
-        raise DataError(f"{path}: contains no events")
-    return Replayed(events, lives, "")
+                yield path, number, text
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Returns the files of the process that wrote this one, as far as they are there, in order."""
+    first = _header_of(path)
+    if first is None or not path.stem.isdigit():
+        return [path]
+    found, place = [path], int(path.stem)
+    for step in (-1, 1):
+        near, part = place + step, first.part + step
+        while part >= 0 and _is_part(other := path.with_name(f"{near:08d}.jsonl"), part, first):
+            found.append(other)
+            near, part = near + step, part + step
+    return sorted(found)
+
+
+def _is_part(path: Path, part: int, of: Header) -> bool:
+    header = _header_of(path) if path.exists() else None
+    return header is not None and (header.rng, header.part) == (of.rng, part)
+
+
+def _header_of(path: Path) -> Header | None:
+    with path.open("rb") as file:
+        text = file.readline(LINE_BYTES_MAX)
+    return _parsed(_HEADER, text, path, 1) if text.startswith(b"{") and text.endswith(b"\n") else None
 
 
 def _parsed(decoder: msgspec.json.Decoder[Header] | msgspec.json.Decoder[Line], text: bytes, path: Path, number: int):  # type: ignore[no-untyped-def]

@@ -124,6 +124,13 @@ def replay(file: Annotated[Path, typer.Argument(help="A node's events, as JSON l
     from p2ptrain.sim.replay import SIMULATED, signer_of
 
     replayed = run(file, {SIMULATED: signer_of})
+    if replayed.unrepeated:
+        typer.echo(
+            f"begins at round {replayed.begins_at} of a process whose start is gone: "
+            f"{replayed.unrepeated:,} events are readable, and cannot be repeated"
+        )
+    if not replayed.lives:
+        return
     typer.echo(
         f"{replayed.events:,} events of {replayed.lives} starts: {replayed.difference or 'all effects are the same'}"
     )

@@ -1,9 +1,9 @@
 """This node's own membership: asks for admission, and leaves the run properly.
 
 A newcomer sends join requests, with its invitation if it has one, from when it has the newest state until a manifest
-admits it. It sends them to its peers, since what a stranger publishes is not heard. A leaving node announces that, and
-keeps voting until a manifest carries its leave or `leave_seconds` have passed, so that the others do not lose the
-quorum when it goes.
+admits it: to a few members each, because nobody listens to the gossip of strangers. One member that attests it is
+enough, since the others ask that one for it. A leaving node announces that, and keeps voting until a manifest carries
+its leave or `leave_seconds` have passed, so that the others do not lose the quorum when it goes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from p2ptrain.core.state import AgreedState
 
 JOIN_SECONDS = 5.0  # between requests; doubles, so as not to load a busy swarm
 JOIN_SECONDS_MAX = 60.0
+JOIN_MEMBERS = 8  # that are told at a time: some may be liars, or may have too many other newcomers
 LEAVE_SECONDS = 5.0  # between repetitions of a leave
 
 
@@ -59,10 +60,13 @@ class Membership:
         if is_inside:
             self.tries = 0
             return
-        if is_current and context.me not in state.banned and context.peers and context.now >= self.next_at:
-            request = context.signed(JoinRequest(state.branch, state.round + 1, self.claim, context.me))
-            for peer in context.peers:
-                context.send(peer, request)
+        if is_current and context.me not in state.banned and context.now >= self.next_at:
+            members = [peer for peer in context.peers if peer in state.roster.seat]
+            if not members:
+                return
+            join = context.signed(JoinRequest(state.branch, state.round + 1, self.claim, context.me))
+            for member in members if len(members) <= JOIN_MEMBERS else context.rng.sample(members, JOIN_MEMBERS):
+                context.send(member, join)
             self.next_at = context.now + min(JOIN_SECONDS * 2.0 ** min(self.tries, 8), JOIN_SECONDS_MAX)
             self.tries += 1
 

@@ -84,7 +84,8 @@ class Repair:
             self.greet(here, *context.some_peers(PEERS_TOLD))
             self.next_at = context.now + WAITING_SECONDS
         if context.now >= context.published_at + HEARTBEAT_SECONDS:
-            context.publish(self.hello(here))
+            is_heard = context.me in here.state.place
+            context.publish(*([self.hello(here)] if is_heard else []))
 
     @property
     def deadline(self) -> float:

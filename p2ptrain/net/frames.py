@@ -118,14 +118,31 @@ async def read_message(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
 
 
 async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
+    try:
+        writer.write(prefixed(message))
+        await writer.drain()
+    except OSError as error:
+        raise TransportError(f"p2pd is gone: {error}") from error
+
+
+def prefixed(message: bytes) -> bytes:
+    """Puts the length before a message to p2pd."""
     size, encoded = len(message), bytearray()
     while size > 0x7F:
         encoded.append(size & 0x7F | 0x80)
         size >>= 7
     encoded.append(size)
-    try:
-        writer.write(bytes(encoded))
-        writer.write(message)
-        await writer.drain()
-    except OSError as error:
-        raise TransportError(f"p2pd is gone: {error}") from error
+    return bytes(encoded) + message
+
+
+def length_at(data: bytes, at: int, bytes_max: int) -> tuple[int, int] | None:
+    """Returns where the message of p2pd begins and ends whose length is at `at`, or None if the length is not whole."""
+    size = shift = 0
+    for place in range(at, len(data)):
+        size |= (data[place] & 0x7F) << shift
+        shift += 7
+        if size > bytes_max or shift > VARINT_BITS_MAX:
+            raise TransportError(f"p2pd sent a message of {size} bytes or more")
+        if data[place] < 0x80:
+            return place + 1, place + 1 + size
+    return None

@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias
 from p2ptrain.errors import P2ptrainError
 
 MESSAGE_BYTES_MAX = 1_000_000  # of a gossip message: above 1,048,446 libp2p silently drops it and everything after it
+STRANGERS = "gossip of strangers"  # the counter of messages by publishers that are not heard
 FRAME_BYTES_MAX = 2**21  # of a stream: fits a piece of 1 MiB with its header; anything longer is split
 
 
@@ -50,6 +51,11 @@ class Stream(Protocol):
 
 Handler: TypeAlias = Callable[[Stream], Awaitable[None]]  # serves an incoming stream, which is closed when it returns
 Hear: TypeAlias = Callable[[bytes, bytes], None]  # gets the publisher and data of a gossiped message; must not block
+IsHeard: TypeAlias = Callable[[bytes], bool]  # whether a publisher is heard; asked for each message
+
+
+def everyone(publisher: bytes) -> bool:
+    return True
 
 
 class Transport(Protocol):
@@ -75,8 +81,9 @@ class Transport(Protocol):
         """Sets the peers whose connections are pruned last when there are too many; replaces the previous set."""
         ...
 
-    async def subscribe(self, topic: str, hear: Hear) -> None:
-        """Subscribes to a topic, also across restarts of the network. Once per topic."""
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard = everyone) -> None:
+        """Subscribes to a topic, also across restarts of the network. Once per topic. Messages of publishers that are
+        not heard are dropped undecoded."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:

@@ -27,7 +27,7 @@ from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import Transport, TransportError
+from p2ptrain.net.transport import STRANGERS, Transport, TransportError
 from p2ptrain.node.device import Device
 from p2ptrain.node.directories import identity_file, run_directory
 from p2ptrain.node.driver import Driver
@@ -37,6 +37,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
+from p2ptrain.node.strangers import GossipFlood
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
@@ -110,7 +111,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     intake = Intake(signer, device, view.is_in, persistence.put)
     edges = await _connect(stack, launch, store, states, persistence, intake, view)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
-    events = EventFile(store.directory / "events", signer, header)
+    events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
     stack.callback(events.close)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, device, persistence, launch.state)
@@ -171,9 +172,11 @@ async def _connect(
     server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame, is_admitted=view.is_in)
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
+    flood = GossipFlood(lambda: transport.counters().get(STRANGERS, 0))
     return Edges(
-        run_id, transport, connections, mailboxes, fetching, persistence, served_blobs, server, upload, download
-    )
+        run_id, transport, connections, mailboxes, fetching, persistence, served_blobs, server, upload, download,
+        view, flood,
+    )  # fmt: skip
 
 
 @contextmanager

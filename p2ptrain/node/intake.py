@@ -3,7 +3,8 @@
 Messages from peers are decoded here, and attached payloads are checked by the device before they are queued. Events
 from peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for
 what it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
-asked for.
+asked for. What strangers say by gossip does not come here (net/libp2p/subscription.py), and what they send to this node
+alone has a small budget.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 from p2ptrain.core import events as ev
 from p2ptrain.core.context import Signer
 from p2ptrain.core.history import decode_history
-from p2ptrain.core.messages import Announcement, Received, decode
+from p2ptrain.core.messages import Announcement, Hello, JoinRequest, Received, decode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.node.device import Device
+from p2ptrain.node.strangers import StrangersBudget
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
+DROPPED_OF_STRANGERS = "messages of strangers dropped"
 TIMER_SECONDS = 0.001  # the shortest timer
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # starts a task with a name
@@ -45,6 +48,7 @@ class Intake:
         self.dropped_last = b""  # the peer whose event was dropped last
         self._signer, self._device = signer, device
         self._is_admitted, self._keep = is_admitted, keep
+        self._strangers = StrangersBudget()
         self._has_events = asyncio.Event()
         self._spawn: Spawn | None = None  # set while the driver runs; peers may be heard slightly before and after
         self._checking = 0  # attachments being checked, or waiting for it
@@ -112,7 +116,7 @@ class Intake:
     # Messages from peers
 
     def hear(self, sender: bytes, data: bytes) -> None:
-        """Takes in a gossiped message."""
+        """Takes in a message that an admitted peer gossiped."""
         try:
             self._take_in(sender, data)
         except RemoteProtocolError as error:
@@ -120,6 +124,8 @@ class Intake:
 
     def hear_mail(self, peer: bytes, message: Mail) -> None:
         """Takes in a message that a peer sent to this node alone. Raises RemoteProtocolError if it is malformed."""
+        if not self._is_welcome(peer, message):
+            return
         match message:
             case Deliver(envelopes):
                 for envelope in envelopes:
@@ -129,10 +135,19 @@ class Intake:
             case HistoryQuery(branch, number):
                 self._give_of_peer(peer, ev.HistoryAsked(peer, branch, number))
 
+    def _is_welcome(self, peer: bytes, message: Mail | None = None) -> bool:
+        if self._is_admitted(peer) or self._strangers.allows(peer, message):
+            return True
+        self.counters[DROPPED_OF_STRANGERS] += 1
+        return False
+
     def _take_in(self, sender: bytes, data: bytes) -> None:
         if not self._has_room(sender):
             return
         received = decode(data, self._signer)
+        if not isinstance(received.message, Hello | JoinRequest) and not self._is_admitted(sender):
+            self.counters[DROPPED_OF_STRANGERS] += 1  # members have the rest from one another
+            return
         if not received.attachment:
             self.give(ev.MessageReceived(sender, received), sender)
         elif self._spawn is not None:  # otherwise drop it: it will be sent again
@@ -158,7 +173,8 @@ class Intake:
         self.give(ev.MessageReceived(sender, received, why is None), sender)
 
     def blame(self, peer: bytes, why: str) -> None:
-        self._give_of_peer(peer, ev.MalformedReceived(peer, why))
+        if self._is_welcome(peer):
+            self._give_of_peer(peer, ev.MalformedReceived(peer, why))
 
     def history_failed(self, peer: bytes, why: str) -> None:
         self.give(ev.HistoryFailed(peer, why))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from p2ptrain.core.events import Effect, Event, Started, Tick
+from p2ptrain.core.events import Effect, Event, MalformedReceived, MessageReceived, Started, Tick
 from p2ptrain.core.messages import Received, decode
 from p2ptrain.core.node import Node
 from p2ptrain.errors import RemoteProtocolError
@@ -68,7 +68,7 @@ class Cluster:
 
     def run(self) -> None:
         """Runs until everyone has reached the goal or the time is up."""
-        self.calendar.run(self.setup.scenario.seconds, self.nodes, self.give)
+        self.calendar.run(self.setup.scenario.seconds, self.nodes, self.hear)
         self.watch.at_end(self)
 
     @property
@@ -129,6 +129,13 @@ class Cluster:
 
     # -----------------------------------------------------------------------------------------------
     # Events
+
+    def hear(self, node: SimNode, event: Event) -> None:
+        """Gives a node a gossiped event, unless it is an honest stranger's; that of liars arrives, as if by stream."""
+        assert isinstance(event, MessageReceived | MalformedReceived), "nothing else is gossiped"
+        core, sender = node.core, event.sender
+        if core is not None and (core.view().is_in(sender) or not self.nodes[self.key_index[sender]].honest):
+            self.give(node, event)
 
     def give(self, node: SimNode, event: Event) -> None:
         """Gives a node an event, carries out its effects, and schedules its next tick."""

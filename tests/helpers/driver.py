@@ -33,6 +33,7 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import STRANGERS
 from p2ptrain.node.device import Device
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
@@ -40,6 +41,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
+from p2ptrain.node.strangers import GossipFlood
 from p2ptrain.store.store import Store
 from tests.helpers.blobs import RUN, Node
 from tests.helpers.core import KEYS, FakeSigner, plain_manifest, run_of, signed
@@ -319,7 +321,11 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     free = TokenBucket(0)
     server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None)
-    edges = Edges(RUN, transport, connections, mailboxes, fetching, persistence, served_blobs, server, free, free)
+    flood = GossipFlood(lambda: transport.counters().get(STRANGERS, 0))
+    edges = Edges(
+        RUN, transport, connections, mailboxes, fetching, persistence, served_blobs, server, free, free,
+        node.view(), flood,
+    )  # fmt: skip
     publish = transport.publish
 
     async def published(topic: str, data: bytes) -> None:

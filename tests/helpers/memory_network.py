@@ -15,7 +15,16 @@ from random import Random
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
-from p2ptrain.net.transport import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, Handler, Hear, Stream, TransportError
+from p2ptrain.net.transport import (
+    FRAME_BYTES_MAX,
+    MESSAGE_BYTES_MAX,
+    Handler,
+    Hear,
+    IsHeard,
+    Stream,
+    TransportError,
+    everyone,
+)
 
 WINDOW_BYTES = 2**22  # in flight in a stream: about what the buffers of sockets and p2pd hold together
 WINDOW_FRAMES = 256
@@ -100,6 +109,7 @@ class MemoryTransport:
     def __init__(self, network: Network, key: bytes) -> None:
         self.me = key
         self.heard: dict[str, Hear] = {}
+        self._is_heard: dict[str, IsHeard] = {}
         self.kept: frozenset[bytes] = frozenset()  # peers that `keep` was last called with
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}  # by key and author: value and expiry
         self._network = network
@@ -133,10 +143,11 @@ class MemoryTransport:
     async def keep(self, peers: Collection[bytes]) -> None:
         self.kept = frozenset(peers)
 
-    async def subscribe(self, topic: str, hear: Hear) -> None:
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard = everyone) -> None:
         self._alive()
         assert topic not in self.heard, "a topic has one listener"
         self.heard[topic] = hear
+        self._is_heard[topic] = is_heard
 
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, "libp2p would drop it silently"
@@ -206,7 +217,7 @@ class MemoryTransport:
     def hear(self, topic: str, author: bytes, data: bytes) -> None:
         if not self._is_dead:
             self._counters.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
-            if topic in self.heard:
+            if topic in self.heard and self._is_heard.get(topic, everyone)(author):
                 self.heard[topic](author, data)
 
     def break_streams(self, peer: bytes, why: str) -> None:

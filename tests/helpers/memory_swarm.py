@@ -83,7 +83,8 @@ class Member:
             self.daemon = await Daemon.open(stack, launch, self.outputs, self.device)
             stack.callback(self.daemon.edges.persistence.close)
             driver = self.daemon.driver
-            await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.intake.hear)
+            is_in = driver.node.view().is_in
+            await transport.subscribe(topic_of(self.daemon.edges.run_id), driver.intake.hear, is_in)
             async with asyncio.TaskGroup() as group:
                 connections = group.create_task(self.daemon.edges.connections.run())
                 running = group.create_task(driver.run(self.daemon.started))

@@ -3,7 +3,7 @@
 A request to p2pd takes a short connection to its control socket: a protobuf each way, preceded by its length. Some
 connections stay open. The guardian is a persistent one that carries nothing: p2pd ends when the last persistent one
 closes, so p2pd ends with us, and hivemind's DHT may close its own. A subscription is a connection on which p2pd sends
-messages. A stream is one that belongs to the two peers after its first message.
+messages (subscription.py). A stream is one that belongs to the two peers after its first message.
 
 When p2pd dies, hangs, or loses its sockets or its relay, it is restarted with the same identity on the same ports, and
 its protocols, topics and connections are set up again. Requests wait for it, but not for long.
@@ -36,9 +36,10 @@ from p2ptrain.net.libp2p.reconnect import Routes
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.sockets import Sockets
 from p2ptrain.net.libp2p.streams import Streams
+from p2ptrain.net.libp2p.subscription import Subscription
 from p2ptrain.net.libp2p.supervisor import Supervisor
 from p2ptrain.net.tasks import BACKOFF_SECONDS, OnCrash, Tasks, report_crash
-from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, TransportError
+from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, IsHeard, TransportError, everyone
 
 with parts_of_hivemind():
     from hivemind.dht.routing import DHTID
@@ -130,18 +131,18 @@ class _Control:
         await self._ask(pb.Request.PUBSUB, pubsub=content)
 
     async def listen(self, queue: TopicQueue) -> None:
-        """Fills a topic's queue until p2pd hangs up, and nothing else: p2pd drops what is not read in time."""
-        content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=queue.topic)
-        reader, writer = await self._open()
+        """Fills a topic's queue until p2pd hangs up."""
+        loop = asyncio.get_running_loop()
+        subscription = subscription_of(queue)
         try:
-            await self._ask_on(reader, writer, pb.Request(type=pb.Request.PUBSUB, pubsub=content))
-            queue.is_subscribed.set()
-            while True:
-                message = pb.PSMessage.FromString(await read_message(reader, RESPONSE_BYTES_MAX))
-                queue.put(getattr(message, "from"), message.data)
+            await loop.create_unix_connection(lambda: subscription, str(self._sockets.control))
+        except OSError as error:
+            raise TransportError(f"p2pd is gone: {error}") from error
+        try:
+            raise TransportError(await subscription.ended)
         finally:
             queue.is_subscribed.clear()
-            writer.transport.abort()
+            subscription.abort()
 
     async def open_stream(self, peer: bytes, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         content = pb.StreamOpenRequest(peer=id_bytes_of(peer), proto=[protocol], timeout=CONTROL_SECONDS)
@@ -160,6 +161,23 @@ class _Control:
         ours = _raw(f"/unix{self._sockets.streams}")
         content = pb.StreamHandlerRequest(addr=ours, proto=[protocol], balanced=False)
         await self._ask(pb.Request.STREAM_HANDLER, streamHandler=content)
+
+
+def subscription_of(queue: TopicQueue) -> Subscription:
+    """Returns the subscription that fills a topic's queue."""
+
+    def answered(answer: bytes) -> None:
+        response = pb.Response.FromString(answer)
+        if response.type == pb.Response.ERROR:
+            raise TransportError(f"p2pd refused the subscription: {multiaddrs.reason(response.error.msg)}")
+        queue.is_subscribed.set()
+
+    def put(publisher: bytes, message: bytes) -> None:
+        queue.put(publisher, pb.PSMessage.FromString(message).data)
+
+    content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=queue.topic)
+    request = pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()
+    return Subscription(request, answered, queue.hears, put, queue.counters)
 
 
 async def _read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:
@@ -355,8 +373,9 @@ class P2pd:
     # -------------------------------------------------------------------------------------------------
     # Traffic
 
-    async def subscribe(self, topic: str, hear: Hear) -> None:
-        await self._gossip.subscribe(topic, hear, self._tasks, self._session_tasks if self._supervisor.is_up else None)
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard = everyone) -> None:
+        session = self._session_tasks if self._supervisor.is_up else None
+        await self._gossip.subscribe(topic, hear, is_heard, self._tasks, session)
 
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, f"{len(data)} bytes: libp2p would drop them silently"

@@ -1,7 +1,7 @@
 """Gossip topics: a bounded queue for each, between p2pd and the listener, with a count of dropped messages.
 
-p2pd buffers 32 messages for a subscriber and silently drops the rest. So one task does nothing but read from p2pd, and
-another delivers the messages one at a time.
+p2pd buffers 32 messages for a subscriber and silently drops the rest. So they are read as they come (subscription.py),
+and a task delivers them one at a time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import logging
 from collections import Counter, deque
 from typing import Protocol
 
-from p2ptrain.identity import PeerIdError, key_of_bytes
 from p2ptrain.net.tasks import BACKOFF_SECONDS, Tasks
-from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, TransportError
+from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, IsHeard, TransportError
 
 MESSAGES_MAX = 1_024  # queued in a topic: one round's, four for each of 256 seats
 QUEUED_BYTES_MAX = 2**26  # in a topic: 64 messages of the largest size
@@ -26,27 +25,27 @@ logger = logging.getLogger("p2ptrain.net")
 class TopicQueue:
     """The queue of received messages of one topic, and its listener."""
 
-    def __init__(self, topic: str, me: bytes, hear: Hear, counters: Counter[str]) -> None:
-        self.topic, self._me, self._hear, self._counters = topic, me, hear, counters
+    def __init__(self, topic: str, me: bytes, hear: Hear, is_heard: IsHeard, counters: Counter[str]) -> None:
+        self.topic, self.counters = topic, counters
+        self._me, self._hear, self._is_heard = me, hear, is_heard
         self.is_subscribed = asyncio.Event()
         self._queue: deque[tuple[bytes, bytes]] = deque()
         self._queued_bytes = 0
         self._is_filled = asyncio.Event()
 
-    def put(self, publisher_id: bytes, data: bytes) -> None:
+    def hears(self, publisher: bytes) -> bool:
+        """Whether messages of this publisher are delivered. Our own come back to us, and are not."""
+        return publisher == self._me or self._is_heard(publisher)
+
+    def put(self, publisher: bytes, data: bytes) -> None:
         """Queues a message from a peer. If the queue is full, the new one is dropped: it builds on the older ones."""
-        try:
-            publisher = key_of_bytes(publisher_id)
-        except PeerIdError:
-            self._counters["gossip of strangers"] += 1
-            return
         if publisher == self._me:
             return
-        self._counters.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
+        self.counters.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
         if len(data) > MESSAGE_BYTES_MAX:
-            self._counters["gossip refused"] += 1
+            self.counters["gossip refused"] += 1
         elif len(self._queue) >= MESSAGES_MAX or self._queued_bytes + len(data) > QUEUED_BYTES_MAX:
-            self._counters["gossip dropped"] += 1
+            self.counters["gossip dropped"] += 1
         else:
             self._queue.append((publisher, data))
             self._queued_bytes += len(data)
@@ -79,10 +78,10 @@ class Gossip:
         self._queues: dict[str, TopicQueue] = {}
         self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
 
-    async def subscribe(self, topic: str, hear: Hear, tasks: Tasks, session: Tasks | None) -> None:
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard, tasks: Tasks, session: Tasks | None) -> None:
         """Subscribes. Without a session, when p2pd is down, the topic is subscribed to in the next session."""
         assert topic not in self._queues, f"{topic} already has a listener"
-        queue = self._queues[topic] = TopicQueue(topic, self._me, hear, self._counters)
+        queue = self._queues[topic] = TopicQueue(topic, self._me, hear, is_heard, self._counters)
         tasks.spawn(queue.deliver())
         if session:
             session.spawn(self._listen(queue))
