@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.rate_limit import PEERS_MAX, PeerBudgets, TokenBucket
 from tests.helpers.net import skipping_time, until
 
 
@@ -111,3 +111,22 @@ async def test_what_was_charged_is_paid_for() -> None:
     for _ in range(12):
         await limit.take(2**20)
     assert asyncio.get_running_loop().time() == pytest.approx(12 + 4, rel=0.01)
+
+
+@skipping_time
+async def test_strangers_share_a_budget_which_members_do_not_touch() -> None:
+    budgets, start = PeerBudgets(PIECE_BYTES, 2 * PIECE_BYTES), now()
+    strangers = [number.to_bytes(32, "big") for number in range(2 * PEERS_MAX)]
+    assert [budgets.take_now(each, PIECE_BYTES, is_member=False) for each in strangers[:4]] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert budgets.take_now(b"a member", PIECE_BYTES, is_member=True)
+    assert not budgets.take_now(b"a member", PIECE_BYTES, is_member=True)
+    for each in strangers:
+        budgets.take_now(each, 1, is_member=False)
+    assert len(budgets._of_peers) == PEERS_MAX
+    await until(start + 1)
+    assert budgets.take_now(strangers[-1], PIECE_BYTES - 1, is_member=False)
