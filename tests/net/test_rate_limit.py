@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.net.rate_limit import PEERS_MAX, PeerBudgets, TokenBucket
-from tests.helpers.net import skipping_time, until
+from tests.helpers.net import at, skipping_time, until
 
 
 def now() -> float:
@@ -128,5 +128,5 @@ async def test_strangers_share_a_budget_which_members_do_not_touch() -> None:
     for each in strangers:
         budgets.take_now(each, 1, is_member=False)
     assert len(budgets._of_peers) == PEERS_MAX
-    await until(start + 1)
+    await at(start + 1)
     assert budgets.take_now(strangers[-1], PIECE_BYTES - 1, is_member=False)
