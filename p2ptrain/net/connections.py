@@ -109,11 +109,15 @@ class Connections:
         """Adds an address, which ends with the peer's id; one that leads into a narrower network than that of whoever
         told it is ignored. TransportError if it is not an address."""
         peer, route = split(address)
-        if origin is Origin.USER:
-            self.named.add(_name_in(route))
-        reach = reach_of(address) if origin in (Origin.HEARSAY, Origin.ITSELF) else Reach.PUBLIC
-        if peer == self.transport.me or (_name_in(route) not in self.named if reach is None else reach > told_in):
+        name = _name_in(route)
+        if name and origin is Origin.USER:
+            self.named.add(name)
+        if peer == self.transport.me:
             return
+        if origin in (Origin.HEARSAY, Origin.ITSELF):
+            reach = reach_of(address)
+            if name not in self.named if reach is None else reach > told_in:
+                return
         known = self._of(peer)
         known.is_bootstrap = known.is_bootstrap or origin is Origin.USER
         known.was_reached = known.was_reached or origin is Origin.REMEMBERED
