@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from p2ptrain.identity import Identity, id_bytes_of
-from p2ptrain.net.frames import with_length
+from p2ptrain.net.frames import FrameStream, read_message, with_length
 from p2ptrain.net.libp2p import dht_protocol, process
 from p2ptrain.net.libp2p.dht_protocol import DHTID, FIND, PING, STORE, dht_pb2, place_of
 from p2ptrain.net.libp2p.dht_records import sign_record
@@ -219,3 +219,40 @@ async def test_whatever_a_peer_answers_in_the_dht_costs_little_and_ends(
         protocol._met(id_bytes_of(liar.me), place_of(id_bytes_of(liar.me)).to_bytes())
     assert await nodes[0].look_up("run") == {nodes[1].me: b"here"}
     await nodes[0].announce("run", b"too", 60)
+
+
+KAD = "/ipfs/kad/1.0.0"  # libp2p's own DHT
+
+
+def closer(peers: list[bytes], address: bytes) -> bytes:
+    """Encodes an answer of libp2p's DHT: all of these peers are at this address."""
+    told = [b"\x0a" + with_length(peer) + b"\x12" + with_length(address) for peer in peers]
+    return b"\x08\x04" + b"".join(b"\x42" + with_length(each) for each in told)
+
+
+async def test_no_peer_leads_p2pd_itself_to_addresses_through_libp2ps_own_dht(make: Make) -> None:
+    dialled = 0
+
+    def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal dialled
+        dialled += 1
+        writer.close()
+
+    target = await asyncio.start_server(count, "127.0.0.1", 0)
+    port = target.sockets[0].getsockname()[1]
+    nodes = await connected(make, 1)
+    liar = await make()
+    address = bytes([4, 127, 0, 0, 1, 6]) + port.to_bytes(2, "big")
+
+    async def answer_kad(stream: FrameStream) -> None:
+        while True:
+            await read_message(stream._reader, 2**16)
+            stream._writer.write(with_length(closer(OTHERS[:20], address)))
+
+    await liar.serve(KAD, answer_kad)
+    liar._dht._calls._answers[FIND] = lambda peer_id, request: answering(OTHERS[:20])
+    await liar.connect(nodes[0].addresses()[0])
+    await nodes[0]._meet(liar.me)
+    assert await nodes[0].look_up("run") == {}
+    target.close()
+    assert dialled == 0  # with libp2p's DHT: 20, for each search

@@ -3,7 +3,8 @@
 hivemind's own servicer reads, answers and stores as much as a request names. Our nodes ask for one key and store one
 record at a time, so that is all we answer: a request costs a fraction of a millisecond whatever is in it, and an answer
 that we get costs no more before others have their turn. A peer's place in the DHT follows from its key, as all nodes
-choose it: else one peer could take any number of places, and lead a search on for ever.
+choose it: else one peer could take any number of places, and lead a search on for ever. A search goes only to peers
+that we have met, as nobody but connections.py dials.
 
 Two things of hivemind's are left out because strangers set them off: records are not handed to a node that has just
 come (it gets them within ANNOUNCE_SECONDS), and where there is no room for a newcomer, nobody is pinged to make some.
@@ -22,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.identity import KEY_BYTES, PeerIdError, id_bytes_of, key_of_bytes
+from p2ptrain.identity import PeerIdError, id_bytes_of, key_of_bytes
 from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.unary import UnaryCalls
@@ -192,7 +193,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             del self.routing_table[place]
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, Any]] | None:
-        """Asks a peer for the entries of a key and the peers nearest to it. None if there is no valid answer."""
+        """Asks a peer for the entries of a key and for the nearest peers, of which those that we know count. None if
+        there is no valid answer."""
         [key] = keys
         request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
         try:
@@ -204,8 +206,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             await self.update_routing_table(None, peer, responded=False)
             return None
         await self.update_routing_table(None, peer, responded=True)
-        told = [each for each in result.nearest_peer_ids[:BUCKET_SIZE] if _is_key(each)]
-        nearest = {place: PeerID(each) for each in told if (place := place_of(each)) != self.node_id}
+        places = map(place_of, result.nearest_peer_ids[:BUCKET_SIZE])
+        nearest = {place: peer for place in places if (peer := self.routing_table.get(node_id=place)) is not None}
         return {key: (await self._valid(key.to_bytes(), entries), nearest)}
 
     async def _valid(self, key: bytes, entries: list[_ENTRY]) -> Any:
@@ -224,13 +226,6 @@ def _only(repeated: Any) -> Any:
     if len(repeated) != 1:
         raise RemoteProtocolError(f"{len(repeated)} of what there should be one")
     return repeated[0]
-
-
-def _is_key(peer_id: bytes) -> bool:
-    try:
-        return len(key_of_bytes(peer_id)) == KEY_BYTES
-    except PeerIdError:
-        return False
 
 
 def _encoded(entries: Any) -> bytes:

@@ -201,7 +201,7 @@ def make_arguments(
     }
     switches = {
         "pubsub": True,
-        "dhtServer": True,  # libp2p's DHT resolves ids in hivemind's DHT to addresses
+        # Never libp2p's own DHT: in each search p2pd would dial whatever addresses its peers tell, private ones too.
         "connManager": True,
         "noListenAddrs": not listen,
         "relay": network.relay,
