@@ -230,7 +230,8 @@ def closer(peers: list[bytes], address: bytes) -> bytes:
     return b"\x08\x04" + b"".join(b"\x42" + with_length(each) for each in told)
 
 
-async def test_no_peer_leads_p2pd_itself_to_addresses_through_libp2ps_own_dht(make: Make) -> None:
+async def test_no_peer_leads_the_p2pd_of_a_node_without_relays_to_addresses_by_itself(make: Make) -> None:
+    """With relays p2pd insists on libp2p's DHT, and then dials what peers tell there when it first meets one."""
     dialled = 0
 
     def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -201,7 +201,8 @@ def make_arguments(
     }
     switches = {
         "pubsub": True,
-        # Never libp2p's own DHT: in each search p2pd would dial whatever addresses its peers tell, private ones too.
+        # With libp2p's own DHT p2pd dials whatever addresses its peers tell, private ones too, and nothing filters them.
+        "dhtClient": bool(relays),  # autoRelay does not start without it
         "connManager": True,
         "noListenAddrs": not listen,
         "relay": network.relay,
