@@ -201,7 +201,7 @@ def make_arguments(
     }
     switches = {
         "pubsub": True,
-        # With libp2p's own DHT p2pd dials whatever addresses its peers tell, private ones too, and nothing filters them.
+        # With libp2p's own DHT p2pd dials whatever addresses its peers tell, private ones too: nothing filters them.
         "dhtClient": bool(relays),  # autoRelay does not start without it
         "connManager": True,
         "noListenAddrs": not listen,
