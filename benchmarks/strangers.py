@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from p2ptrain.net.frames import prefixed, read_message
+from p2ptrain.net.frames import read_message, with_length
 from p2ptrain.net.libp2p.p2pd import RESPONSE_BYTES_MAX, P2pd, pb
 from tests.helpers.flood import junk_vote
 from tests.helpers.p2pd import nodes_in
@@ -28,7 +28,7 @@ async def flood(node: P2pd, topic: str, rate: float, seconds: float) -> int:
     frames, run_id = [], topic.encode()[-32:].ljust(32)
     for _ in range(DIFFERENT):
         content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=junk_vote(run_id))
-        frames.append(prefixed(pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()))
+        frames.append(with_length(pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()))
     reader, writer = await node._control._open()
     taken = 0
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
+from enum import IntEnum
 from functools import lru_cache
 
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
@@ -22,6 +24,9 @@ PORT = r"/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)"
 ID = r"/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})"
 ADDRESS = re.compile(rf"(?P<route>{HOST}{PORT}({ID}/p2p-circuit)?)/p2p/(?P<id>[^/]*)")
 REASON_CHARACTERS_MAX = 300
+MACHINES_OWN = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "::/128", "169.254.0.0/16", "fe80::/10", "fec0::/10")))
+EXAMPLES = tuple(map(ipaddress.ip_network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")))
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
 EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
 
 
@@ -46,6 +51,52 @@ def _is_place(route: str) -> bool:
         return 0 < int(port) < 2**16
     except ValueError:
         return False
+
+
+class Reach(IntEnum):
+    """The networks in which an address leads somewhere, the widest first."""
+
+    PUBLIC = 0
+    PRIVATE = 1
+    LOOPBACK = 2
+
+
+def reach_of(address: str) -> Reach | None:
+    """Returns where an address leads; for one through a relay that is where the relay is. None for a name, and for what
+    no peer has: link-local, multicast, unspecified and reserved addresses."""
+    host = _host_of(address)
+    if host is None or host.is_multicast or any(host in each for each in MACHINES_OWN if each.version == host.version):
+        return None
+    if host.is_loopback:
+        return Reach.LOOPBACK
+    if host.is_global or any(host in each for each in EXAMPLES if each.version == host.version):
+        return Reach.PUBLIC
+    return None if host.is_reserved else Reach.PRIVATE
+
+
+def met_in(addresses: Iterable[str]) -> Reach:
+    """Returns the widest network that a connected peer was met in. Anyone can be behind a relay: that is public."""
+    found = [reach_of(each) for each in addresses if "/p2p-circuit" not in each]
+    return min((each for each in found if each is not None), default=Reach.PUBLIC)
+
+
+def port_of(address: str) -> str:
+    """Names the place that a dial goes to, IP address and port, in one way however the address is written."""
+    _, _, host, _, port, *_ = address.split("/")
+    return f"{_host_of(address) or host.lower()} {int(port)}"
+
+
+def _host_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns the IP address that a dial goes to, also if it is inside one of IPv6. None for a name."""
+    parts = address.split("/")
+    try:
+        host = ipaddress.ip_address(parts[2]) if len(parts) > 2 and parts[1] in ("ip4", "ip6") else None
+    except ValueError:
+        return None
+    if isinstance(host, ipaddress.IPv6Address):
+        inside = host.ipv4_mapped or host.sixtofour or (host.teredo or (None, None))[1]
+        return inside or (ipaddress.IPv4Address(int(host) % 2**32) if host in NAT64 else host)
+    return host
 
 
 def relay_of(route: str) -> bytes | None:

@@ -4,7 +4,9 @@ Addresses come from the user (bootstraps), from the last run of this node (remem
 the DHT, where each node announces its own under the run's id. A newly connected peer is asked at once for its own
 addresses and for those of others, because nobody listens on the source port of a connection. A hint costs at most a
 failed dial: a peer that answers proves its key in the handshake. But hearsay never displaces an address that the user
-gave, that a peer gave for itself, or that has worked.
+gave, that a peer gave for itself, or that has worked. A peer may tell addresses of the kind it was met on, or wider
+ones: none but a peer on this machine tells loopback addresses, none but one in a private network private ones, and
+names are not resolved unless the user gave them. told_dials.py bounds the dials to what was told.
 
 Only a peer that speaks the run's protocol counts as connected; a bootstrap of another run is recognised and reported.
 
@@ -38,8 +40,9 @@ import msgspec
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Stranger
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, Reach, address_range, met_in, reach_of, split
 from p2ptrain.net.tasks import pauses
+from p2ptrain.net.told_dials import ToldDials
 from p2ptrain.net.transport import Transport, TransportError
 
 LOOK_SECONDS = 1.0  # between listings of the connected peers: a few hundred bytes over a unix socket
@@ -92,6 +95,9 @@ class Connections:
     dialling: set[bytes] = field(default_factory=set)
     meeting: set[bytes] = field(default_factory=set)  # being asked whether they speak our protocol
     anchors: dict[str, bytes] = field(default_factory=dict)  # by address range
+    met: dict[bytes, Reach] = field(default_factory=dict)  # the networks in which connected peers were met
+    named: set[str] = field(default_factory=set)  # host names that the user gave; no others are resolved
+    told_dials: ToldDials = field(default_factory=ToldDials)
     kept: set[bytes] = field(default_factory=set)  # peers whose connections p2pd should prune last
     keep_at: float = -math.inf  # when to tell p2pd again
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # a peer may have connected: check now
@@ -99,11 +105,19 @@ class Connections:
     # -----------------------------------------------------------------------------------------------
     # Known peers
 
-    def add(self, address: str, origin: Origin = Origin.HEARSAY) -> None:
-        """Adds an address, which ends with the peer's id. TransportError if it is not an address."""
-        peer, _ = split(address)
+    def add(self, address: str, origin: Origin = Origin.HEARSAY, told_in: Reach = Reach.LOOPBACK) -> None:
+        """Adds an address, which ends with the peer's id; one that leads into a narrower network than that of whoever
+        told it is ignored. TransportError if it is not an address."""
+        peer, route = split(address)
+        name = _name_in(route)
+        if name and origin is Origin.USER:
+            self.named.add(name)
         if peer == self.transport.me:
             return
+        if origin in (Origin.HEARSAY, Origin.ITSELF):
+            reach = reach_of(address)
+            if name not in self.named if reach is None else reach > told_in:
+                return
         known = self._of(peer)
         known.is_bootstrap = known.is_bootstrap or origin is Origin.USER
         known.was_reached = known.was_reached or origin is Origin.REMEMBERED
@@ -181,6 +195,7 @@ class Connections:
         now = asyncio.get_running_loop().time()
         self.members = frozenset(self.roster())
         connected = await self.transport.peers()
+        self.met = {peer: met_in(addresses) for peer, addresses in connected.items()}
         for peer in [peer for peer in self.linked if peer not in connected]:
             del self.linked[peer]
             known = self.known.get(peer)
@@ -339,7 +354,7 @@ class Connections:
         try:
             if known is None:
                 return
-            problem = await self._reach(known)
+            problem = await self._reach(known, self._standing(peer))
             self._put_off(known)
             if not problem:
                 self.changed.set()
@@ -348,20 +363,27 @@ class Connections:
         finally:
             self.dialling.discard(peer)
 
-    async def _reach(self, known: KnownPeer) -> str:
+    async def _reach(self, known: KnownPeer, priority: Priority) -> str:
         """Connects to a peer at one of its addresses; on failure returns what was wrong with the best one."""
         problems: list[str] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIAL_SECONDS_LIMIT):
                 for address in known.to_dial(self.rng):
+                    is_told = known.origins.get(address) is not Origin.USER
+                    if is_told and not self.told_dials.may_dial(address, priority, _now()):
+                        continue
+                    is_reached = False
                     try:
                         await self.transport.connect(address)
-                        known.worked = address
+                        known.worked, is_reached = address, True
                         return ""
                     except TransportError as error:
                         problems.append(str(error))
                         if known.worked == address:
                             known.worked = ""
+                    finally:
+                        if is_told:
+                            self.told_dials.ended(address, priority, _now(), is_reached=is_reached)
         return problems[0] if problems else f"cannot connect to {known.addresses[0]}: no answer"
 
     def _put_off(self, known: KnownPeer) -> None:
@@ -413,15 +435,29 @@ class Connections:
             self.tell(peer, addresses)
 
     def tell(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Adds addresses that this peer has announced and signed for itself; others in the list are ignored."""
+        """Adds addresses that this peer has announced and signed for itself; others in the list are ignored.
+
+        Any connected peer may have made up the peer and its record, so they count as told by the least trusted.
+        """
         for address in list(addresses)[:ADDRESSES_MAX]:
             with contextlib.suppress(TransportError):
                 if split(address)[0] == peer:
-                    self.add(address, Origin.ITSELF)
+                    self.add(address, Origin.ITSELF, min(self.met.values(), default=Reach.LOOPBACK))
 
     def _take_hint(self, address: str, teller: bytes) -> None:
         with contextlib.suppress(TransportError):
-            self.add(address, Origin.ITSELF if split(address)[0] == teller else Origin.HEARSAY)
+            origin = Origin.ITSELF if split(address)[0] == teller else Origin.HEARSAY
+            self.add(address, origin, self.met.get(teller, Reach.PUBLIC))
+
+
+def _name_in(route: str) -> str:
+    """Returns the host name in a route, or nothing."""
+    _, kind, host, *_ = route.split("/")
+    return host.lower() if kind.startswith("dns") else ""
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def tell(told: dict[str, float], problem: str, now: float) -> None:

@@ -99,40 +99,49 @@ class FrameStream:
         self._ended(self)
 
 
-async def read_message(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
-    """Reads a message from p2pd; its length comes first as a protobuf varint, seven bits a byte."""
+async def read_length(reader: asyncio.StreamReader, bytes_max: int) -> int:
+    """Reads the length of the next message from p2pd: a protobuf varint, seven bits a byte."""
     size = shift = 0
+    while True:
+        byte = (await read_bytes(reader, 1))[0]
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if size > bytes_max or shift > VARINT_BITS_MAX:
+            raise TransportError(f"p2pd sent a message of {size} bytes or more")
+        if byte < 0x80:
+            return size
+
+
+async def read_message(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+    """Reads a message from p2pd; its length comes first."""
+    return await read_bytes(reader, await read_length(reader, bytes_max))
+
+
+async def read_bytes(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
-        while True:
-            byte = (await reader.readexactly(1))[0]
-            size |= (byte & 0x7F) << shift
-            shift += 7
-            if size > bytes_max or shift > VARINT_BITS_MAX:
-                raise TransportError(f"p2pd sent a message of {size} bytes or more")
-            if byte < 0x80:
-                return await reader.readexactly(size)
+        return await reader.readexactly(size)
     except asyncio.IncompleteReadError as error:
         raise TransportError("p2pd hung up") from error
     except OSError as error:
         raise TransportError(f"p2pd is gone: {error}") from error
 
 
-async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
-    try:
-        writer.write(prefixed(message))
-        await writer.drain()
-    except OSError as error:
-        raise TransportError(f"p2pd is gone: {error}") from error
-
-
-def prefixed(message: bytes) -> bytes:
-    """Puts the length before a message to p2pd."""
+def with_length(message: bytes) -> bytes:
+    """Puts the length in front of a message for p2pd, as `read_message` expects it."""
     size, encoded = len(message), bytearray()
     while size > 0x7F:
         encoded.append(size & 0x7F | 0x80)
         size >>= 7
     encoded.append(size)
     return bytes(encoded) + message
+
+
+async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
+    try:
+        writer.write(with_length(message))
+        await writer.drain()
+    except OSError as error:
+        raise TransportError(f"p2pd is gone: {error}") from error
 
 
 def length_at(data: bytes, at: int, bytes_max: int) -> tuple[int, int] | None:

@@ -7,10 +7,12 @@ pieces of any size. The clock is the event loop's.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 
 from p2ptrain.digest import PIECE_BYTES
 
+PEERS_MAX = 1_024  # whose budgets are remembered: more than can be connected
 DEBT_SECONDS = 60.0  # the maximum debt is the rate times this; charges beyond it are not counted
 
 
@@ -119,3 +121,19 @@ class Shares:
         if limit.rate != rate:  # the owner may have changed the limit
             limit.set_rate(rate)
         return limit
+
+
+class PeerBudgets:
+    """A limit for each peer, and one for all strangers together, because keys are free. Members share none."""
+
+    def __init__(self, peer_bytes_per_second: int, strangers_bytes_per_second: int) -> None:
+        self._of_peer = peer_bytes_per_second
+        self._of_peers: OrderedDict[bytes, TokenBucket] = OrderedDict()  # the one that has been silent longest first
+        self._of_strangers = TokenBucket(strangers_bytes_per_second)
+
+    def take_now(self, peer: bytes, size: int, *, is_member: bool) -> bool:
+        budget = self._of_peers.setdefault(peer, TokenBucket(self._of_peer))
+        self._of_peers.move_to_end(peer)
+        if len(self._of_peers) > PEERS_MAX:
+            self._of_peers.popitem(last=False)
+        return budget.take_now(size) and (is_member or self._of_strangers.take_now(size))

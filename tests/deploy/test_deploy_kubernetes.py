@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,17 @@ def test_a_quorum_is_left_and_nothing_reaches_the_clouds_secrets(objects: dict[s
     everyone = [rule["ports"] for rule in policy["ingress"] if "from" not in rule]
     assert everyone == [[{"protocol": "TCP", "port": "p2p"}]]
     blocks = [to["ipBlock"] for rule in policy["egress"] for to in rule["to"] if "ipBlock" in to]
-    assert blocks[0] == {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}
+    own = ["169.254.169.254", "10.96.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "127.0.0.1", "fd00::1", "fe80::1"]
+    for host, is_let_through in [*((each, False) for each in own), ("9.9.9.9", True), ("2620:fe::fe", True)]:
+        assert any(_is_in(block, host) for block in blocks) is is_let_through, host
+    (swarm,) = (to for rule in policy["egress"] for to in rule["to"] if set(to) == {"podSelector"})
+    assert swarm == {"podSelector": policy["podSelector"]}
+
+
+def _is_in(block: dict[str, Any], host: str) -> bool:
+    address = ip_address(host)
+    ranges = [ip_network(each) for each in (block["cidr"], *block["except"])]
+    return address in ranges[0] and not any(address in each for each in ranges[1:])
 
 
 # ---------------------------------------------------------------------------------------------------

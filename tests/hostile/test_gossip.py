@@ -16,7 +16,7 @@ import psutil
 from p2ptrain.core.messages import decode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import Identity, RunSigner, id_bytes_of
-from p2ptrain.net.frames import prefixed
+from p2ptrain.net.frames import with_length
 from p2ptrain.net.libp2p.p2pd import pb, subscription_of
 from p2ptrain.net.libp2p.pubsub import TopicQueue
 from p2ptrain.net.transport import STRANGERS
@@ -36,7 +36,7 @@ def message_of(publisher: bytes, data: bytes, number: int) -> bytes:
     """Returns a message as p2pd sends it to a subscriber."""
     message = pb.PSMessage(data=data, seqno=number.to_bytes(8, "big"), topicIDs=["topic"], signature=bytes(64))
     setattr(message, "from", id_bytes_of(publisher))
-    return prefixed(message.SerializeToString())
+    return with_length(message.SerializeToString())
 
 
 class Subscribed:
@@ -63,7 +63,7 @@ class Subscribed:
         queue = TopicQueue("topic", bytes(32), self._hear, {MEMBER: 0}.__contains__, self.counters)
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: subscription_of(queue), sock=self._ours)
-        self.p2pd.sendall(prefixed(pb.Response(type=pb.Response.OK).SerializeToString()))
+        self.p2pd.sendall(with_length(pb.Response(type=pb.Response.OK).SerializeToString()))
         await asyncio.wait_for(queue.is_subscribed.wait(), SECONDS)
         return asyncio.create_task(queue.deliver())
 

@@ -19,6 +19,7 @@ from p2ptrain.net.connections import (
     STEADY_SECONDS,
     Connections,
 )
+from p2ptrain.net.told_dials import PLACE_SECONDS_MAX
 from p2ptrain.net.transport import Stream
 from tests.helpers.connections import CONNECT_SECONDS, ME, A, B, C, Seen, address, key, now, others
 from tests.helpers.memory_network import Network
@@ -82,6 +83,7 @@ async def test_a_dial_ends_in_time_and_each_address_has_its_turn() -> None:
     node.connections.tell(A, addresses)
     best = node.connections.known[A].addresses[0]
     for _ in range(100):
+        await at(now() + PLACE_SECONDS_MAX)  # a place that did not answer is left alone for a while
         node.dials.clear()
         began = now()
         await node.connections._dial(A)
@@ -103,6 +105,7 @@ async def test_of_hearsay_one_address_is_dialled_at_a_time_and_after_what_is_cer
         node.connections.add(each, Origin.ITSELF if each == own else Origin.HEARSAY)
     others: set[str] = set()
     for _ in range(100):
+        await at(now() + PLACE_SECONDS_MAX)
         node.dials.clear()
         await node.connections._dial(A)
         (_, first), (_, other) = node.dials

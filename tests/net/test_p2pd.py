@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -448,10 +447,6 @@ async def test_what_a_node_announces_or_looks_up_has_room_in_its_own_dht(
     assert storage.used <= storage.data.keys()
 
 
-def without_dht(*arguments: Any) -> list[str]:
-    return [each for each in process.make_arguments(*arguments) if each != "-dhtServer=true"]
-
-
 async def test_when_there_are_too_many_connections_those_that_are_kept_stay(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,7 +454,6 @@ async def test_when_there_are_too_many_connections_those_that_are_kept_stay(
         patched.setattr(process, "CONNECTIONS_LOW", 2)
         patched.setattr(process, "CONNECTIONS_HIGH", 3)
         patched.setattr(process, "CONNECTIONS_GRACE_SECONDS", 0)
-        patched.setattr(p2pd, "make_arguments", without_dht)  # the DHT protects peers of its own choice
         node = await make()
     others = [await make() for _ in range(6)]
     for each in others:

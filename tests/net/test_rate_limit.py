@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.net.rate_limit import TokenBucket
-from tests.helpers.net import skipping_time, until
+from p2ptrain.net.rate_limit import PEERS_MAX, PeerBudgets, TokenBucket
+from tests.helpers.net import at, skipping_time, until
 
 
 def now() -> float:
@@ -124,3 +124,22 @@ async def test_what_is_spent_at_once_is_waited_for_afterwards_and_what_is_given_
     assert limit.take_now(1_000)
     limit.spend(-5_000)
     assert not limit.take_now(1_000) or not limit.take_now(1)  # no more than the burst
+
+
+@skipping_time
+async def test_strangers_share_a_budget_which_members_do_not_touch() -> None:
+    budgets, start = PeerBudgets(PIECE_BYTES, 2 * PIECE_BYTES), now()
+    strangers = [number.to_bytes(32, "big") for number in range(2 * PEERS_MAX)]
+    assert [budgets.take_now(each, PIECE_BYTES, is_member=False) for each in strangers[:4]] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert budgets.take_now(b"a member", PIECE_BYTES, is_member=True)
+    assert not budgets.take_now(b"a member", PIECE_BYTES, is_member=True)
+    for each in strangers:
+        budgets.take_now(each, 1, is_member=False)
+    assert len(budgets._of_peers) == PEERS_MAX
+    await at(start + 1)
+    assert budgets.take_now(strangers[-1], PIECE_BYTES - 1, is_member=False)

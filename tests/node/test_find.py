@@ -163,7 +163,7 @@ async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_ru
 @skipping_time
 async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path) -> None:
     async with swarm(tmp_path) as each:
-        other = each.run.canonical().replace(b'"protocol":1', b'"protocol":2')
+        other = each.run.canonical().replace(b'"protocol":2', b'"protocol":1')
         run_id = digest("run id", other)
 
         def answer(peer: bytes, question: questions.Question) -> questions.Answer:
@@ -174,7 +174,7 @@ async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path)
         for key in (LIAR, GOOD):
             each.network.nodes[key]._handlers.pop(questions.PROTOCOL)
             await questions.serve(each.network.nodes[key], answer)
-        with pytest.raises(ConfigError, match=r"uses protocol 2, and this release speaks 1. Install a release"):
+        with pytest.raises(ConfigError, match=r"uses protocol 1, and this release speaks 2. Install a release"):
             await find_run(each.me, each.config, None)
 
 

@@ -51,7 +51,7 @@ LAYERS = {
     "__init__": set(),
     **{leaf: set() for leaf in LEAVES},
 }
-HIVEMIND_USERS = {PurePosixPath("p2ptrain/net/libp2p/p2pd.py"), PurePosixPath("p2ptrain/net/libp2p/dht.py")}
+HIVEMIND_USERS = {PurePosixPath(f"p2ptrain/net/libp2p/{name}.py") for name in ("p2pd", "unary", "dht", "dht_protocol")}
 # What reads a clock, draws at random, waits, or touches the world outside the arguments.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "http", "importlib", "io", "logging", "mmap",
@@ -86,7 +86,7 @@ def imports_follow_the_arrows(path: PurePosixPath, tree: ast.Module) -> Iterator
     place = layer(path)
     for line, name in imports(path, tree):
         if name.split(".")[0] == "hivemind" and path not in HIVEMIND_USERS:
-            yield line, "only net/libp2p/p2pd.py and net/libp2p/dht.py import hivemind"
+            yield line, "only p2pd, unary, dht and dht_protocol in net/libp2p import hivemind"
     if place is None:
         return
     if place not in LAYERS:

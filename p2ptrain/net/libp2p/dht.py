@@ -1,6 +1,6 @@
 """hivemind's DHT node with bounds and our own signatures; it stores hints about peers' addresses.
 
-The DHT is Kademlia: Maymounkov and Mazieres 2002. Records are checked by dht_records.py.
+The DHT is Kademlia: Maymounkov and Mazieres 2002. dht_protocol.py bounds requests, dht_records.py checks records.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ import logging
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of
+from p2ptrain.net.libp2p.dht_protocol import BoundedProtocol
 from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
-from p2ptrain.net.transport import TransportError
+from p2ptrain.net.libp2p.unary import UnaryCalls
 
 with parts_of_hivemind():
     from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-    from hivemind.utils.multiaddr import Multiaddr
+    from hivemind.p2p import PeerID
 
 logger = logging.getLogger("p2ptrain.net")
 
-SEARCHING_MAX = 32  # requests to DHT peers in flight
 STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # stored here for the DHT, 4 KB each: 70 MB under attack
 
 
@@ -93,33 +92,36 @@ def _draw_out(storage: Any, others: set[Any], room: int) -> None:
 class Dht:
     """hivemind's DHT node on top of one p2pd."""
 
-    def __init__(self, node: Any) -> None:
-        self.node = node
-        self._control = node.p2p._client.control
-        self.reading: asyncio.Task[None] = self._control._read_task  # answers come only while this runs
+    def __init__(self, node: Any, calls: UnaryCalls) -> None:
+        self.node, self._calls = node, calls
+        self.reading = calls.reading  # answers come only while this runs
 
     @classmethod
-    async def start(cls, socket: Path, validator: RecordValidator, storage: Storage) -> Self:
-        class Client(P2P):  # type: ignore[misc]  # hivemind has no types
-            _UNIX_SOCKET_PREFIX = f"/unix{socket.parent}/"  # the default is /tmp
-
-        try:
-            p2p = await Client.replicate(Multiaddr(f"/unix{socket}"))
-            node = await DHTNode.create(
-                p2p=p2p,
-                node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),
-                parallel_rpc=SEARCHING_MAX,
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                cache_refresh_before_expiry=0,
-                reuse_get_requests=False,
-                record_validator=validator,
-            )
-        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
-            raise TransportError(f"the DHT did not start: {error}") from error
-        node.protocol.storage, node.protocol.cache = storage, Storage(keys_max=0)
-        return cls(node)
+    async def start(
+        cls,
+        control: Path,
+        me: bytes,
+        validator: RecordValidator,
+        storage: Storage,
+        is_member: Callable[[bytes], bool],
+        counters: Counter[str],
+    ) -> Self:
+        calls = await UnaryCalls.start(control)
+        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), is_member, counters)
+        node = await DHTNode.create(
+            p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),
+            node_id=protocol.node_id,
+            client_mode=True,  # `protocol` answers instead
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,
+            blacklist_time=0,  # it never forgets a peer; who does not answer leaves the routing table
+        )
+        node.protocol = protocol
+        await protocol.serve()
+        return cls(node, calls)
 
     async def meet(self, peer: bytes) -> None:
         """Pings a peer: both enter each other's routing tables. hivemind logs failures and raises nothing."""
@@ -127,18 +129,5 @@ class Dht:
         await asyncio.sleep(0)  # hivemind records the answer in a separate task
 
     async def stop(self) -> None:
-        """Shuts down. hivemind's own shutdown waits for p2pd, which may be gone, and leaks tasks that await answers."""
         self.node.is_alive = False
-        self._control.call_unary_handler = _no_more_calls
-        for answer in self._control._pending_calls.values():
-            if not answer.done():
-                answer.set_exception(P2PDaemonError("closing"))
-        tasks = [self.reading, self._control._write_task, *self._control._handler_tasks.values()]
-        await self.node.p2p.shutdown()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _no_more_calls(*arguments: object) -> bytes:
-    raise P2PDaemonError("closing")
+        await self._calls.close()

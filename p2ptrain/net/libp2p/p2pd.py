@@ -277,7 +277,7 @@ class P2pd:
         await stack.enter_async_context(self._control.guardian())
         if (found := await self._identify()) != id_bytes_of(self.me):
             raise TransportError(f"p2pd reports the id {found.hex()}, not {peer_id_of(self.me)}")
-        self._dht = await Dht.start(control, self._validator, self._storage)
+        self._dht = await self._start_dht()
         while missing := self._streams.handlers.keys() - self._registered:  # more may be added meanwhile
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
@@ -296,18 +296,19 @@ class P2pd:
         if dht:
             await dht.stop()
 
-    async def _keep_dht(self, dht: Dht) -> None:
-        """Restarts the DHT when it loses its connection to a living p2pd.
+    async def _start_dht(self) -> Dht:
+        is_member, control = self._kept.__contains__, self._sockets.control
+        return await Dht.start(control, self.me, self._validator, self._storage, is_member, self._counters)
 
-        That happens when an answer arrives just as its request is cancelled.
-        """
+    async def _keep_dht(self, dht: Dht) -> None:
+        """Restarts the DHT when it loses its connection to a living p2pd."""
         while True:
             await asyncio.wait({dht.reading})
             await asyncio.sleep(BACKOFF_SECONDS)  # if p2pd itself has ended, this task is cancelled here
             logger.warning("the DHT lost its connection to p2pd and is being restarted")
             try:
                 await dht.stop()
-                self._dht = dht = await Dht.start(self._sockets.control, self._validator, self._storage)
+                self._dht = dht = await self._start_dht()
                 await self._peers.meet_all()
             except TransportError as error:
                 logger.warning("%s", error)

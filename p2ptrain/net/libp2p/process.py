@@ -32,6 +32,7 @@ from typing import Self
 
 from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
+from p2ptrain.net.libp2p.unary import CONTROL_BYTES_MAX
 from p2ptrain.net.transport import TransportError
 
 logger = logging.getLogger("p2ptrain.net")
@@ -196,10 +197,12 @@ def make_arguments(
         "connLo": CONNECTIONS_LOW,
         "connHi": CONNECTIONS_HIGH,
         "connGrace": f"{CONNECTIONS_GRACE_SECONDS}s",
+        "persistentConnMaxMsgSize": CONTROL_BYTES_MAX,
     }
     switches = {
         "pubsub": True,
-        "dhtServer": True,  # libp2p's DHT resolves ids in hivemind's DHT to addresses
+        # With libp2p's own DHT p2pd dials whatever addresses its peers tell, private ones too: nothing filters them.
+        "dhtClient": bool(relays),  # autoRelay does not start without it
         "connManager": True,
         "noListenAddrs": not listen,
         "relay": network.relay,

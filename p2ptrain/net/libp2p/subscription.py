@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import cast
 
 from p2ptrain.identity import ID_PREFIX, KEY_BYTES
-from p2ptrain.net.frames import length_at, prefixed
+from p2ptrain.net.frames import length_at, with_length
 from p2ptrain.net.transport import STRANGERS, TransportError
 
 BYTES_MAX = 2**22  # from p2pd, which we trust; gossipsub passes on a quarter
@@ -49,7 +49,7 @@ class Subscription(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        self._transport.write(prefixed(self._request))
+        self._transport.write(with_length(self._request))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(f"p2pd hung up: {error}" if error else "p2pd hung up")

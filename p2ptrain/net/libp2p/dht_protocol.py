@@ -1,0 +1,248 @@
+"""The requests of hivemind's DHT, to us and by us, with bounds; anyone may send them, and answer them.
+
+hivemind's own servicer reads, answers and stores as much as a request names. Our nodes ask for one key and store one
+record at a time, so that is all we answer: a request costs a fraction of a millisecond whatever is in it, and an answer
+that we get costs no more before others have their turn. A peer's place in the DHT follows from its key, as all nodes
+choose it: else one peer could take any number of places, and lead a search on for ever. A search goes only to peers
+that we have met, as nobody but connections.py dials.
+
+Two things of hivemind's are left out because strangers set them off: records are not handed to a node that has just
+come (it gets them within ANNOUNCE_SECONDS), and where there is no room for a newcomer, nobody is pinged to make some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.identity import PeerIdError, id_bytes_of, key_of_bytes
+from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
+from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
+from p2ptrain.net.libp2p.unary import UnaryCalls
+from p2ptrain.net.rate_limit import PeerBudgets
+from p2ptrain.net.transport import TransportError
+
+with parts_of_hivemind():
+    from google.protobuf.message import DecodeError
+    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.routing import DHTID, RoutingTable
+    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import PeerID
+    from hivemind.proto import dht_pb2
+    from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
+
+PING, STORE, FIND = "DHTProtocol.rpc_ping", "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
+BUCKET_SIZE, DEPTH_MODULO, REPLICAS = 20, 5, 5  # hivemind's defaults
+SEARCHING_MAX = 32  # requests to DHT peers in flight
+ANSWER_SECONDS = 3.0  # hivemind names it again with each call
+REQUEST_BYTES_MAX = VALUE_BYTES_MAX + 1_024  # to store a record of the largest kind
+SHORT_BYTES_MAX = 256  # an answer to all but a search
+ENTRIES_MAX, ENTRIES_BYTES_MAX = 64, 2**14  # of a key in one answer; drawn by lot if there are more
+REPLACEMENTS_MAX = 20  # peers a bucket of the routing table remembers for when it has room again
+CHECKS_IN_A_ROW = 8  # of signatures, before others have their turn: 0.6 ms
+REQUEST_COST = 2**16  # charged for each request, on top of the bytes of its answer: 0.3 ms of work
+PEER_BYTES_PER_SECOND = 2**18  # 4 requests a second, after a first 16; a node asks another a few times a minute
+STRANGERS_BYTES_PER_SECOND = 2**21  # 32 requests a second
+DICTIONARY_CODE = 0x50  # hivemind's extension type of msgpack for the entries of a key
+
+_ENTRY = tuple[bytes, bytes, float]  # author, value and signature, time of expiry
+_ENCODER = msgspec.msgpack.Encoder()
+_EXTENSION = msgspec.msgpack.Decoder(msgspec.msgpack.Ext)
+_DICTIONARY = msgspec.msgpack.Decoder(tuple[object, float, Annotated[list[_ENTRY], Meta(max_length=ENTRIES_MAX)]])
+
+
+def place_of(peer_id: bytes) -> DHTID:
+    """Returns a peer's place in the DHT."""
+    return DHTID.generate(source=peer_id)
+
+
+class _Stub:
+    """hivemind's interface for calls to one peer."""
+
+    def __init__(self, calls: UnaryCalls, peer: PeerID) -> None:
+        self._calls, self._peer = calls, peer.to_bytes()
+        self._place = place_of(self._peer).to_bytes()
+
+    async def rpc_ping(self, request: Any, **_: float) -> Any:
+        return await self._ask(PING, request, dht_pb2.PingResponse)
+
+    async def rpc_store(self, request: Any, **_: float) -> Any:
+        return await self._ask(STORE, request, dht_pb2.StoreResponse)
+
+    async def rpc_find(self, request: Any, **_: float) -> Any:
+        return await self._ask(FIND, request, dht_pb2.FindResponse)
+
+    async def _ask(self, name: str, request: Any, kind: Any) -> Any:
+        raw = await self._calls.call(self._peer, name, request.SerializeToString(), ANSWER_SECONDS)
+        if name != FIND and len(raw) > SHORT_BYTES_MAX:
+            raise RemoteProtocolError(f"an answer of {len(raw)} bytes")
+        answer = kind.FromString(raw)
+        if answer.peer.node_id not in (b"", self._place):
+            raise RemoteProtocolError("a place in the DHT that is not the peer's")
+        return answer
+
+
+class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no types
+    """A node's side of the DHT's protocol. hivemind's DHTNode searches and stores with it."""
+
+    def __init__(
+        self,
+        calls: UnaryCalls,
+        me: bytes,
+        validator: RecordValidatorBase,
+        storage: DHTLocalStorage,
+        cache: DHTLocalStorage,
+        is_member: Callable[[bytes], bool],
+        counters: Counter[str],
+    ) -> None:
+        super().__init__(_initialized_with_create=True)
+        self.node_id = place_of(id_bytes_of(me))
+        self.bucket_size, self.num_replicas, self.wait_timeout = BUCKET_SIZE, REPLICAS, ANSWER_SECONDS
+        self.node_info, self.client_mode = dht_pb2.NodeInfo(node_id=self.node_id.to_bytes()), False
+        self.storage, self.cache, self.record_validator = storage, cache, validator
+        self.routing_table = RoutingTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
+        self.rpc_semaphore = asyncio.Semaphore(SEARCHING_MAX)
+        self._budgets = PeerBudgets(PEER_BYTES_PER_SECOND, STRANGERS_BYTES_PER_SECOND)
+        self._calls, self._is_member, self._counters = calls, is_member, counters
+
+    # -----------------------------------------------------------------------------------------------
+    # Requests of others
+
+    async def serve(self) -> None:
+        for name, work in ((PING, self._pinged), (STORE, self._asked_to_store), (FIND, self._asked_to_find)):
+            await self._calls.serve(name, partial(self._answer, work))
+
+    def _answer(self, work: Callable[[bytes, bytes], Any], peer_id: bytes, request: bytes) -> bytes:
+        """Answers a peer's request. RemoteProtocolError or DecodeError if it gets no answer."""
+        try:
+            key = key_of_bytes(peer_id)
+        except PeerIdError as error:
+            raise RemoteProtocolError(str(error)) from error
+        is_member = self._is_member(key)
+        if len(request) > REQUEST_BYTES_MAX or not self._budgets.take_now(key, REQUEST_COST, is_member=is_member):
+            self._counters["DHT requests refused"] += 1
+            raise RemoteProtocolError("too large or too many")
+        answer: bytes = work(peer_id, request).SerializeToString()
+        if not self._budgets.take_now(key, len(answer), is_member=is_member):
+            raise RemoteProtocolError("too much")
+        return answer
+
+    def _pinged(self, peer_id: bytes, raw: bytes) -> Any:
+        self._met(peer_id, dht_pb2.PingRequest.FromString(raw).peer.node_id)
+        return dht_pb2.PingResponse(peer=self.node_info, dht_time=get_dht_time(), available=False)
+
+    def _asked_to_store(self, peer_id: bytes, raw: bytes) -> Any:
+        request = dht_pb2.StoreRequest.FromString(raw)
+        record = _only(request.keys), _only(request.subkeys), _only(request.values), _only(request.expiration_time)
+        self._met(peer_id, request.peer.node_id)
+        is_stored = len(record[0]) == DHTID.HASH_NBYTES and self.record_validator.validate(DHTRecord(*record))
+        if is_stored:
+            key, subkey, value, expires_at = record
+            is_stored = self.storage.store_subkey(
+                DHTID.from_bytes(key), msgspec.msgpack.decode(subkey, type=bytes), value, expires_at
+            )
+        return dht_pb2.StoreResponse(store_ok=[is_stored], peer=self.node_info)
+
+    def _asked_to_find(self, peer_id: bytes, raw: bytes) -> Any:
+        request = dht_pb2.FindRequest.FromString(raw)
+        wanted = _only(request.keys)
+        if len(wanted) != DHTID.HASH_NBYTES:
+            raise RemoteProtocolError("not a key of the DHT")
+        self._met(peer_id, request.peer.node_id)
+        key, result = DHTID.from_bytes(wanted), dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+        if held := self.storage.get(key):
+            result.type, result.expiration_time = dht_pb2.FOUND_DICTIONARY, held.expiration_time
+            result.value = _encoded(held.value)
+        for place, peer in self.routing_table.get_nearest_neighbors(key, BUCKET_SIZE, exclude=place_of(peer_id)):
+            result.nearest_node_ids.append(place.to_bytes())
+            result.nearest_peer_ids.append(peer.to_bytes())
+        return dht_pb2.FindResponse(results=[result], peer=self.node_info)
+
+    def _met(self, peer_id: bytes, claimed: bytes) -> None:
+        """Adds a peer to the routing table, if it says that it takes part."""
+        place = place_of(peer_id)
+        if claimed != place.to_bytes():
+            return
+        table = self.routing_table
+        table.add_or_update_node(place, table.get(node_id=place) or PeerID(peer_id))
+        replacements = table.buckets[table.get_bucket_index(place)].replacement_nodes
+        while len(replacements) > REPLACEMENTS_MAX:
+            del table[next(iter(replacements))]
+
+    # -----------------------------------------------------------------------------------------------
+    # Our own requests
+
+    def get_stub(self, peer: PeerID) -> _Stub:
+        return _Stub(self._calls, peer)
+
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        """Takes note of how a peer answered; hivemind calls it. The place follows from the peer, not from `node_id`."""
+        place = place_of(peer_id.to_bytes())
+        if responded:
+            self._met(peer_id.to_bytes(), place.to_bytes())
+        elif place in self.routing_table:
+            del self.routing_table[place]
+
+    async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, Any]] | None:
+        """Asks a peer for the entries of a key and for the nearest peers, of which those that we know count. None if
+        there is no valid answer."""
+        [key] = keys
+        request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
+        try:
+            async with self.rpc_semaphore:
+                answer = await self.get_stub(peer).rpc_find(request)
+            result = _only(answer.results)
+            entries = _decoded(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
+        except (TransportError, RemoteProtocolError, DecodeError, msgspec.MsgspecError):
+            await self.update_routing_table(None, peer, responded=False)
+            return None
+        await self.update_routing_table(None, peer, responded=True)
+        places = map(place_of, result.nearest_peer_ids[:BUCKET_SIZE])
+        nearest = {place: peer for place in places if (peer := self.routing_table.get(node_id=place)) is not None}
+        return {key: (await self._valid(key.to_bytes(), entries), nearest)}
+
+    async def _valid(self, key: bytes, entries: list[_ENTRY]) -> Any:
+        """Returns the entries up to the first invalid one, which an honest peer would not have stored."""
+        found = DictionaryDHTValue()
+        for count, (author, value, expires_at) in enumerate(entries, 1):
+            if count % CHECKS_IN_A_ROW == 0:
+                await asyncio.sleep(0)
+            if not self.record_validator.validate(DHTRecord(key, _ENCODER.encode(author), value, expires_at)):
+                break
+            found.store(author, value, expires_at)
+        return ValueWithExpiration(found, found.latest_expiration_time) if found else None
+
+
+def _only(repeated: Any) -> Any:
+    if len(repeated) != 1:
+        raise RemoteProtocolError(f"{len(repeated)} of what there should be one")
+    return repeated[0]
+
+
+def _encoded(entries: Any) -> bytes:
+    """Encodes entries as hivemind does, no more of them than an answer may have."""
+    items = [(author, value, expires_at) for author, (value, expires_at) in entries.items()]
+    sent, room = [], ENTRIES_BYTES_MAX
+    for item in random.SystemRandom().sample(items, min(len(items), ENTRIES_MAX)):
+        room -= len(item[0]) + len(item[1]) + 16
+        if room < 0:
+            break
+        sent.append(item)
+    content = _ENCODER.encode((float("inf"), entries.latest_expiration_time, sent))
+    return _ENCODER.encode(msgspec.msgpack.Ext(DICTIONARY_CODE, content))
+
+
+def _decoded(raw: bytes) -> list[_ENTRY]:
+    extension = _EXTENSION.decode(raw)
+    if extension.code != DICTIONARY_CODE:
+        raise RemoteProtocolError("not the entries of a key")
+    return _DICTIONARY.decode(extension.data)[2]
