@@ -21,7 +21,7 @@ from p2ptrain.core.messages import NUMBER_MAX, JoinRequest
 from p2ptrain.core.reputation import Reason
 from p2ptrain.digest import digest
 from tests.helpers.catchup import extend, followed, meet, on_own_branch, other_line, regroup, shared, steps
-from tests.helpers.core import KEYS, RUN, Bench, begun, line_of, signed_set
+from tests.helpers.core import KEYS, RUN, Bench, begun, line_of, sent, signed_set
 
 LIAR, HONEST = KEYS[0], KEYS[2]
 
