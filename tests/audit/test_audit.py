@@ -21,7 +21,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Join
-from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.messages import authored, payload_digest
 from p2ptrain.errors import ConfigError
 from p2ptrain.files import digest_of
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
@@ -279,7 +279,7 @@ def test_a_member_that_all_keys_admit_without_its_having_earned_it_is_found(dire
     stranger = bytes(range(32))
 
     def change(manifest: Any) -> Any:
-        return msgspec.structs.replace(manifest, seated=(stranger,), joins=(Join(stranger, bytes(16), 0),))
+        return msgspec.structs.replace(manifest, seated=(stranger,), joins=(Join(stranger, bytes(32), 0, 0),))
 
     rewind(directory, run, last.round, change)
     assert "keys get seats that have not earned them" in " ".join(map(str, bad(audit(directory))))
@@ -293,12 +293,15 @@ def test_a_payload_in_the_place_of_another_is_found(directory: Path) -> None:
     assert "does not match its name" in bad(report)[0].what
 
 
-def test_a_payload_that_no_decoder_takes_is_found_where_all_keys_say_that_it_was_applied(
-    directory: Path, run: RunConfig
+@pytest.mark.parametrize("author", ["the right one", "another"])
+def test_a_payload_that_nobody_takes_is_found_where_all_keys_say_that_it_was_applied(
+    author: str, directory: Path, run: RunConfig
 ) -> None:
     last = entries_of(directory)[-1].manifest
-    size = last.taken[0].payload_bytes
-    payload = b"\xff" * size
+    first = last.taken[0]
+    key = first.author if author == "the right one" else bytes(32)
+    payload = authored(key, b"\xff" * (first.payload_bytes - len(key)))
+    why = "the strict decoder refuses it" if author == "the right one" else "took it as another author's"
 
     def change(manifest: Any) -> Any:
         first = msgspec.structs.replace(manifest.taken[0], payload=payload_digest(payload))
@@ -306,7 +309,7 @@ def test_a_payload_that_no_decoder_takes_is_found_where_all_keys_say_that_it_was
 
     (directory / "payloads" / payload_digest(payload).hex()).write_bytes(payload)
     rewind(directory, run, last.round, change)
-    assert any("the strict decoder refuses it" in finding.what for finding in bad(audit(directory)))
+    assert any(why in finding.what for finding in bad(audit(directory)))
 
 
 def test_a_missing_payload_cannot_be_checked(directory: Path, run: RunConfig) -> None:
