@@ -28,6 +28,20 @@ ID_PREFIX = bytes.fromhex("002408011220")  # an identity multihash of 36 bytes: 
 IDS_KEPT = 4_096  # cached ids, one for each remembered peer; 1 MB
 ID_TEXT_MAX = 64  # characters; an id has 52
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"  # Bitcoin's
+# The encodings, without the sign of x, of points whose eightfold is the neutral element: under such a key one signature
+# verifies for any message (with "A" as in RFC 8032; libsodium refuses the same ones).
+SMALL_ORDER = frozenset(
+    bytes.fromhex(each)
+    for each in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    )
+)
 VERIFIED_MAX = 65_536  # signatures that a signer remembers: 100 rounds of votes from 256 seats; 8 MB
 
 
@@ -112,13 +126,17 @@ class RunSigner:
 
 
 def verify(key: bytes, signed: bytes, signature: bytes) -> bool:
-    if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+    if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES or _without_sign(key) in SMALL_ORDER:
         return False
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, signed)
     except InvalidSignature:
         return False
     return True
+
+
+def _without_sign(key: bytes) -> bytes:
+    return key[:-1] + bytes([key[-1] & 0x7F])
 
 
 def id_bytes_of(key: bytes) -> bytes:

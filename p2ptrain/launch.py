@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import signal
+import stat
 import tempfile
 from asyncio import Future
 from collections.abc import Coroutine
@@ -251,14 +253,23 @@ def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:
 
 
 def _make_writable(directory: Path) -> None:
+    """Makes the data directory; raises ConfigError if this user cannot write to it, or another user can."""
+    fix = "Choose another with --data-dir"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
+        link, kind = os.lstat(directory), directory.stat()
     except OSError as error:
-        fix = "Choose another with --data-dir"
         raise ConfigError(
             f"cannot be written: {error.strerror}", source=str(directory), key="storage.directory", fix=fix
         ) from error
+    why = ""
+    if {link.st_uid, kind.st_uid} - {0, os.geteuid()}:
+        why = "belongs to another user, who could change what the node keeps"
+    elif kind.st_mode & stat.S_IWOTH:
+        why, fix = "every user of this machine may change what is in it", f"chmod o-w {directory}"
+    if why:
+        raise ConfigError(why, source=str(directory), key="storage.directory", fix=fix)
 
 
 async def _open_transport(stack: AsyncExitStack, identity: Path, network: NetworkConfig, sockets: Path) -> Transport:

@@ -7,11 +7,14 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -209,3 +212,19 @@ def test_bytes_moved_between_key_and_signature_do_not_pass_as_verified() -> None
     assert signer(KEY, b"text", signature)
     assert not signer(KEY[:-1], b"text", KEY[-1:] + signature)
     assert not signer(KEY, b"ext", signature + b"t")
+
+
+@pytest.mark.parametrize("sign", [0x00, 0x80])
+@pytest.mark.parametrize("key", sorted(identity.SMALL_ORDER), ids=bytes.hex)
+def test_under_a_key_of_small_order_nothing_verifies(key: bytes, sign: int) -> None:
+    """Its holder, or anyone, could show one signature for many messages."""
+    weak, signature = key[:-1] + bytes([key[-1] | sign]), b"\1" + bytes(63)  # R is the neutral element, S is 0
+    passed = 0
+    for number in range(64):
+        signed = number.to_bytes(4, "big")
+        with suppress(InvalidSignature, ValueError):
+            Ed25519PublicKey.from_public_bytes(weak).verify(signature, signed)
+            passed += 1
+        assert not verify(weak, signed, signature)
+        assert not RunSigner(Identity(SEED), bytes(32))(weak, signed, signature)
+    assert passed, "without the refusal it would verify"

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,3 +114,26 @@ def test_a_port_is_chosen_by_whoever_names_or_announces_it(tmp_path: Path, monke
     assert is_chosen(f"[network]\nlisten = {usual}") and is_chosen(f"[network]\nannounce = {usual}")
     monkeypatch.setenv("P2PTRAIN_NETWORK__LISTEN", usual[0])
     assert is_chosen()
+
+
+def test_a_data_directory_that_other_users_can_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, open_to_all, link = (tmp_path / name for name in ("mine", "open", "link"))
+    launch._make_writable(mine)
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"every user of this machine may change.*chmod o-w"):
+        launch._make_writable(open_to_all)
+    link.symlink_to(mine)
+    launch._make_writable(link)  # one's own link to another disk
+    look = os.lstat
+
+    def of_another(path: Path) -> Any:
+        found = look(path)
+        return os.stat_result([*found[:4], 12_345, *found[5:10]]) if path == link else found
+
+    monkeypatch.setattr(os, "lstat", of_another)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        launch._make_writable(link)
