@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
-from p2ptrain.core.admission import Invitation, decode_invitation, make_claim
 from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
-from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.tasks import IS_CRASH
@@ -39,6 +38,7 @@ from p2ptrain.node.find import (
     open_dataset,
     with_relays,
 )
+from p2ptrain.node.invitations import made_out, read_invitation
 from p2ptrain.node.limits import be_nice, refuse_too_large, refuse_too_much_data
 from p2ptrain.node.notify import notify
 from p2ptrain.observe.build import status_of
@@ -182,7 +182,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket: str | None, trus
     set_up(config.logging)
     check_addresses(config.network)
     wanted = _pinned(config.network.run, wanted)
-    invitation = _read_invitation(ticket) if ticket else None
+    invitation = read_invitation(ticket) if ticket else None
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
@@ -198,7 +198,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket: str | None, trus
             data = await fetch_dataset(transport, config, run, directory, sources)
         else:
             await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
-        claim = _claim(invitation, identity, run.run_id) if invitation else b""
+        claim = made_out(invitation, identity, run.run_id) if invitation else b""
         launch = Launch(run, config, identity, transport, data, claim=claim, trust=trust)
         await _serve(stack, launch, daemon, http)
 
@@ -223,24 +223,6 @@ def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
     if trust.hex() == run.run_id:
         what = "that is the run's id, with which every history of the run begins: it protects from nothing"
         raise ConfigError(what, key="--trust", fix=HEAD_FIX)
-
-
-def _read_invitation(text_or_file: str) -> Invitation:
-    try:
-        if re.fullmatch(r"[0-9a-f]{128,}", text_or_file):  # longer than what people call a file
-            return decode_invitation(text_or_file)
-        return decode_invitation(Path(text_or_file).read_text())
-    except (OSError, UnicodeDecodeError, RemoteProtocolError) as error:
-        fix = "Use the invitation exactly as you received it: its text, or the file that contains it"
-        raise ConfigError(f"not an invitation: {error}", key="--ticket", fix=fix) from error
-
-
-def _claim(invitation: Invitation, identity: Identity, run_id: str) -> bytes:
-    """Makes out an invitation to this node."""
-    bearer = Identity(invitation.seed)
-    if bearer.key != invitation.ticket.bearer:
-        raise ConfigError("not an invitation: its key is damaged", key="--ticket", fix="Ask for it again")
-    return make_claim(invitation.ticket, bearer.sign, bytes.fromhex(run_id), identity.key)
 
 
 def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:

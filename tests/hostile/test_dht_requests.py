@@ -173,7 +173,7 @@ def lies(asker: P2pd, liar: P2pd) -> dict[str, bytes]:
     author, late = Identity(b"a" * 32), time.time() + 60
     packed = msgspec.msgpack.encode(b"a value")
     signed = sign_record(author.sign, author.key, KEY.to_bytes(), packed, late)
-    entries = [(author.key, signed[:-1] + bytes([number]), late) for number in range(64)]
+    entries = [(author.key, signed[:-1] + bytes([signed[-1] ^ number]), late) for number in range(1, 65)]
     forged = msgspec.msgpack.encode(msgspec.msgpack.Ext(0x50, msgspec.msgpack.encode((0, late, entries))))
     return {
         "nothing": b"",

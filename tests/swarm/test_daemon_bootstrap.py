@@ -11,6 +11,7 @@ from time import monotonic
 import pytest
 
 import p2ptrain as p2ptrain_package
+from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p.p2pd import P2pd
@@ -66,15 +67,16 @@ def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: Swarm
     newer = shutil.copytree(package, swarm.directory / "newer release" / package.name)
     place = newer / "config/run.py"
     text = place.read_text()
-    for what in (r"^(PROTOCOL_VERSION.* = )1$", r"^(    protocol: Literal\[)1(?=\])"):
-        text, count = re.subn(what, r"\g<1>2", text, flags=re.MULTILINE)
+    here, there = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
+    for what in (rf"^(PROTOCOL_VERSION.* = ){here}$", rf"^(    protocol: Literal\[){here}(?=\])"):
+        text, count = re.subn(what, rf"\g<1>{there}", text, flags=re.MULTILINE)
         assert count == 1
     place.write_text(text)
     first = swarm.first("newer", PYTHONPATH=str(newer.parent), PYTHONSAFEPATH="1").start().until_up()
     first.until_applied(1)
     lost = swarm.joiner("lost", first.address).start()
     assert lost.until_ended() == 2
-    assert "uses protocol 2, and this release speaks 1. Install a release that speaks it" in lost.text
+    assert f"uses protocol {there}, and this release speaks {here}. Install a release that speaks it" in lost.text
     first.until_applied(first.applied + 2)
     assert first.peers == 0
 

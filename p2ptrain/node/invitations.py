@@ -1,0 +1,29 @@
+"""Invitations as a person types them, made out to this node."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from p2ptrain.core.admission import Invitation, decode_invitation, make_claim
+from p2ptrain.errors import ConfigError, RemoteProtocolError
+from p2ptrain.identity import Identity
+
+
+def read_invitation(text_or_file: str) -> Invitation:
+    """Reads an invitation, or the file that contains it."""
+    try:
+        if re.fullmatch(r"[0-9a-f]{128,}", text_or_file):  # longer than what people call a file
+            return decode_invitation(text_or_file)
+        return decode_invitation(Path(text_or_file).read_text())
+    except (OSError, UnicodeDecodeError, RemoteProtocolError) as error:
+        fix = "Use the invitation exactly as you received it: its text, or the file that contains it"
+        raise ConfigError(f"not an invitation: {error}", key="--ticket", fix=fix) from error
+
+
+def made_out(invitation: Invitation, identity: Identity, run_id: str) -> bytes:
+    """Returns what this node shows of an invitation: the bearer's signature for its key."""
+    bearer = Identity(invitation.seed)
+    if bearer.key != invitation.ticket.bearer:
+        raise ConfigError("not an invitation: its key is damaged", key="--ticket", fix="Ask for it again")
+    return make_claim(invitation.ticket, bearer.sign, bytes.fromhex(run_id), identity.key)

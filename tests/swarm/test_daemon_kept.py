@@ -1,0 +1,32 @@
+"""What earlier releases have left on a disk is opened, joined and audited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.config import RunConfig
+from tests.helpers.daemons import TEST_SECONDS, Swarm, p2ptrain
+from tests.helpers.kept import KEPT, ROUNDS, unpack
+
+ARCHIVES = sorted(KEPT.glob("*.tar.xz"))
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name.split(".")[0])
+def test_a_kept_directory_is_opened_joined_and_audited(archive: Path, swarm: Swarm) -> None:
+    unpack(archive, swarm)
+    (directory,) = (swarm.directory / "node" / "runs").iterdir()
+    kept = RunConfig.from_canonical((directory / "run.json").read_bytes())
+    assert kept.run_id[:16] == directory.name
+    status, out, err = p2ptrain("audit", directory)
+    assert (status, err) == (0, ""), out
+    run = swarm.directory / "kept.toml"
+    node = swarm.add("node", "start", run, "--data", swarm.directory / "data").start().until_up()
+    assert node.ask()["run_id"] == kept.run_id
+    second = swarm.joiner("second", node.address).start()
+    second.until_applied(ROUNDS + 3)
+    second.until_member()
+    node.until(lambda: node.status() and second.status() and swarm.compared() >= 3)
+    assert p2ptrain("audit", directory)[0] == 0
