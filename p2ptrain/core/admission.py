@@ -113,7 +113,7 @@ def read_claim(encoded: bytes, joiner: bytes, run: RunConfig, verifier: Verifier
     if not verifier(ticket.signer, signed, ticket.signature):
         raise RemoteProtocolError("the invitation has an invalid signature")
     if not verifier(ticket.bearer, _claim_signed_bytes(run_id, ticket.bearer, joiner), claim.signature):
-        raise RemoteProtocolError("the invitation was not made out to this key by who has it")
+        raise RemoteProtocolError("the bearer of the invitation has not signed for this key")
     return ticket
 
 
@@ -166,5 +166,5 @@ def _join(message: JoinRequest, state: AgreedState, run: RunConfig, verifier: Ve
     if ticket.last_round <= state.round:
         raise RemoteProtocolError("the invitation has expired")
     if sum(bearer == ticket.bearer for bearer, _ in state.spent) >= ticket.uses:
-        raise RemoteProtocolError("the invitation has already been used" + " up" * (ticket.uses > 1))
+        raise RemoteProtocolError("the invitation has been used up")
     return Join(author, ticket.bearer, ticket.uses, ticket.last_round)

@@ -84,8 +84,10 @@ class Repair:
             self.greet(here, *context.some_peers(PEERS_TOLD))
             self.next_at = context.now + WAITING_SECONDS
         if context.now >= context.published_at + HEARTBEAT_SECONDS:
-            is_heard = context.me in here.state.place
-            context.publish(*([self.hello(here)] if is_heard else []))
+            if context.me in here.state.place:  # nobody hears the gossip of strangers
+                context.publish(self.hello(here))
+            else:
+                context.published_at = context.now
 
     @property
     def deadline(self) -> float:

@@ -401,7 +401,7 @@ class Mailboxes:
             case HistoryPart(data):
                 self._go_on_with_history(peer, stream, data)
             case HistoryQuery() if not self._history_shares.of(peer).take_now(HISTORY_BYTES_LEAST):
-                self._counters["histories refused"] += 1
+                self._counters["history requests dropped"] += 1
             case _:
                 self._hear(peer, frame)
 

@@ -131,9 +131,9 @@ class PeerBudgets:
         self._of_peers: OrderedDict[bytes, TokenBucket] = OrderedDict()  # the one that has been silent longest first
         self._of_strangers = TokenBucket(strangers_bytes_per_second)
 
-    def take_now(self, peer: bytes, size: int, *, is_member: bool) -> bool:
+    def take_now(self, peer: bytes, size: int, *, is_admitted: bool) -> bool:
         budget = self._of_peers.setdefault(peer, TokenBucket(self._of_peer))
         self._of_peers.move_to_end(peer)
         if len(self._of_peers) > PEERS_MAX:
             self._of_peers.popitem(last=False)
-        return budget.take_now(size) and (is_member or self._of_strangers.take_now(size))
+        return budget.take_now(size) and (is_admitted or self._of_strangers.take_now(size))

@@ -150,13 +150,13 @@ def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
 
 
 def disk_demand(run: RunConfig, config: NodeConfig, need: Need, data_bytes: int = 0, members: int = 0) -> DiskDemand:
-    """Compares the disk space of a run with what is free, as if at least a few nodes contributed."""
+    """Compares what a run takes of the disk with the room there is, for CONTRIBUTORS_USUAL contributors or more."""
     from p2ptrain.learn.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
     contributors = min(max(members, len(run.admission.founders), CONTRIBUTORS_USUAL), run.admission.contributors_max)
     terms = config.storage.checkpoints_kept, run.agreement.history_rounds, contributors
-    of_run = [dataset_directory(config, run.data.manifest)]
+    of_run = [dataset_directory(config, run.data.manifest)] if data_bytes else []  # on both sides, or on neither
     if run.is_sealed:
         of_run.append(run_directory(config, bytes.fromhex(run.run_id)))
     used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))

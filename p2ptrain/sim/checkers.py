@@ -254,8 +254,8 @@ class BoundedBuffers(Checker):
 
 
 class NothingCensored(Checker):
-    """A contribution that every honest member holds is in the manifest, unless its author was removed, or has no seat
-    and others without one were drawn: a quarter as many as there are members.
+    """A contribution that every honest member holds is in the manifest, unless its author was removed or, in an open
+    run, has no seat and others without one were drawn: a quarter as many as there are members.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -302,7 +302,8 @@ class NothingCensored(Checker):
         taken = {each.author: each.round for each in manifest.taken}
         out = {*manifest.banned, *manifest.leaves}
         seats = self.ledger.rosters[manifest.parent]
-        is_drawn = len(taken.keys() - {*seats}) >= max(1, len(seats) // 4)
+        is_open = cluster.setup.run_config.admission.policy == "open"
+        is_drawn = is_open and len(taken.keys() - {*seats}) >= max(1, len(seats) // 4)
         for name in sorted(set.intersection(*members.values())):
             author, number = self.offers.get(name, (b"", 0))
             if is_drawn and author not in seats:

@@ -120,13 +120,13 @@ def test_the_last_place_may_be_asked_for() -> None:
         (claim() + b"\0", "not an invitation"),
         (claim(host=NEWCOMER), "the invitation is signed by a key that may not invite"),
         (claim(run_id=BRANCH), "the invitation has an invalid signature"),
-        (claim(KEYS[9]), "the invitation was not made out to this key"),  # overheard
-        (claim(by=NEWCOMER), "the invitation was not made out to this key"),
-        (claim(bearer=SPENT, last_round=2_000), "the invitation has already been used"),
-        (claim(bearer=SPENT, last_round=3_000), "the invitation has already been used"),
+        (claim(KEYS[9]), "the bearer of the invitation has not signed for this key"),  # overheard
+        (claim(by=NEWCOMER), "the bearer of the invitation has not signed for this key"),
+        (claim(bearer=SPENT, last_round=2_000), "the invitation has been used up"),
+        (claim(bearer=SPENT, last_round=3_000), "the invitation has been used up"),
         (claim(last_round=NOW), "the invitation has expired"),
         (claim(last_round=0), "the invitation has expired"),
-        (claim(uses=0), "the invitation has already been used"),
+        (claim(uses=0), "the invitation has been used up"),
     ],
 )
 def test_an_invitation_that_is_worth_nothing_is_refused(shown: bytes, why: str) -> None:
@@ -158,7 +158,7 @@ def test_an_invitation_admits_as_many_keys_as_it_has_uses() -> None:
         if is_left:
             assert check_request(message, at, INVITE, SIGNER).join == Join(NEWCOMER, BEARER, 2, 1_100)
         else:
-            assert refusal(message, INVITE, at) == "the invitation has already been used up"
+            assert refusal(message, INVITE, at) == "the invitation has been used up"
 
 
 def test_the_text_of_an_invitation_is_read_again_and_nothing_else() -> None:

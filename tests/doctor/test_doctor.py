@@ -23,6 +23,8 @@ from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import DiskDemand, MemoryDemand, need_of
 from p2ptrain.net.transport import TransportError
+from p2ptrain.node.directories import dataset_directory
+from p2ptrain.node.limits import disk_demand
 from p2ptrain.store.lock import LOCK_NAME, Lock
 from tests.helpers.cli import p2ptrain
 
@@ -297,6 +299,17 @@ def test_room_is_compared_with_what_the_run_keeps() -> None:
     assert judged(needed, 0, kept=40) == FAILED
     assert judged(2 * needed, 0, limit=needed - 1) == FAILED
     assert judged(needed - 1, 0, limit=needed) == WARNING  # the owner knows more than we do
+
+
+def test_data_that_are_here_do_not_count_as_room_for_the_rest(tmp_path: Path) -> None:
+    config = NodeConfig.model_validate({"storage": {"directory": str(tmp_path)}})
+    run = RunConfig(name="x").sealed(manifest="ab" * 32, initial_root="cd" * 32, founders=["ef" * 32])
+    before = disk_demand(run, config, need_of(run))
+    piece = dataset_directory(config, run.data.manifest) / "pieces" / "1"
+    piece.parent.mkdir(parents=True)
+    piece.write_bytes(bytes(2**20))
+    assert disk_demand(run, config, need_of(run)).used == before.used == 0
+    assert disk_demand(run, config, need_of(run), data_bytes=2**20).used >= 2**20
 
 
 def test_the_disks_speed_is_measured_and_nothing_is_left(tmp_path: Path) -> None:

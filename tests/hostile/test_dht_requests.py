@@ -151,7 +151,7 @@ async def test_all_strangers_together_have_one_budget_and_members_their_own(
     async with stranger_of(nodes[1], nodes[0].me) as flooding, stranger_of(nodes[2], nodes[0].me) as other:
         assert 10 <= await asked_often(flooding, request, 50) <= 16
         assert await asked_often(other, request, 5) == 0
-        await nodes[0].keep([nodes[2].me])
+        nodes[0].prefer(lambda peer: peer == nodes[2].me)
         assert await asked_often(other, request, 5) == 5
 
 

@@ -130,16 +130,16 @@ async def test_what_is_spent_at_once_is_waited_for_afterwards_and_what_is_given_
 async def test_strangers_share_a_budget_which_members_do_not_touch() -> None:
     budgets, start = PeerBudgets(PIECE_BYTES, 2 * PIECE_BYTES), now()
     strangers = [number.to_bytes(32, "big") for number in range(2 * PEERS_MAX)]
-    assert [budgets.take_now(each, PIECE_BYTES, is_member=False) for each in strangers[:4]] == [
+    assert [budgets.take_now(each, PIECE_BYTES, is_admitted=False) for each in strangers[:4]] == [
         True,
         True,
         False,
         False,
     ]
-    assert budgets.take_now(b"a member", PIECE_BYTES, is_member=True)
-    assert not budgets.take_now(b"a member", PIECE_BYTES, is_member=True)
+    assert budgets.take_now(b"a member", PIECE_BYTES, is_admitted=True)
+    assert not budgets.take_now(b"a member", PIECE_BYTES, is_admitted=True)
     for each in strangers:
-        budgets.take_now(each, 1, is_member=False)
+        budgets.take_now(each, 1, is_admitted=False)
     assert len(budgets._of_peers) == PEERS_MAX
     await at(start + 1)
-    assert budgets.take_now(strangers[-1], PIECE_BYTES - 1, is_member=False)
+    assert budgets.take_now(strangers[-1], PIECE_BYTES - 1, is_admitted=False)

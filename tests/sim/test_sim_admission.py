@@ -52,7 +52,7 @@ def whoever_shows_a_stolen_ticket(message: Any, *rest: Any) -> Join:
     try:
         return check(message, *rest)
     except RemoteProtocolError as error:
-        if "not made out to this key" not in error.why:
+        if "not signed for this key" not in error.why:
             raise
         ticket = admission.open_claim(message.claim).ticket
         return Join(message.author, message.author, 1, ticket.last_round)

@@ -125,9 +125,7 @@ async def test_who_is_flooded_drops_and_counts_and_goes_on_with_the_others(swarm
     status = third.status()
     assert (status["is_member"], len(status["peers"]), status["bytes"]["p2pd restarts"]) == (True, 2, 0)
     assert name not in status["peers"]
-    assert (
-        "flooding" not in status["observed"]
-    )  # points on throw-away keys are worth nothing
+    assert "flooding" not in status["observed"]  # points on throw-away keys are worth nothing
     assert (dropped(third, "events dropped"), name in third.text) == (0, False)
     assert {each for each in ("root mismatches", "lies proved") if status["counters"].get(each)} == set()
     assert (dropped(first), dropped(second)) == (0, 0)

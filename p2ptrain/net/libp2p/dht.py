@@ -103,11 +103,11 @@ class Dht:
         me: bytes,
         validator: RecordValidator,
         storage: Storage,
-        is_member: Callable[[bytes], bool],
+        is_admitted: Callable[[bytes], bool],
         counters: Counter[str],
     ) -> Self:
         calls = await UnaryCalls.start(control)
-        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), is_member, counters)
+        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), is_admitted, counters)
         node = await DHTNode.create(
             p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),
             node_id=protocol.node_id,

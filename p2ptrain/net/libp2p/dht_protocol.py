@@ -101,7 +101,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         validator: RecordValidatorBase,
         storage: DHTLocalStorage,
         cache: DHTLocalStorage,
-        is_member: Callable[[bytes], bool],
+        is_admitted: Callable[[bytes], bool],
         counters: Counter[str],
     ) -> None:
         super().__init__(_initialized_with_create=True)
@@ -112,7 +112,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         self.routing_table = RoutingTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
         self.rpc_semaphore = asyncio.Semaphore(SEARCHING_MAX)
         self._budgets = PeerBudgets(PEER_BYTES_PER_SECOND, STRANGERS_BYTES_PER_SECOND)
-        self._calls, self._is_member, self._counters = calls, is_member, counters
+        self._calls, self._is_admitted, self._counters = calls, is_admitted, counters
 
     # -----------------------------------------------------------------------------------------------
     # Requests of others
@@ -127,12 +127,12 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             key = key_of_bytes(peer_id)
         except PeerIdError as error:
             raise RemoteProtocolError(str(error)) from error
-        is_member = self._is_member(key)
-        if len(request) > REQUEST_BYTES_MAX or not self._budgets.take_now(key, REQUEST_COST, is_member=is_member):
+        is_admitted = self._is_admitted(key)
+        if len(request) > REQUEST_BYTES_MAX or not self._budgets.take_now(key, REQUEST_COST, is_admitted=is_admitted):
             self._counters["DHT requests refused"] += 1
             raise RemoteProtocolError("too large or too many")
         answer: bytes = work(peer_id, request).SerializeToString()
-        if not self._budgets.take_now(key, len(answer), is_member=is_member):
+        if not self._budgets.take_now(key, len(answer), is_admitted=is_admitted):
             raise RemoteProtocolError("too much")
         return answer
 

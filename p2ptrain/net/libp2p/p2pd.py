@@ -297,8 +297,12 @@ class P2pd:
             await dht.stop()
 
     async def _start_dht(self) -> Dht:
-        is_member, control = self._kept.__contains__, self._sockets.control
-        return await Dht.start(control, self.me, self._validator, self._storage, is_member, self._counters)
+        return await Dht.start(
+            self._sockets.control, self.me, self._validator, self._storage, self._is_admitted, self._counters
+        )
+
+    def _is_admitted(self, peer: bytes) -> bool:
+        return self._streams.is_admitted(peer)
 
     async def _keep_dht(self, dht: Dht) -> None:
         """Restarts the DHT when it loses its connection to a living p2pd."""

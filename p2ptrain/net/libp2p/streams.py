@@ -37,7 +37,7 @@ class Streams:
         self.handlers: dict[str, Handler] = {}
         self._counters, self._tasks, self._read_opening = counters, tasks, read_opening
         self._range_of = range_of
-        self._is_admitted: Callable[[bytes], bool] = lambda peer: False
+        self.is_admitted: Callable[[bytes], bool] = lambda peer: False
         self._open: set[FrameStream] = set()
         self._incoming = 0
         self._incoming_of: dict[bytes, list[FrameStream]] = {}  # by peer, the oldest first
@@ -50,7 +50,7 @@ class Streams:
         return stream
 
     def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
-        self._is_admitted = is_admitted
+        self.is_admitted = is_admitted
 
     def abort(self) -> None:
         for stream in list(self._open):
@@ -104,12 +104,12 @@ class Streams:
         streams, ranges = self._incoming_of, Counter[str]()
         most: dict[str, bytes] = {}  # by range: the stranger with the most streams
         for each, open_ones in streams.items():
-            if not self._is_admitted(each):
+            if not self.is_admitted(each):
                 place = self._range_of(each)
                 ranges[place] += len(open_ones)
                 if place not in most or len(open_ones) > len(streams[most[place]]):
                     most[place] = each
-        mine, place, is_admitted = len(streams.get(peer, ())), self._range_of(peer), self._is_admitted(peer)
+        mine, place, is_admitted = len(streams.get(peer, ())), self._range_of(peer), self.is_admitted(peer)
         widest = max(ranges, key=ranges.__getitem__, default="")
         if ranges and (is_admitted or ranges[widest] >= ranges[place] + 2):
             return most[widest]
