@@ -400,6 +400,8 @@ class RunConfig(Section):
         for (section, key), neutral in LATER_KEYS.items():
             if raw[section][key] == neutral:
                 del raw[section][key]
+            if not raw[section]:
+                del raw[section]  # a section that came later
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @property
@@ -432,7 +434,7 @@ def _with_later_keys(encoded: bytes) -> bytes:
     except ValueError:
         return encoded  # validation says what is wrong
     for (section, key), neutral in LATER_KEYS.items():
-        if isinstance(raw, dict) and isinstance(raw.get(section), dict):
+        if isinstance(raw, dict) and isinstance(raw.setdefault(section, {}), dict):
             raw[section].setdefault(key, neutral)
     return to_json(raw)
 

@@ -340,11 +340,11 @@ class Inbox:
         guilty = second.message.author
         if guilty in self.accused or guilty not in node.chain.state.place or guilty == context.me:
             return False
-        self.accused.add(guilty)
         context.counters["lies proved"] += 1
         evidence = prove(first.envelope, second.envelope)
         received = Received(evidence, message_digest(evidence), encode(evidence), b"")
-        node.context.requests.add(received, node.chain.state)
+        if node.context.requests.add(received, node.chain.state):  # otherwise the next lie is proved
+            self.accused.add(guilty)
         context.publish(received)
         return True
 

@@ -58,7 +58,8 @@ class Requests:
         else:
             is_full = len(self.by_name) - proofs >= REQUESTS_MAX
             is_full = is_full or (isinstance(message, JoinRequest) and len(joins) >= JOINS_MAX)
-        if (is_full and not asked_for) or len(self.by_name) >= 2 * REQUESTS_MAX:
+        room = 2 * REQUESTS_MAX - (0 if is_proof else EVIDENCE_MAX - min(proofs, EVIDENCE_MAX))
+        if (is_full and not asked_for) or len(self.by_name) >= room:
             self.context.counters["requests without room"] += 1
             return False
         request = check_request(message, state, self.context.run, self.context.signer)
@@ -83,11 +84,11 @@ class Requests:
     def names(self, state: AgreedState) -> tuple[bytes, ...]:
         """Returns the names for an availability, ascending; if there are too many, evidence goes first.
 
-        The last manifest draws which joins are granted. If that matters, joins that came after it wait a round, because
-        their keys may have been made to be drawn.
+        The last manifest draws which joins are granted. If that matters, joins that came in its round or later wait,
+        because their keys may have been made to be drawn: its digest is known when it is proposed.
         """
         joins = self._joins()
-        late = {name for name in joins if self.by_name[name].since >= state.round}
+        late = {name for name in joins if self.by_name[name].since >= state.round - 1}
         known = self.by_name.keys() - late if len(joins) > joins_max(state.roster.size) else self.by_name
         chosen = sorted(known, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
         return tuple(sorted(chosen))

@@ -245,7 +245,8 @@ class Round:
                 if name in by_name:
                     payloads.add_source(by_name[name].announcement.payload, message.author)
         asked = [name for name in message.requests if name not in self.context.requests.by_name]
-        unknown += asked[: joins_max(self.roster.size)]  # of those that nobody may need, few of each member
+        most = joins_max(self.roster.size)  # of those that nobody may need, few of each member
+        unknown += asked if len(asked) <= most else self.context.rng.sample(asked, most)
         unknown += [name for name in message.refused if name not in by_name]
         if unknown and message.author != self.context.me:
             self.questions.ask(unknown[:NAMES_MAX], [message.author])

@@ -95,7 +95,8 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         """Returns the keys that a full open run forgets for newcomers: no seat, and nothing taken of them lately."""
         if run.admission.policy != "open":
             return []
-        return [entry for entry in self.admitted if entry.absent and entry.key not in self.roster.seat]
+        least = run.admission.absence_rounds_max
+        return [entry for entry in self.admitted if entry.absent >= least and entry.key not in self.roster.seat]
 
     def oldest_base(self, staleness: int) -> int:
         """Returns the earliest base that a contribution for the next round may have."""
@@ -158,7 +159,8 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             entries.append(entry)
         over = len(entries) - run.admission.contributors_max
         if over > 0:
-            idle = [entry for entry in entries if entry.absent and entry.key not in seated]
+            least = run.admission.absence_rounds_max
+            idle = [entry for entry in entries if entry.absent >= least and entry.key not in seated]
             forgotten = {entry.key for entry in sorted(idle, key=lambda entry: (-entry.absent, entry.key))[:over]}
             entries = [entry for entry in entries if entry.key not in forgotten]
         return tuple(sorted(entries, key=lambda entry: entry.key))

@@ -128,8 +128,9 @@ def _refused_part(kind: str, part: dict[str, object]) -> str:
             return f"more than {COMPONENTS_MAX} parts in {kind}"
     counts, growth = Counter(str(each.get("type")) for each in components), 1.0
     for each in components:
-        if (name := each.get("type")) not in KINDS[kind]:
-            return f"unknown {kind} {name}"
+        name = str(each.get("type"))
+        if name not in KINDS[kind]:
+            return f"unknown {kind} {name[:TEXT_MAX]}"
         if name in ONCE and counts[str(name)] > 1:
             return f"{name} more than once in {kind}"
         pattern = each.get("pattern")

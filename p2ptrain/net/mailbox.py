@@ -50,7 +50,7 @@ IDLE_SECONDS = 300.0  # before an unused stream is closed
 STRANGER_IDLE_SECONDS = 60.0  # the same for an incoming stream; who still needs it opens another
 HISTORY_SHARES = 8, 2  # of the upload limit: 1/8 for the histories of strangers, 1/2 for those of admitted peers
 STRANGERS_BYTES_PER_SECOND = 2**20  # of histories, at most; the rounds of a run take kilobytes each
-HISTORY_BYTES_LEAST = 2**16  # charged before the size is known: 16 histories may be on their way at first
+HISTORY_BYTES_LEAST = 2**16  # must be left of a share before a history is looked up; it is charged when it is sent
 BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
 TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
 
@@ -295,7 +295,7 @@ class Mailboxes:
         room = QUEUED_TOTAL_BYTES_MAX // (1 if self._is_admitted(peer) else 4)
         if outgoing.history or total + len(history) > room:
             return self._drop()
-        self._history_shares.of(peer).spend(len(history) - HISTORY_BYTES_LEAST)
+        self._history_shares.of(peer).spend(len(history))
         outgoing.history = history
         outgoing.wake.set()
         return True
@@ -400,7 +400,7 @@ class Mailboxes:
                 self._begin_history(peer, stream, size)
             case HistoryPart(data):
                 self._go_on_with_history(peer, stream, data)
-            case HistoryQuery() if not self._history_shares.of(peer).take_now(HISTORY_BYTES_LEAST):
+            case HistoryQuery() if self._history_shares.of(peer).seconds_until(HISTORY_BYTES_LEAST) > 0.0:
                 self._counters["history requests dropped"] += 1
             case _:
                 self._hear(peer, frame)

@@ -24,7 +24,8 @@ class ToldDials:
     def __init__(self) -> None:
         self._failed: dict[Priority, deque[float]] = {each: deque() for each in Priority}  # the times, latest last
         self._under_way: Counter[Priority] = Counter()
-        self._places: OrderedDict[str, tuple[int, float]] = OrderedDict()  # failures, and when it may be tried again
+        # Failures, and when it may be tried again. By priority, so that invented peers close no place to members.
+        self._places: OrderedDict[tuple[Priority, str], tuple[int, float]] = OrderedDict()
         self._reached: OrderedDict[str, None] = OrderedDict()  # addresses
 
     def may_dial(self, address: str, priority: Priority, now: float) -> bool:
@@ -32,7 +33,7 @@ class ToldDials:
         failed = self._failed[priority]
         while failed and failed[0] <= now - 60.0:
             failed.popleft()
-        _, next_at = self._places.get(port_of(address), (0, now))
+        _, next_at = self._places.get((priority, port_of(address)), (0, now))
         has_room = len(failed) + self._under_way[priority] < FAILED_PER_MINUTE_MAX
         if address in self._reached or (has_room and next_at <= now):
             self._under_way[priority] += 1
@@ -41,7 +42,7 @@ class ToldDials:
 
     def ended(self, address: str, priority: Priority, now: float, *, is_reached: bool) -> None:
         self._under_way[priority] -= 1
-        place = port_of(address)
+        place = priority, port_of(address)
         if is_reached:
             self._places.pop(place, None)
             self._reached[address] = None

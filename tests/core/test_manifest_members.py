@@ -91,7 +91,7 @@ def test_a_manifest_grants_few_joins_and_its_parent_draws_them() -> None:
 
 
 def test_where_an_open_run_is_full_newcomers_take_the_places_of_keys_that_do_nothing() -> None:
-    run = run_of(admission={"contributors_max": 8})
+    run = run_of(admission={"contributors_max": 8, "absence_rounds_max": 1})
     idle = [Admitted(key, 0, 1, absent) for key, absent in zip(KEYS[8:12], (0, 3, 9, 1), strict=True)]
     state = admitting(*idle)
     asked = [Request(join=Join(key, NO_BEARER, 0, 0)) for key in KEYS[12:16]]
@@ -102,6 +102,8 @@ def test_where_an_open_run_is_full_newcomers_take_the_places_of_keys_that_do_not
     assert [key in after.place for key in KEYS[8:12]] == [True, False, False, False]
     fewer = all_ask(state, *asked[:1], run=run)
     assert [key in state.after(fewer, run).place for key in KEYS[8:12]] == [True, True, False, True]
+    patient = run_of(admission={"contributors_max": 8, "absence_rounds_max": 4})
+    assert len(all_ask(state, *asked, run=patient).joins) == 1
     invited = run_of(admission={"contributors_max": 8, "policy": "allowlist", "keys": [KEYS[9].hex()]})
     assert all_ask(state, *asked, run=invited).joins == ()
 

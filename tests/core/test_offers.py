@@ -128,6 +128,7 @@ def test_of_one_author_at_most_two_requests_wait() -> None:
 def test_a_crowd_at_the_door_keeps_neither_leaves_nor_evidence_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOINS_MAX", 5)
     monkeypatch.setattr(module, "REQUESTS_MAX", 8)
+    monkeypatch.setattr(module, "EVIDENCE_MAX", 4)
     made = Requests(context())
     assert [made.add(signed(joining(each)), STATE) for each in range(7)] == [True] * 5 + [False] * 2
     proof = prove(*(signed(announced(KEYS[3], which=which)).envelope for which in (b"a", b"b")))
@@ -138,12 +139,15 @@ def test_a_crowd_at_the_door_keeps_neither_leaves_nor_evidence_out(monkeypatch: 
 
 def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUESTS_MAX", 8)
+    monkeypatch.setattr(module, "EVIDENCE_MAX", 4)
     monkeypatch.setattr(module, "JOINS_MAX", 100)
     made = Requests(context())
     assert [made.add(signed(joining(each)), STATE) for each in range(9)] == [True] * 8 + [False]
-    assert [made.add(signed(joining(each)), STATE, asked_for=True) for each in range(9, 18)] == [True] * 8 + [False]
-    assert made.limits() == {"requests": (16, 16)}
-    assert len(made.names(LATER)) == 8
+    assert [made.add(signed(joining(each)), STATE, asked_for=True) for each in range(9, 14)] == [True] * 4 + [False]
+    proofs = [proof_against(key) for key in KEYS[1:4]]
+    assert [made.add(signed(each), STATE) for each in proofs] == [True] * 3, "evidence has room of its own"
+    assert made.limits() == {"requests": (15, 16)}
+    assert len(made.names(msgspec.structs.replace(STATE, round=2))) == 8
 
 
 def test_too_many_joins_wait_for_a_manifest_that_their_keys_were_not_made_for() -> None:
@@ -154,8 +158,10 @@ def test_too_many_joins_wait_for_a_manifest_that_their_keys_were_not_made_for() 
     assert made.add(signed(joining(JOINS_MIN)), STATE)
     assert made.add(signed(Leave(RUN, 1, KEYS[1])), STATE)
     assert made.names(STATE) == (name_of(Leave(RUN, 1, KEYS[1])),)
+    assert len(made.names(LATER)) == 1, "the last manifest was proposed when they came"
+    later = msgspec.structs.replace(STATE, round=2)
     assert made.add(signed(joining(JOINS_MIN + 1)), LATER)
-    assert len(made.names(LATER)) == JOINS_MIN + 2
+    assert len(made.names(later)) == JOINS_MIN + 2
 
 
 def test_of_a_crowd_at_the_door_half_is_forgotten_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:

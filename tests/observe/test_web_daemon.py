@@ -26,7 +26,7 @@ MOVING = {
     "round", "phase", "view", "applied_round", "since_applied_seconds", "state_root", "certified_round", "loss", "step",
     "tokens", "tokens_per_second", "training_seconds", "swarm_tokens_per_second", "mine", "held", "waiting_for",
     "loop_lag_seconds", "uptime_seconds", "roots", "bytes", "traffic", "queued_frames",
-    "disk_free_bytes", "counters", "observed",
+    "disk_free_bytes", "counters", "observed", "head", "same_model",
 }  # fmt: skip
 
 

@@ -36,8 +36,9 @@ def test_a_swarm_trains_loses_a_node_gets_it_back_and_agrees_on_every_root(tmp_p
     [(compared, by_all)] = re.findall(r"(\d+) rounds compared, (\d+) of them between all 3: 0 differ", done.stdout)
     assert int(compared) >= int(by_all) >= 8  # of 40: two join in the first dozen, one is away for a few
     assert done.stdout.endswith("all replicas are bit-identical\n")
-    first, last = map(float, re.findall(r"loss +([\d.]+) in round \d+, ([\d.]+) at the end", done.stdout)[0])
-    assert (first > 5.0, last < 3.8) == (True, True), "it learns"
+    [(first, seen, last)] = re.findall(r"loss +([\d.]+) in round (\d+), ([\d.]+) at the end", done.stdout)
+    assert float(first) > (5.0 if int(seen) <= 3 else 4.5), "on a busy machine the first round that is seen is a later one"
+    assert float(last) < 3.8, "it learns"
     for node in (1, 2, 3):
         log = (tmp_path / "demo" / f"node{node}.log").read_text()
         assert "Traceback" not in log
