@@ -34,7 +34,11 @@ class Make:
     ) -> P2pd:
         identity_file = self.keys / f"{next(self._count)}.key"
         Identity.make(identity_file)
-        named = {name: options.pop(name) for name in ("announce", "nat", "trusted_relays") if name in options}
+        named = {
+            name: options.pop(name)
+            for name in ("announce", "nat", "trusted_relays", "relay_for_others")
+            if name in options
+        }
         network = NetworkConfig(**{"listen": listen, "nat": False, **named})
         if not is_chosen:  # as if this were the default
             network = NetworkConfig.model_construct({*named, "nat"}, **network.model_dump())

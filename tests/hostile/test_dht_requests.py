@@ -230,8 +230,8 @@ def closer(peers: list[bytes], address: bytes) -> bytes:
     return b"\x08\x04" + b"".join(b"\x42" + with_length(each) for each in told)
 
 
-async def test_no_peer_leads_the_p2pd_of_a_node_without_relays_to_addresses_by_itself(make: Make) -> None:
-    """With relays p2pd insists on libp2p's DHT, and then dials what peers tell there when it first meets one."""
+async def test_no_peer_leads_the_p2pd_of_a_node_that_has_to_do_with_no_relays_to_addresses(make: Make) -> None:
+    """Relays need libp2p's DHT at both ends, and p2pd then dials what peers tell there when it first meets one."""
     dialled = 0
 
     def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -241,7 +241,7 @@ async def test_no_peer_leads_the_p2pd_of_a_node_without_relays_to_addresses_by_i
 
     target = await asyncio.start_server(count, "127.0.0.1", 0)
     port = target.sockets[0].getsockname()[1]
-    nodes = await connected(make, 1)
+    nodes = [await make(relay_for_others=False)]
     liar = await make()
     address = bytes([4, 127, 0, 0, 1, 6]) + port.to_bytes(2, "big")
 

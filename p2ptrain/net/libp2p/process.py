@@ -202,7 +202,8 @@ def make_arguments(
     switches = {
         "pubsub": True,
         # With libp2p's own DHT p2pd dials whatever addresses its peers tell, private ones too: nothing filters them.
-        "dhtClient": bool(relays),  # autoRelay does not start without it
+        # But autoRelay does not start without it, and two nodes behind routers do not connect through a relay without.
+        "dhtServer": bool(relays) or (network.relay and network.relay_for_others),
         "connManager": True,
         "noListenAddrs": not listen,
         "relay": network.relay,
