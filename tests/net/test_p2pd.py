@@ -454,8 +454,8 @@ async def test_when_there_are_too_many_connections_those_that_are_kept_stay(
         patched.setattr(process, "CONNECTIONS_LOW", 2)
         patched.setattr(process, "CONNECTIONS_HIGH", 3)
         patched.setattr(process, "CONNECTIONS_GRACE_SECONDS", 0)
-        node = await make()
-    others = [await make() for _ in range(6)]
+        node = await make(relay_for_others=False)  # libp2p's own DHT would keep its peers
+    others = [await make(relay_for_others=False) for _ in range(6)]
     for each in others:
         await each.connect(node.addresses()[0])
     await node.keep([others[4].me, others[5].me])
