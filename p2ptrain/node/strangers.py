@@ -1,4 +1,4 @@
-"""What strangers may cost: one budget for the messages of all of them, and a look at how much they gossip.
+"""Bounds the cost of strangers: one budget for the messages of all of them, and a look at how much they gossip.
 
 A peer that is not admitted says little to one node: a hello a second while it catches up, questions for histories, and
 now and then a join request. More than that is dropped before it is decoded, and costs no points: members come first.

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from p2ptrain.net.frames import with_length
 from p2ptrain.net.libp2p.p2pd import pb, subscription_of
 from p2ptrain.net.libp2p.pubsub import TopicQueue
 from p2ptrain.net.transport import STRANGERS
-from tests.helpers.costs import costs
+from tests.helpers.costs import Costs, costs
 from tests.helpers.flood import Flooders, junk_vote
 from tests.helpers.p2pd import SECONDS, nodes_in, until
 
@@ -72,6 +73,19 @@ class Subscribed:
         self.p2pd.close()
 
 
+async def costs_of(subscribed: Subscribed, send: Callable[[], None]) -> Costs:
+    """Returns the costs of hearing what `send` sends from another thread."""
+    delivering = await subscribed.begin()
+    sending = threading.Thread(target=send)
+    with costs() as found:
+        sending.start()
+        await asyncio.wait_for(subscribed.is_over.wait(), SECONDS)
+    sending.join()
+    delivering.cancel()
+    subscribed.end()
+    return found
+
+
 async def test_junk_of_a_thousand_publishers_costs_a_look_up_and_members_are_heard() -> None:
     keys = [os.urandom(32) for _ in range(PUBLISHERS)]
     vote = junk_vote(bytes(32))
@@ -88,15 +102,8 @@ async def test_junk_of_a_thousand_publishers_costs_a_look_up_and_members_are_hea
             never.wait(max(0.0, began + number / RATE - time.monotonic()))
             subscribed.p2pd.sendall(frame)
 
-    delivering = await subscribed.begin()
-    sending = threading.Thread(target=send)
-    with costs() as found:
-        sending.start()
-        await asyncio.wait_for(subscribed.is_over.wait(), SECONDS)
+    found = await costs_of(subscribed, send)
     print(f"{JUNK} junk messages of {len(vote)} bytes: {found}; {1e6 * found.loop_seconds / JUNK:.1f} us each")
-    sending.join()
-    delivering.cancel()
-    subscribed.end()
     assert subscribed.heard == honest
     assert subscribed.counters[STRANGERS] == JUNK
     assert found.loop_seconds / JUNK < JUNK_SECONDS
@@ -113,15 +120,8 @@ async def test_a_large_message_of_a_stranger_is_never_whole_in_memory() -> None:
             subscribed.p2pd.sendall(frame)
         subscribed.p2pd.sendall(last)
 
-    delivering = await subscribed.begin()
-    sending = threading.Thread(target=send)
-    with costs() as found:
-        sending.start()
-        await asyncio.wait_for(subscribed.is_over.wait(), SECONDS)
+    found = await costs_of(subscribed, send)
     print(f"{count} messages of {size:,} bytes: {found}")
-    sending.join()
-    delivering.cancel()
-    subscribed.end()
     assert subscribed.counters[STRANGERS] == count
     assert found.memory_bytes < 8 * size
 

@@ -26,7 +26,7 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
             each.driver.intake.hear(bytes([number % 32]) * 32, a_message(number=number))
         each.driver.intake.hear_mail(OTHER, Deliver((b"nonsense", a_message())))
         each.driver.intake.hear_mail(OTHER, HistoryQuery(bytes(32), 1))
-        own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, 1), ev.PeerLost(OTHER)]
+        own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, OTHER, 1), ev.PeerLost(OTHER)]
         for event in own:
             each.driver.give(event)
         assert each.driver.counters == {"events dropped": 13}

@@ -1,4 +1,4 @@
-"""What is read, hashed or encoded for a reply: once for all who ask, in threads, and kept for a while.
+"""Reads, hashes and encodes blobs for replies: once for all who ask, in threads, and kept for a while.
 
 So the event loop never waits for it, and a piece is in memory once, however many peers are being sent it.
 """
