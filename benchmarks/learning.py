@@ -1,18 +1,19 @@
-"""The recipes' learning: validation loss against steps and against bytes.
+"""The recipes' learning beside what others do: held-out loss against steps, against bytes, and against time on a line.
 
-    python benchmarks/learning.py [--json FILE] [--plot FILE] [--long] [--only WORD]
+    python benchmarks/learning.py [--size quick|0.8m|10m] [--only WORDS] [--json FILE] [--plot FILE] [--processes N]
 
-Simulated peers in one process take real gradients on a real corpus, the text that every Python carries,
-each on its own shard; every contribution goes through the real codec, and the real exact aggregate applies
-it. Each method gets three learning rates with one seed; the best method of each family (recipe, outer rule,
-peers, delay) gets two more seeds at its best rate. Runs share the cores, one thread each.
+Simulated peers in one process take real gradients on a real corpus, the text that every Python carries, each on its own
+shard; every contribution of ours goes through the real codec, and the real exact aggregate applies it. Other systems
+(benchmarks/rivals.py) get the same model, data and inner optimizers.
 
-A peer's bytes are what it uploads a local step. For AdamW with full synchronisation that is the gradient in
-fp32, once (a ring all-reduce sends almost twice that; bf16 would halve it): all ratios have that baseline.
-The recipes' defaults, and which of the outer rules is one, follow from what this shows; see LOG.md.
+Each method gets the same care: its rate is tried at three values, a factor of two apart, and at further ones until the
+best is not at an edge; rates are chosen by one half of the held-out documents and losses reported on the other. The
+winners of each family then run with two more seeds. All rates warm up over a fifteenth of the run and fall in a
+straight line to a tenth. A run that was broken off goes on with what --json lacks.
 
-`delay` applies each round's contributions after the next round's training, as overlap_rounds = 1 would.
---long takes the model of 0.8M parameters and 600 steps, as in LOG.md; hours on two cores.
+A peer's bytes are what it uploads. With full synchronisation that is the gradient in fp32, once a step (a ring
+all-reduce sends almost twice that; bf16 would halve it): all ratios have that baseline. Time on a line is worked out:
+the steps at 0.3 s each, and in every round a payload for each of the others, up and down at the line's rate.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -36,6 +37,7 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib import pyplot
+from rivals import RIVALS, DeMoWithFloats, LocalRival
 from simulated import FullySynchronised, Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
@@ -47,86 +49,149 @@ from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import load_tokenizer
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
-STEPS, LONG_STEPS = 200, 600
 RUN_SEED = 11  # of the data's order; a run's own seed makes its first weights and draws its shards
+EVALUATED = 64  # sequences of each half of the held-out documents
+POINTS = 8  # of a curve
+RATES_MAX = 6  # tried for a method
+LINES_MBIT = (10, 100, 1_000)
+STEP_SECONDS = 0.3  # of one local step; an assumption, the same for all
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how long it is trained."""
+
+    steps: int
+    model: dict[str, int]
+
+
+SIZES = {
+    "quick": Size(200, {"dim": 64, "ffn_dim": 192, "layers": 2, "sequence_length": 64}),
+    "0.8m": Size(600, {"dim": 128, "ffn_dim": 384, "layers": 4, "sequence_length": 128}),
+    "10m": Size(300, {"dim": 320, "ffn_dim": 896, "layers": 8, "heads": 5, "kv_heads": 5, "sequence_length": 128}),
+}
 
 
 @dataclass(frozen=True)
 class Setting:
     """One simulated run."""
 
-    recipe: str  # adamw, distro, demo or local
-    outer: str = "normalised"
+    system: str  # full, distro, demo, local, demo32 or one of RIVALS
+    inner: str = "adamw"
+    outer: str = "mean"
     k: int = 32
-    peers: int = 4
+    chunk: int = 64
+    value_bits: int = 1
+    decay: str = "19/20"
     local_steps: int = 1
+    peers: int = 4
     delay: int = 0
-    learning_rate: str = "1/1000"  # AdamW's own for adamw and local
-    outer_rate: str = "1"  # for local
+    rate: str = "1/1000"  # of the inner optimizer where there is one
     seed: int = 0
-    long: bool = False
+    size: str = "quick"
 
     @property
     def sequences(self) -> int:
-        """Returns the sequences in a peer's step: one for 32 peers, so that a large swarm's run takes only minutes."""
-        return 4 if self.peers < 32 else 1
+        """Returns the sequences in a peer's step: one for 16 peers or more, so that a run takes only minutes."""
+        return 4 if self.peers < 16 else 1
+
+    @property
+    def is_local(self) -> bool:
+        return self.system == "local" or self.system in RIVALS
+
+    @property
+    def family(self) -> str:
+        """What is compared with another: of each, the best goes on."""
+        name = f"local {self.inner}" if self.system == "local" else f"{self.system} {self.inner}".removesuffix(" adamw")
+        return f"{name}{', one round late' if self.delay else ''}, {self.peers} peers"
 
     @property
     def method(self) -> str:
-        if self.recipe == "adamw":
-            return f"adamw, full synchronisation, {self.peers} peers"
-        steps = f", {self.local_steps} steps" if self.local_steps > 1 else ""
-        delay = ", one round late" if self.delay else ""
-        return f"{self.recipe} {self.outer}, k={self.k}{steps}{delay}, {self.peers} peers"
+        if self.system == "full":
+            return f"{self.inner}, full synchronisation, {self.peers} peers"
+        if self.system in RIVALS:
+            return f"{self.system}, {self.local_steps} steps, {self.peers} peers"
+        parts = [self.system]
+        parts += [self.inner] if self.system == "local" else []
+        parts += [self.outer] if self.outer != "mean" else []
+        parts = [" ".join(parts), f"k={self.k}"]
+        parts += [f"chunk {self.chunk}"] if self.chunk != 64 else []
+        parts += [f"{self.value_bits} bits"] if self.value_bits > 1 else []
+        parts += [f"{self.local_steps} steps"] if self.local_steps > 1 else []
+        parts += [f"decay {float(Fraction(self.decay)):g}"]
+        parts += ["one round late"] if self.delay else []
+        return ", ".join([*parts, f"{self.peers} peers"])
 
 
-def grid() -> list[tuple[Setting, tuple[str, ...]]]:
-    """Returns every method with its learning rates; where the best was at an edge, the grid was extended."""
-    inner = ("1/1000", "3/1000", "6/1000")
-    by_outer = {
-        "normalised": ("1/2000", "1/1000", "2/1000"),
-        "mean": ("1/1000", "2/1000", "4/1000"),
-        "sign": ("1/1000", "2/1000", "4/1000"),
-    }
-    by_outer_of_many = by_outer | {"mean": ("2/1000", "4/1000", "8/1000")}
+def grid() -> list[Setting]:
+    """Returns every method at the rate in the middle of those that are tried first."""
+    slow, signs = {"decay": "999/1000", "rate": "1/1000"}, {"outer": "sign"}
     found = [
-        (Setting("adamw"), inner),
-        (Setting("demo"), ("1/1000", "2/1000", "4/1000")),
-        (Setting("demo", "sign"), by_outer["sign"]),
-        (Setting("distro", "sign", delay=1), ("1/4000", "1/2000", "1/1000")),
-        (Setting("local", "mean", local_steps=10, delay=1), inner),
+        Setting("full", "adamw", rate="6/1000"),
+        Setting("full", "muon", rate="1/100"),
+        Setting("distro", k=32, **slow, **signs),
+        Setting("distro", k=32, **(slow | {"decay": "99/100"}), **signs),
+        Setting("distro", k=8, chunk=32, **(slow | {"decay": "99/100"}), **signs),
+        Setting("demo", k=32, value_bits=3, outer="normalised", **slow),
+        Setting("demo", k=8, chunk=32, value_bits=3, outer="normalised", **(slow | {"decay": "99/100"})),
+        Setting("demo32", k=32, **slow, **signs),
+        Setting("local", "adamw", k=64, local_steps=10, rate="3/1000"),
+        Setting("local", "adamw", k=256, local_steps=10, rate="3/1000"),
+        Setting("local", "muon", k=64, local_steps=10, delay=1, rate="1/100"),
+        Setting("diloco", "adamw", local_steps=30, rate="3/1000"),
+        Setting("diloco4", "adamw", local_steps=30, rate="3/1000"),
+        Setting("muloco", "muon", local_steps=30, rate="1/100"),
+        Setting("sparseloco", "adamw", local_steps=30, rate="3/1000"),
+        Setting("sparseloco", "adamw", local_steps=10, rate="3/1000"),
     ]
-    found += [(Setting("local", "mean", local_steps=steps), inner) for steps in (5, 10, 30)]
-    found += [(Setting("distro", outer, k), tried) for k in (8, 32, 128) for outer, tried in by_outer.items()]
-    found += [(Setting("distro", outer, peers=32), tried) for outer, tried in by_outer_of_many.items()]
+    muon = Setting("local", "muon", local_steps=10, rate="1/100")
+    found += [replace(muon, k=k) for k in (32, 64, 128, 256, 512)]
+    found += [replace(muon, k=k, value_bits=bits) for k, bits in ((64, 2), (64, 3), (256, 2), (256, 8))]
+    found += [replace(muon, k=k, local_steps=steps) for k, steps in ((128, 5), (256, 5), (256, 30))]
+    found += [replace(muon, k=256, decay=decay) for decay in ("9/10", "1")]
+    found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
+    found += [replace(muon, k=k, peers=16) for k in (64, 256)]
+    found += [Setting("full", inner, peers=16, rate=rate) for inner, rate in (("adamw", "6/1000"), ("muon", "1/100"))]
     return found
 
 
+def recipe_of(setting: Setting, steps: int) -> RecipeConfig:
+    rounds = steps // setting.local_steps
+    rate = Fraction(setting.rate)
+    has_inner = setting.is_local or setting.system == "full"
+    return RecipeConfig(
+        name=setting.system if setting.system in ("demo", "local") else "distro",
+        outer=setting.outer,  # type: ignore[arg-type]
+        inner=setting.inner,  # type: ignore[arg-type]
+        k=setting.k,
+        chunk=setting.chunk,  # type: ignore[arg-type]
+        value_bits=setting.value_bits,
+        decay=Fraction(setting.decay),
+        local_steps=setting.local_steps if setting.system == "local" else 1,
+        sequences_per_pass=setting.sequences,
+        inner_learning_rate=rate if has_inner else Fraction(0),
+        learning_rate=Fraction(1) if has_inner else rate,
+        schedule="linear",
+        rounds=rounds,
+        warmup_rounds=max(1, rounds // 15),
+        final_ratio=Fraction(1, 10),
+    )
+
+
 def run(setting: Setting) -> dict[str, Any]:
-    """Trains one swarm, and measures the loss on the held-out slice at eight points."""
+    """Trains one swarm, and measures the loss on both halves of the held-out slice along the way."""
 
     torch.set_num_threads(1)
-    steps = LONG_STEPS if setting.long else STEPS
-    sizes = {"dim": 128, "ffn_dim": 384, "layers": 4} if setting.long else {"dim": 64, "ffn_dim": 192, "layers": 2}
-    model_config = ModelConfig(heads=4, kv_heads=2, sequence_length=128 if setting.long else 64, **sizes)
-    local = setting.recipe == "local"
-    recipe = RecipeConfig(
-        name="distro" if setting.recipe == "adamw" else setting.recipe,
-        outer=setting.outer,  # type: ignore[arg-type]
-        k=setting.k,
-        value_bits=3 if setting.recipe == "demo" else 1,
-        decay=Fraction(95, 100) if local else Fraction(999, 1000),
-        local_steps=setting.local_steps,
-        sequences_per_pass=setting.sequences,
-        inner_learning_rate=Fraction(setting.learning_rate),
-        learning_rate=Fraction(setting.outer_rate if local else setting.learning_rate),
-        warmup_rounds=max(1, steps // 15 // setting.local_steps),
-    )
+    size = SIZES[setting.size]
+    model_config = ModelConfig(**({"heads": 4, "kv_heads": 2} | size.model))
+    recipe = recipe_of(setting, size.steps)
     dataset = TokenDataset.open(CACHE, (CACHE / "digest").read_text())
     model = Transformer(model_config)
     initialise(model, setting.seed)
     live = LiveModel(model, autocast=False)
-    length, rounds = model_config.sequence_length, steps // setting.local_steps
+    length, rounds = model_config.sequence_length, size.steps // setting.local_steps
+    half = min(EVALUATED, dataset.held_out_sequences(length) // 2)
+    last = dataset.held_out_sequences(length)
 
     def batches(round_number: int, peer: int) -> list[torch.Tensor]:
         count = setting.sequences * setting.local_steps
@@ -135,155 +200,213 @@ def run(setting: Setting) -> dict[str, Any]:
         return list(torch.split(torch.from_numpy(dataset.batch(found, length)), setting.sequences))
 
     @torch.no_grad()
-    def validation() -> float:
-        count = min(64, dataset.held_out_sequences(length))
-        return float(live.model.loss(torch.from_numpy(dataset.held_out_batch(np.arange(count), length))))
+    def losses() -> list[float]:
+        """Returns the loss on the first half, by which rates are chosen, and on the second."""
+        halves = np.arange(half), np.arange(last - half, last)
+        return [float(live.model.loss(torch.from_numpy(dataset.held_out_batch(each, length)))) for each in halves]
 
-    if setting.recipe == "adamw":
-        swarm: FullySynchronised | Swarm = FullySynchronised(recipe, live)
+    swarm: Any
+    if setting.system == "full":
+        swarm = FullySynchronised(recipe, live)
+    elif setting.system in RIVALS:
+        swarm = LocalRival(RIVALS[setting.system], recipe, live, setting.peers)
+    elif setting.system == "demo32":
+        swarm = DeMoWithFloats(recipe, live, setting.peers)
     else:
         swarm = Swarm(recipe, live, setting.peers, setting.delay)
-    curve = [(0, validation())]
-    start = time.perf_counter()
+    curve = [(0, *losses())]
+    start = time.process_time()
     for round_number in range(rounds):
         swarm.round(round_number, [batches(round_number, peer) for peer in range(setting.peers)])
-        if (round_number + 1) % max(1, rounds // 8) == 0 or round_number + 1 == rounds:
-            curve.append(((round_number + 1) * setting.local_steps, validation()))
-    payload = swarm.payload_bytes
+        if (round_number + 1) % max(1, rounds // POINTS) == 0 or round_number + 1 == rounds:
+            curve.append(((round_number + 1) * setting.local_steps, *losses()))
+    _, tuning, reported = curve[-1]
     return {
         **asdict(setting),
         "method": setting.method,
         "parameters": live.weights.numel(),
         "steps": rounds * setting.local_steps,
         "rounds": rounds,
-        "payload_bytes": payload,
-        "bytes_per_peer_step": payload / setting.local_steps,
-        "validation_loss": curve[-1][1] if math.isfinite(curve[-1][1]) else None,
-        "curve": curve,
-        "seconds": round(time.perf_counter() - start, 2),
+        "payload_bytes": swarm.payload_bytes,
+        "bytes_per_peer_step": swarm.payload_bytes / setting.local_steps,
+        "tuning_loss": tuning if math.isfinite(tuning) else None,
+        "validation_loss": reported if math.isfinite(reported) else None,
+        "curve": [(step, loss) for step, _, loss in curve],
+        "processor_seconds": round(time.process_time() - start, 2),
     }
 
 
 # ---------------------------------------------------------------------------------------------------
-# The grid, its winners, the table and the plot
+# Which runs there are
+
+
+class Runs:
+    """The runs that are done, in a file, and the processes that do more."""
+
+    def __init__(self, path: Path | None, processes: int) -> None:
+        self.path, self.processes = path, processes
+        self.results: list[dict[str, Any]] = json.loads(path.read_text()) if path and path.exists() else []
+
+    def all(self, settings: Iterable[Setting]) -> list[dict[str, Any]]:
+        """Returns the results of these runs, after doing those that are not done."""
+        settings = list(settings)
+        missing = [each for each in settings if self._find(each) is None]
+        missing.sort(key=lambda each: -each.peers)  # the long ones first, so that no core idles
+        start = time.perf_counter()
+        if missing:
+            with multiprocessing.get_context("spawn").Pool(self.processes, _use_cache, (CACHE,)) as pool:
+                for number, result in enumerate(pool.imap_unordered(run, missing), 1):
+                    self.results.append(result)
+                    if self.path:
+                        partial = self.path.with_suffix(".partial")
+                        partial.write_text(json.dumps(self.results, indent=1) + "\n")
+                        partial.replace(self.path)
+                    loss = result["validation_loss"]
+                    print(
+                        f"[{number}/{len(missing)}, {time.perf_counter() - start:.0f} s] {result['method']}, "
+                        f"rate {result['rate']}, seed {result['seed']}: {loss if loss is None else f'{loss:.3f}'}",
+                        flush=True,
+                    )
+        return [found for each in settings if (found := self._find(each)) is not None]
+
+    def _find(self, setting: Setting) -> dict[str, Any] | None:
+        wanted = asdict(setting)
+        return next((one for one in self.results if all(one[key] == value for key, value in wanted.items())), None)
+
+    def tuned(self, settings: list[Setting]) -> list[dict[str, Any]]:
+        """Tries rates of each setting until the best has a worse one on either side; returns the best of each."""
+        rates = {each: [Fraction(each.rate) * factor for factor in (Fraction(1, 2), 1, 2)] for each in settings}
+        while True:
+            self.all(replace(each, rate=str(rate)) for each, tried in rates.items() for rate in tried)
+            winners, moved = [], False
+            for each, tried in rates.items():
+                found = {rate: self._find(replace(each, rate=str(rate))) for rate in tried}
+                best = min(tried, key=lambda rate: chosen_by(found[rate]))
+                winners.append(found[best])
+                if best in (tried[0], tried[-1]) and len(tried) < RATES_MAX:
+                    tried.insert(*((0, best / 2) if best == tried[0] else (len(tried), best * 2)))
+                    moved = True
+            if not moved:
+                return [each for each in winners if each is not None]
+
+
+def chosen_by(result: dict[str, Any] | None) -> float:
+    return math.inf if result is None or result["tuning_loss"] is None else result["tuning_loss"]
+
+
+def setting_of(result: dict[str, Any]) -> Setting:
+    return Setting(**{name: result[name] for name in Setting.__dataclass_fields__})
 
 
 def prepare_corpus() -> None:
     if not (CACHE / "digest").exists():
-        held_out = Fraction(2, 100)
         made = prepare(
             CACHE,
             [],
             embedded=True,
             tokenizer=load_tokenizer(None),
-            held_out=held_out,
+            held_out=Fraction(4, 100),
             progress=lambda done, all_: None,
         )
         (CACHE / "digest").write_text(made.digest)
 
 
-def best(results: list[dict[str, Any]]) -> dict[str, Any]:
-    return min(results, key=lambda result: result["validation_loss"] or math.inf)
+def _use_cache(directory: Path) -> None:
+    global CACHE  # noqa: PLW0603  # a worker is told where the corpus lies
+    CACHE = directory
 
 
-def group(results: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
-    found: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+# ---------------------------------------------------------------------------------------------------
+# The table and the plot
+
+
+def by_method(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns each method's runs at its best rate, that of seed 0 first."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for result in results:
-        found[key(result)].append(result)
-    return found
+        found[result["method"]].append(result)
+    best = {name: min((one for one in runs if not one["seed"]), key=chosen_by) for name, runs in found.items()}
+    return {
+        name: sorted((one for one in found[name] if one["rate"] == winner["rate"]), key=lambda one: one["seed"])
+        for name, winner in best.items()
+    }
 
 
-def by_method(results: list[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
-    return group(results, lambda one: one["method"])
-
-
-def run_all(settings: list[Setting], pool: Any, label: str) -> list[dict[str, Any]]:
-    start, results = time.perf_counter(), []
-    settings = sorted(settings, key=lambda setting: -setting.peers)  # the long ones first, so that no core idles
-    for result in pool.imap_unordered(run, settings):
-        results.append(result)
-        loss = result["validation_loss"]
-        print(
-            f"[{label} {len(results)}/{len(settings)}, {time.perf_counter() - start:.0f} s] {result['method']}, "
-            f"rate {result['learning_rate']}, seed {result['seed']}: {loss if loss is None else f'{loss:.3f}'}",
-            flush=True,
-        )
-    return results
+def line_seconds(result: dict[str, Any], steps: int, mbit: int, step_seconds: float = STEP_SECONDS) -> float:
+    """Returns the time of so many steps on a line of that rate."""
+    rounds = steps / (result["steps"] / result["rounds"])
+    return steps * step_seconds + rounds * (result["peers"] - 1) * result["payload_bytes"] * 8 / (mbit * 1e6)
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    baseline = next((4 * one["parameters"] for one in results), 0)
+    lines = [
+        f"{'loss':>6} {'+-':>6} {'seeds':>5} {'rate':>7} {'bytes/step':>11} {'fp32/ours':>9} "
+        + " ".join(f"{f'{mbit} Mbit/s':>11}" for mbit in LINES_MBIT)
+        + "  method"
+    ]
     rows = []
     for method, runs in by_method(results).items():
-        winner = best(runs)
-        same = [one for one in runs if one["learning_rate"] == winner["learning_rate"]]
-        losses = [one["validation_loss"] for one in same if one["validation_loss"] is not None]
+        losses = [one["validation_loss"] for one in runs if one["validation_loss"] is not None]
+        if not losses:
+            continue
+        first, size = runs[0], runs[0]["bytes_per_peer_step"]
         spread = statistics.stdev(losses) if len(losses) > 1 else math.nan
-        size = winner["bytes_per_peer_step"]
-        rows.append((statistics.mean(losses), spread, len(losses), winner["learning_rate"], size, method))
-    lines = [f"{'loss':>6} {'+-':>6} {'seeds':>5} {'rate':>7} {'bytes/step':>11} {'fp32/ours':>9}  method"]
-    lines += [
-        f"{loss:6.3f} {spread:6.3f} {seeds:5} {rate:>7} {size:11,.0f} {baseline / size:9.0f}  {method}"
-        for loss, spread, seeds, rate, size, method in sorted(rows)
-    ]
-    return "\n".join(lines)
+        on_lines = " ".join(f"{line_seconds(first, first['steps'], mbit):9,.0f} s" for mbit in LINES_MBIT)
+        mean = statistics.mean(losses)
+        text = f"{mean:6.3f} {spread:6.3f} {len(losses):5} {first['rate']:>7} {size:11,.0f} "
+        rows.append((mean, f"{text}{4 * first['parameters'] / size:9,.0f} {on_lines}  {method}"))
+    return "\n".join(lines + [row for _, row in sorted(rows)])
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
-    figure, axes = pyplot.subplots(1, 2, figsize=(15, 7), sharey=True)
+    figure, axes = pyplot.subplots(1, 3, figsize=(20, 7), sharey=True)
     colours = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     for number, (method, runs) in enumerate(sorted(by_method(results).items())):
-        winner = best(runs)
-        steps, losses = zip(*winner["curve"], strict=True)
-        sent = [max(1.0, step * winner["bytes_per_peer_step"]) for step in steps]
+        first = runs[0]
+        steps, losses = zip(*first["curve"], strict=True)
+        sent = [max(1.0, step * first["bytes_per_peer_step"]) for step in steps]
+        seconds = [max(1.0, line_seconds(first, step, LINES_MBIT[0])) for step in steps]
         style = {"label": method, "color": colours[number % 20], "linestyle": "-" if number < 20 else "--"}
         axes[0].plot(steps, losses, **style)
         axes[1].plot(sent[1:], losses[1:], marker="o", markersize=3, **style)
-    axes[0].set(xlabel="local steps", ylabel="validation loss, nats a byte")
+        axes[2].plot(seconds[1:], losses[1:], **style)
+    axes[0].set(xlabel="local steps", ylabel="held-out loss, nats a byte")
     axes[1].set(xlabel="bytes uploaded by a peer", xscale="log")
-    axes[1].legend(fontsize=7)
+    axes[2].set(xlabel=f"seconds on a line of {LINES_MBIT[0]} Mbit/s", xscale="log")
+    axes[1].legend(fontsize=6)
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     print(f"plot: {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, help="also write every run there")
+    parser.add_argument("--size", choices=SIZES, default="quick", help="how large the model is, and how long it trains")
+    parser.add_argument("--json", type=Path, help="where every run is kept; those that are there are not run again")
     parser.add_argument("--plot", type=Path, default=Path("out/learning.png"), help="where the plot goes")
-    parser.add_argument("--long", action="store_true", help="a larger model and 600 steps; hours")
     parser.add_argument("--only", action="append", metavar="WORDS", help="only methods described with these words")
+    parser.add_argument("--seeds", type=int, default=3, help="of each family's winner")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_corpus()
     start = time.perf_counter()
+    runs = Runs(arguments.json, arguments.processes)
     only = arguments.only or [""]
-    methods = [
-        (replace(one, long=arguments.long), tried) for one, tried in grid() if any(word in one.method for word in only)
-    ]
-    with multiprocessing.get_context("spawn").Pool(arguments.processes, _use_cache, (CACHE,)) as pool:
-        tried = [replace(setting, learning_rate=rate) for setting, tried in methods for rate in tried]
-        results = run_all(tried, pool, "rates")
-        families = group(results, lambda one: (one["recipe"], one["outer"], one["peers"], one["delay"]))
-        winners = [best(runs) for runs in families.values()]
-        chosen = [Setting(**{name: winner[name] for name in Setting.__dataclass_fields__}) for winner in winners]
-        results += run_all([replace(one, seed=seed) for one in chosen for seed in (1, 2)], pool, "seeds")
-    print(table(results))
-    print(f"{len(results)} runs in {time.perf_counter() - start:.0f} s")
-    arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-    plot(results, arguments.plot)
-    if arguments.json:
-        numbers = [one | {"learning_rate": float(Fraction(one["learning_rate"]))} for one in results]
-        arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
-
-
-def _use_cache(directory: Path) -> None:
-    global CACHE  # noqa: PLW0603  # a worker is told where the corpus lies
-    CACHE = directory
+    settings = [replace(one, size=arguments.size) for one in grid() if any(word in one.method for word in only)]
+    families: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for winner in runs.tuned(settings):
+        families[setting_of(winner).family].append(winner)
+    winners = [setting_of(min(found, key=chosen_by)) for found in families.values()]
+    runs.all(replace(each, seed=seed) for each in winners for seed in range(1, arguments.seeds))
+    shown = [one for one in runs.results if one["size"] == arguments.size]
+    print(table(shown))
+    print(f"{len(shown)} runs, {time.perf_counter() - start:.0f} s")
+    plot(shown, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn.aggregate import apply_payloads
 from p2ptrain.learn.codec import PayloadFormat, pack
+from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.recipes import make_recipe
-from p2ptrain.learn.schedule import learning_rate
+from p2ptrain.learn.schedule import inner_rate, learning_rate
 from p2ptrain.learn.transform import Layout
 
 
@@ -32,33 +34,33 @@ class Swarm:
     def round(self, round_number: int, batches: list[list[Any]]) -> None:
         payloads = []
         for peer, own in zip(self.peers, batches, strict=True):
-            peer.begin()
+            peer.begin(round_number)
             for step, batch in enumerate(own):
                 peer.local_step(step, batch, [])
+            peer.end()
             payloads.append(pack(peer.contribute(round_number), self.form))
-            peer.residual.forget(round_number)
         self.waiting.append(payloads)
         if len(self.waiting) > self.delay:
             rate = learning_rate(self.config, round_number)
             parameters = self.live.parts(self.agreed)
-            apply_payloads(self.layout, self.config, self.form, self.waiting.pop(0), rate, parameters)
+            scales = apply_payloads(self.layout, self.config, self.form, self.waiting.pop(0), rate, parameters)
+            for number, peer in enumerate(self.peers):
+                peer.residual.forget(round_number - self.delay, partial(scales.uncounted, number) if scales else None)
         self.live.weights.copy_(self.agreed)
 
 
 class FullySynchronised:
-    """The baseline: AdamW on the mean gradient of all peers."""
+    """The baseline: one optimizer (the recipe's `inner`) on the mean gradient of all peers."""
 
     def __init__(self, recipe: RecipeConfig, live: LiveModel) -> None:
         self.config, self.live = recipe, live
         self.payload_bytes = 4 * live.weights.numel()
-        rate = float(recipe.learning_rate)
-        self.optimizer = torch.optim.AdamW([live.weights], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = INNER_OPTIMIZERS[recipe.inner](recipe, live)
 
     def round(self, round_number: int, batches: list[list[Any]]) -> None:
         total = torch.zeros_like(self.live.gradient)
         for own in batches:
             self.live.gradient_step(0, own[0], [], self.config)
             total += self.live.gradient
-        self.live.weights.grad = total / len(batches)
-        self.optimizer.param_groups[0]["lr"] = float(learning_rate(self.config, round_number))
-        self.optimizer.step()
+        torch.div(total, len(batches), out=self.live.gradient)
+        self.optimizer.step(float(inner_rate(self.config, round_number)))

@@ -1,9 +1,9 @@
-"""Eight simulated peers at 124M parameters on real text, for as long as there is time: AdamW, distro, local.
+"""Eight simulated peers at 124M parameters on real text, for as long as there is time: AdamW, Muon, distro, local.
 
 Held-out loss, in nats a byte, over time, steps and a peer's bytes. The text is what every machine with torch and
-transformers has: their sources and Python's, byte by byte, with a fiftieth held out. AdamW synchronises fully, each
-step; its bytes are fp32 gradients. One device does the work of all eight, so seconds compare methods, not swarms. Of
-the rounds that fit into the time, a tenth warm up; the outer rate of `local` does not, which takes few rounds.
+transformers has: their sources and Python's, byte by byte, with a fiftieth held out. AdamW and Muon synchronise fully,
+each step; their bytes are fp32 gradients. One device does the work of all eight, so seconds compare methods, not
+swarms. Of the rounds that fit into the time, a tenth warm up; `local` does not, which takes few rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu import Report, model_config, run_part, wait_for
 from benchmarks.simulated import FullySynchronised, Swarm
-from p2ptrain.config import RecipeConfig
+from p2ptrain.config import RECIPES, RecipeConfig
 from p2ptrain.learn.assignment import shard
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
@@ -35,13 +35,14 @@ SOURCES = ("transformers", "torch", "numpy")
 EVALUATED = 32  # held-out sequences
 WARM_UP_SHARE = 0.1  # of the rounds
 METHODS: dict[str, dict[str, Any]] = {
-    "adamw": {"learning_rate": Fraction(6, 10_000)},
+    "adamw": {"inner_learning_rate": Fraction(6, 10_000)},
+    "muon": {"inner": "muon", "inner_learning_rate": Fraction(2, 1_000)},
     "distro": {"learning_rate": Fraction(4, 10_000)},
     "local": {
         "warmup_rounds": 0,
         "local_steps": 10,
-        "inner_learning_rate": Fraction(6, 10_000),
-        "learning_rate": Fraction(1),
+        "k": 256,
+        "inner_learning_rate": Fraction(2, 1_000),
     },
 }
 
@@ -94,11 +95,11 @@ class Peers:
 
     def swarm(self, method: str, warmup_rounds: int) -> Swarm | FullySynchronised:
         recipe = RecipeConfig.model_validate(
-            {"name": "distro" if method == "adamw" else method, "sequences_per_pass": 4, "warmup_rounds": warmup_rounds}
+            {"name": method if method in RECIPES else "distro", "sequences_per_pass": 4, "warmup_rounds": warmup_rounds}
             | METHODS[method]
         )
         self.live.weights.copy_(self.first)
-        if method == "adamw":
+        if method not in RECIPES:
             return FullySynchronised(recipe, self.live)
         return Swarm(recipe, self.live, self.count)
 

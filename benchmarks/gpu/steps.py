@@ -23,13 +23,14 @@ from torch.nn import functional
 from benchmarks.gpu import Peak, Report, median_ms, model_config, ratio, run_part, seconds_of, spread
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError
-from p2ptrain.learn.aggregate import apply_payloads, apply_votes, common_scales, sum_votes
-from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, unpack
+from p2ptrain.learn.aggregate import apply_payloads, apply_votes, sizes_of, sum_votes
+from p2ptrain.learn.codec import PayloadFormat, pack, unpack
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.memory import PassSettings, need_of
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import make_recipe
 from p2ptrain.learn.root import state_root
+from p2ptrain.learn.scales import Scales
 from p2ptrain.learn.transform import Layout
 
 # Model, vocabulary, sequences of a pass, passes of a step: 65,536 tokens, which is a GPU's part of nanoGPT's batch.
@@ -122,11 +123,12 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
     layout = Layout(bench.live.shapes, config.chunk)
     form = PayloadFormat.of(layout, config)
     recipe = make_recipe(config, bench.live, layout)
-    recipe.begin()
+    recipe.begin(0)
     steps = bench.seconds(lambda: recipe.local_step(0, bench.batch, []))
     payloads: list[bytes] = []
 
     def contribute() -> None:
+        recipe.end()
         payloads.append(pack(recipe.contribute(len(payloads)), form))
         recipe.residual.forget(len(payloads) - 1)
 
@@ -134,7 +136,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
     parameters, agreed = bench.live.parts(recipe.agreed), (payloads * CONTRIBUTIONS)[:CONTRIBUTIONS]
     rate = Fraction(1, 1000)
     unpacked = [unpack(payload, form) for payload in agreed]
-    scales = common_scales([read_exponents(payload, form) for payload in agreed]) if form.groups else None
+    scales = Scales.of([sizes_of(payload, layout, form) for payload in agreed], layout, config) if form.groups else None
 
     def apply_unpacked() -> None:
         votes = sum_votes(layout, config, unpacked, len(unpacked), scales, bench.device)

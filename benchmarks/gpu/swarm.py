@@ -67,12 +67,11 @@ def rounds_of(
             # A CPU and the device have the same data: only rounding differs.
             steps.append(trainer.train(number, place // 2, 2))
             payloads.append(trainer.contribute(number))
-            trainer.forget(number)
         training_differs |= steps[0] != steps[1]
         contributions_differ |= payloads[0] != payloads[1]
         assert not any(trainers[0].check(payload) for payload in payloads)
         for place, trainer in enumerate(trainers):
-            trainer.apply(number, payloads[place:] + payloads[:place])
+            trainer.apply(number, payloads[place:] + payloads[:place], {number: payloads[place]})
         done = number + 1
         if len({trainer.root() for trainer in trainers}) != 1:
             break

@@ -25,7 +25,7 @@ from p2ptrain.errors import ConfigError, RemoteProtocolError
 PROTOCOL_VERSION: Final = 2
 # Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
-LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {}
+LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {("recipe", "inner"): "adamw"}
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
@@ -125,12 +125,11 @@ class RecipeSpec:
     is_scaled: bool  # whether its contributions carry a power-of-two scale per tensor
     defaults: Mapping[str, object] = field(default_factory=dict)  # for settings that are not given
     limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
-    # Copies of the weights, 4 bytes per parameter each.
-    copies: int = 0  # in memory, in addition to the live weights and their gradient
-    copies_saved: int = 0  # of these, the number that its `state` adds to a checkpoint
+    copies: int = 0  # of the weights in memory, besides the live ones, their gradient and the inner optimizer's state
 
 
 _SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
+_FOUR_BITS = Limit(4, "sends at most four bits", "use 4 or recipe local")
 _ONE_STEP = Limit(1, "takes one step per round", "use passes_per_step or recipe local")
 RECIPES: dict[str, RecipeSpec] = {
     "distro": RecipeSpec(
@@ -143,7 +142,7 @@ RECIPES: dict[str, RecipeSpec] = {
         kind="gradient",
         is_scaled=True,
         defaults={"decay": Fraction(999, 1000), "local_steps": 1, "value_bits": 3, "outer": "normalised"},
-        limits={"local_steps": _ONE_STEP},
+        limits={"value_bits": _FOUR_BITS, "local_steps": _ONE_STEP},
     ),
     "local": RecipeSpec(
         kind="local",
@@ -151,16 +150,16 @@ RECIPES: dict[str, RecipeSpec] = {
         defaults={
             "decay": Fraction(95, 100),
             "local_steps": 10,
+            "inner": "muon",
             "value_bits": 1,
             "outer": "mean",
             "learning_rate": Fraction(1),
         },
-        limits={"value_bits": _SIGNS_ALONE},
-        copies=4,  # the agreed weights, this round's start, and AdamW's two moments
-        copies_saved=2,  # the moments
+        copies=1,  # the agreed weights
     ),
 }
-SCALE_SPREAD_BITS = 6  # scales of one round are clamped to within 2**6 of one another (learn/aggregate.py)
+SCALE_ROOM_BITS = 5  # at least: how far below the median's root mean square votes of a round are told apart
+SCALE_TOP_BITS = 3  # and how far above it a single one counts (learn/scales.py)
 
 
 class RecipeConfig(Section):
@@ -171,15 +170,16 @@ class RecipeConfig(Section):
     chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
     k: int = Field(32, ge=1, le=512, description="coefficients kept of each chunk")
     value_bits: int = Field(
-        1, ge=1, le=4, description="bits of a coefficient's value, including its sign; 1: only the sign"
+        1, ge=1, le=8, description="bits of a coefficient's value, including its sign; 1: only the sign"
     )
     decay: Rational = Field(Fraction(999, 1000), ge=0, le=1, description="share of the residual that stays each round")
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
     sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
     passes_per_step: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
     local_steps: int = Field(1, ge=1, le=65_536, description="steps of a round")
+    inner: Literal["muon", "adamw"] = Field("adamw", description="optimizer of the local steps")
     inner_learning_rate: Rational = Field(
-        Fraction(3, 1000), ge=0, description="AdamW's rate, for recipes with local steps"
+        Fraction(3, 1000), ge=0, description="highest rate of the local steps, of both optimizers"
     )
     inner_beta1: Rational = Field(
         Fraction(9, 10), ge=0, lt=1, description="AdamW's memory of gradients, for recipes with local steps"
@@ -187,9 +187,7 @@ class RecipeConfig(Section):
     inner_beta2: Rational = Field(
         Fraction(95, 100), ge=0, lt=1, description="AdamW's memory of their squares, for recipes with local steps"
     )
-    inner_weight_decay: Rational = Field(
-        Fraction(0), ge=0, description="AdamW's weight decay, for recipes with local steps"
-    )
+    inner_weight_decay: Rational = Field(Fraction(0), ge=0, description="weight decay of the local steps")
     learning_rate: Rational = Field(Fraction(1, 1000), ge=0, description="highest learning rate of the outer update")
     schedule: Literal["constant", "linear", "wsd"] = Field(
         "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
@@ -247,7 +245,14 @@ class RecipeConfig(Section):
     @property
     def vote_max(self) -> int:
         """The largest integer that one contribution can add to one coefficient's votes."""
-        return (1 << (self.value_bits - 1)) * (1 << SCALE_SPREAD_BITS if self.spec.is_scaled else 1)
+        if not self.spec.is_scaled:
+            return 1 << (self.value_bits - 1)
+        return 1 << (self.room_bits + (SCALE_TOP_BITS if self.value_bits > 1 else 0))  # signs are all of one size
+
+    @property
+    def room_bits(self) -> int:
+        """How far the unit of scaled votes lies below their median's root mean square: no further than they need."""
+        return max(SCALE_ROOM_BITS, self.value_bits)
 
 
 class StateConfig(Section):

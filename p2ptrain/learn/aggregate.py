@@ -7,11 +7,9 @@ Votes are integers, so no sum depends on its order. The inverse transform stays 
 (`transform.inverse`). The rest is a fixed sequence of single IEEE operations, each rounded once:
 nothing fused, nothing summed, and no library function but the square root, which IEEE 754 defines.
 
-If contributions carry scales (powers of two), every group's votes are shifted to a common one. Each
-scale is clamped to within 2**3 of the lower median of the round's scales: a median, because a
-minority cannot move it (Yin et al. 2018, arXiv 1803.01498); of two contributions it is the smaller
-scale, so there a single peer can. The votes themselves are summed, not filtered: medians and trimming
-destroy a sparse signal, whose coefficients most peers do not send.
+If contributions carry scales (powers of two), every group's votes are counted in a common unit, and none weighs much
+more than their median (learn/scales.py). The votes themselves are summed, not filtered: medians and trimming destroy a
+sparse signal, whose coefficients most peers do not send.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from p2ptrain.config import BASIS_PEAK, EXACT_MAX, SCALE_SPREAD_BITS, RecipeConfig
+from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.errors import DeviceError
-from p2ptrain.learn.codec import Contribution, PayloadFormat, read_exponents, unpack
+from p2ptrain.learn.codec import Contribution, PayloadFormat, read_exponents, read_squares, unpack
+from p2ptrain.learn.scales import Scales, Sizes
 from p2ptrain.learn.schedule import exact_float
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import (
@@ -44,7 +42,6 @@ from p2ptrain.learn.transform import (
     inverse_scale,
 )
 
-CLAMP_BITS = SCALE_SPREAD_BITS // 2
 EXACTNESS_FIX = (
     "Unset DNNL_DEFAULT_FPMATH_MODE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and whatever sets torch's float32 matmul "
     "precision or flush-to-zero mode; or choose another device"
@@ -58,7 +55,7 @@ class Votes:
 
     sums: Tensor  # [chunks, area] int16 or int32
     contributions: int
-    scales: tuple[int, ...] | None  # [groups] votes are in units of 2**scale; None: they have no unit
+    units: tuple[int, ...] | None  # [groups] votes are in units of 2**unit; None: they have no unit
 
 
 def apply_payloads(
@@ -69,13 +66,13 @@ def apply_payloads(
     learning_rate: Fraction,
     parameters: Sequence[Tensor],
     unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
-) -> None:
+) -> Scales | None:
     """Applies one outer step from payloads that `unpack` has accepted, in any order. Payloads are unpacked one at a
-    time, except those given as `unpacked`.
+    time, except those given as `unpacked`. Returns the scales by which they were counted, if they have any.
     """
     scales = None
     if form.groups and payloads:
-        scales = common_scales([read_exponents(payload, form) for payload in payloads])
+        scales = Scales.of([sizes_of(payload, layout, form) for payload in payloads], layout, recipe)
 
     def votes_on(device: torch.device) -> Votes:
         contributions = (unpacked.get(payload) or unpack(payload, form) for payload in payloads)
@@ -83,15 +80,13 @@ def apply_payloads(
 
     votes = where_it_fits(votes_on, parameters[0].device)
     apply_votes(layout, recipe, votes, learning_rate, parameters)
+    return scales
 
 
-def common_scales(exponents: Sequence[NDArray[np.int8]]) -> tuple[int, ...]:
-    """Returns the unit in which each group's votes are counted: 2**CLAMP_BITS below the median of the round's scales.
-
-    exponents: for every contribution [groups]
-    """
-    medians = np.sort(np.stack(exponents), axis=0)[(len(exponents) - 1) // 2]
-    return tuple(int(median) - CLAMP_BITS for median in medians)
+def sizes_of(payload: bytes, layout: Layout, form: PayloadFormat) -> Sizes:
+    """Reads what `Scales` compares of a payload."""
+    starts = [group.first_chunk for group in layout.groups]
+    return Sizes(read_exponents(payload, form), np.add.reduceat(read_squares(payload, form), starts))
 
 
 def sum_votes(
@@ -99,10 +94,12 @@ def sum_votes(
     recipe: RecipeConfig,
     contributions: Iterable[Contribution],
     count: int,
-    scales: tuple[int, ...] | None,
+    scales: Scales | None,
     device: torch.device,
 ) -> Votes:
-    """Adds up `count` contributions, one at a time. The votes are integers, so any order gives the same sums."""
+    """Adds up `count` contributions, one at a time and in the order of the scales, if there are any. The votes are
+    integers, so any order gives the same sums.
+    """
     largest = count * recipe.vote_max
     assert largest <= INT32_MAX, "the config's bound keeps votes in range"
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32
@@ -112,19 +109,11 @@ def sum_votes(
     added = 0
     for contribution in contributions:
         places = torch.from_numpy(np.add(contribution.indices, starts, dtype=index_type).reshape(-1)).to(device)
-        values = torch.from_numpy(contribution.values).to(device, dtype)
-        if scales is not None:
-            values <<= torch.from_numpy(_shifts(layout, contribution, scales)).to(device, dtype)[:, None]
-        sums.index_add_(0, places, values.reshape(-1))
+        values = scales.votes(added, contribution.values) if scales else contribution.values
+        sums.index_add_(0, places, torch.from_numpy(values).to(device, dtype).reshape(-1))
         added += 1
     assert added == count
-    return Votes(sums.view(layout.chunks, layout.area), count, scales)
-
-
-def _shifts(layout: Layout, contribution: Contribution, scales: tuple[int, ...]) -> NDArray[np.int64]:  # [chunks]
-    assert contribution.exponents is not None, "a scaled recipe's contribution carries scales"
-    above = contribution.exponents.astype(np.int64) - np.array(scales)
-    return np.repeat(np.clip(above, 0, SCALE_SPREAD_BITS), [group.chunks for group in layout.groups])
+    return Votes(sums.view(layout.chunks, layout.area), count, scales.units if scales else None)
 
 
 def apply_votes(
@@ -154,8 +143,8 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
     if recipe.outer == "sign":
         return rounded_fp32(learning_rate)
     if recipe.outer == "mean":
-        gain = 1.0 if votes.scales else math.sqrt(layout.area / recipe.k)
-        unit = 2.0 ** votes.scales[number] if votes.scales else 1.0
+        gain = 1.0 if votes.units else math.sqrt(layout.area / recipe.k)
+        unit = 2.0 ** votes.units[number] if votes.units else 1.0
         return rate * gain / votes.contributions * (unit * inverse_scale(layout.chunk))
     group = layout.groups[number]
     squares = _sum_of_squares(layout, recipe, votes, group)

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from math import comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ EXPONENT_BIAS = 64
 EXPONENT_MIN, EXPONENT_MAX = -64, 15  # 2**15 times the largest update is still far from overflowing an fp32
 
 Indices = NDArray[np.uint16]  # [chunks, k] rising along the last axis
-Values = NDArray[np.int8]  # [chunks, k] never zero
+Values = NDArray[np.int8] | NDArray[np.int16]  # [chunks, k] never zero
 Bytes = NDArray[np.uint8]
 Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
 
@@ -96,7 +97,16 @@ class PayloadFormat:
     @property
     def contribution_bytes(self) -> int:
         """Memory of an unpacked contribution; unpacking peaks at twice this size, or at twice WORK_BYTES if larger."""
-        return self.chunks * self.k * 3 + self.groups
+        return self.chunks * self.k * (2 + self.value_type.itemsize) + self.groups
+
+    @property
+    def value_type(self) -> np.dtype[Any]:
+        return value_type(self.value_bits)
+
+
+def value_type(value_bits: int) -> np.dtype[Any]:
+    """Returns the type of values from -2**(value_bits - 1) to as much above zero."""
+    return np.dtype(np.int8 if value_bits < 8 else np.int16)
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -144,7 +154,7 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
         upper = np.zeros((form.chunks, form.positions), np.uint8)
         np.put_along_axis(upper, positions.astype(np.int64), 1, axis=1)
     low = indices & np.uint16((1 << form.low_bits) - 1)
-    magnitudes = np.abs(values).view(np.uint8) - np.uint8(1)
+    magnitudes = (np.abs(values.astype(np.int16)) - 1).astype(np.uint8)
     fields: tuple[Fields, ...] = (upper, low, (values < 0).view(np.uint8), magnitudes)
     sections = [pack_fields(part, width) for part, (_, width) in zip(fields, form.sections, strict=True)]
     if contribution.exponents is not None:
@@ -186,7 +196,7 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
         if spare_bits and sections[-1][-1] >> (8 - spare_bits):
             raise RemoteProtocolError("a bit is set after the end of a section")
     indices = np.empty((form.chunks, form.k), np.uint16)
-    values = np.empty((form.chunks, form.k), np.int8)
+    values = np.empty((form.chunks, form.k), form.value_type)
     work = 2 * form.upper_bits + (8 if form.ranked else 24) * form.k  # bytes per chunk of the largest arrays
     step = max(8, WORK_BYTES // work & ~7)  # chunks; a multiple of eight starts at a whole byte
     for first in range(0, form.chunks, step):
@@ -199,13 +209,24 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
         ]
         indices[first:last] = _block_indices(fields[0], fields[1], form)
         sign = fields[2].view(np.int8) * np.int8(-2) + np.int8(1)
-        np.multiply(sign, fields[3].view(np.int8) + np.int8(1), out=values[first:last])
+        np.multiply(sign, fields[3] + np.int16(1), out=values[first:last], casting="unsafe")
     return Contribution(indices, values, exponents)
 
 
 def read_exponents(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np.int8]:
     """Reads only the scales of a payload that `unpack` has accepted."""
     return _exponents(np.frombuffer(payload, np.uint8)[: form.groups])
+
+
+def read_squares(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np.int64]:  # [chunks]
+    """Adds up each chunk's squared values, of a payload that `unpack` has accepted."""
+    if form.value_bits == 1:
+        return np.full(form.chunks, form.k, np.int64)
+    count, width = form.sections[-1]
+    octets = np.frombuffer(payload, np.uint8)[-packed_bytes(form.chunks * count, width) :]
+    magnitudes = unpack_fields(octets, form.chunks * count, width).reshape(form.chunks, count).astype(np.int64) + 1
+    sums: NDArray[np.int64] = np.square(magnitudes).sum(axis=1)
+    return sums
 
 
 def _exponents(octets: Bytes) -> NDArray[np.int8]:

@@ -7,6 +7,7 @@ GPU nothing has been compared yet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -15,10 +16,11 @@ import psutil
 import torch
 
 from p2ptrain.capacity import free_memory_bytes, memory_bytes
-from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig
+from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.codec import PayloadFormat
+from p2ptrain.learn.inner import BATCH_ELEMENTS
 from p2ptrain.learn.model import logits_rows, parameter_shapes
 from p2ptrain.learn.root import FLOAT_BYTES
 from p2ptrain.learn.shortage import mega
@@ -36,6 +38,7 @@ WITHIN_OPERATIONS = 1.03  # factor for memory that operations allocate internall
 HOLES, HOLES_HALF, HOLES_UP_TO_BYTES = 1.18, 1.4, 2**25
 CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two threads; a guess
 COEFFICIENT_BYTES = 48  # per chosen coefficient, in several arrays that exist at a time; measured
+MUON_COPIES = 4  # of the matrices that it orthogonalises at a time
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
 CONTRIBUTORS_USUAL = 8  # on the disk, if their number is unknown; a guess
@@ -65,7 +68,7 @@ class Need:
     state: int  # the weights; their gradient is as large
     payload: int  # one contribution
     residual: int
-    optimizer: int  # the state of the recipe's inner steps
+    optimizer: int  # the agreed weights, if they are not the live ones, and the state of the inner optimizer
     activations: int  # peak of a training pass
     codec: int  # peak of making a contribution or applying a round; never during a pass
     program: int  # without a model
@@ -236,21 +239,32 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds
     step = run.recipe.passes_per_step * run.recipe.sequences_per_pass
+    inner, orthogonal = _inner_bytes(run.recipe, shapes, passes) if spec.kind == "local" else (0, 0)
     return Need(
         parameters=parameters,
         state=state,
         payload=form.payload_bytes,
         residual=residual,
-        optimizer=spec.copies * state + libraries,
+        optimizer=spec.copies * state + inner + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
-        codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work),
+        codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
-        checkpoint=(1 + spec.copies_saved) * state + residual + open_contributions * coefficients * 2 * FLOAT_BYTES,
+        checkpoint=state + inner + residual + open_contributions * coefficients * 2 * FLOAT_BYTES,
         data=BATCH_COPIES * 8 * step * (run.model.sequence_length + 1) + POSITION_BYTES * step * run.recipe.local_steps,
         history=ENTRY_BYTES * contributions * run.agreement.history_rounds,
     )
+
+
+def _inner_bytes(recipe: RecipeConfig, shapes: Sequence[tuple[int, ...]], passes: PassSettings) -> tuple[int, int]:
+    """Returns the memory of the inner optimizer's state, and of what it computes from that in a step."""
+    sizes = [prod(shape) for shape in shapes]
+    if recipe.inner == "adamw":
+        return 2 * FLOAT_BYTES * sum(sizes), 0
+    hidden = [prod(shape) for shape in shapes[1:] if len(shape) == 2]  # the first is the embedding
+    at_once = max([BATCH_ELEMENTS, *hidden])
+    return FLOAT_BYTES * (2 * sum(sizes) - sum(hidden)), MUON_COPIES * (2 if passes.autocast else 4) * at_once
 
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:

@@ -8,8 +8,8 @@ and contribute its largest DCT coefficients each round:
 - `demo`: the same with small integers and a power-of-two scale per tensor: like the paper's values, at
   a tenth of the size.
 - `local` (DiLoCo, Douillard et al. 2023, arXiv 2311.08105; with top-k and error feedback as in
-  SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706): several AdamW steps a round; the distance they moved is
-  added to the residual. Signs are sent, with a power-of-two scale per tensor.
+  SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706): several steps of an inner optimizer a round; the distance they
+  moved is added to the residual. Signs or small integers are sent, with a power-of-two scale per tensor.
 
 The residual is kept as coefficients. The DCT is linear and orthonormal, so the momentum of the
 coefficients is the coefficients of the momentum, and a contribution leaves the residual by k
@@ -22,7 +22,7 @@ therefore kept until a manifest takes the contribution (`forget`) or none can an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,14 +32,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values
+from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values, value_type
+from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel, StepResult
+from p2ptrain.learn.schedule import inner_rate
 from p2ptrain.learn.selection import largest
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import Layout
 
 KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
-ADAM_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,15 @@ class Residual:
         self.kept[round_number] = Withdrawal(indices, removed)
         return contribution
 
-    def forget(self, round_number: int) -> bool:
-        """Notes that a manifest took the round's contribution; False if the node has no such contribution."""
-        return self.kept.pop(round_number, None) is not None
+    def forget(
+        self, round_number: int, uncounted: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
+    ) -> bool:
+        """Notes that a manifest took the round's contribution, and puts back the part of it that was not counted; False
+        if the node has no such contribution."""
+        kept = self.kept.pop(round_number, None)
+        if kept is not None and uncounted is not None:
+            self._put(kept.indices, self._at(kept.indices) + uncounted(kept.removed))
+        return kept is not None
 
     def restore(self, round_number: int) -> bool:
         """Puts back a contribution that no manifest can take any more; False if the node has no such contribution."""
@@ -144,7 +151,7 @@ def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: 
     above = np.where(means > 0, np.frexp(means)[1], EXPONENT_MIN)  # 2**above is less than twice the mean
     candidates = [np.clip(above - back, EXPONENT_MIN, EXPONENT_MAX) for back in range(value_bits + 1)]
     best = np.choose(np.argmin([rounded(exponents)[1] for exponents in candidates], axis=0), candidates)
-    return rounded(best)[0].astype(np.int8), best.astype(np.int8)
+    return rounded(best)[0].astype(value_type(value_bits)), best.astype(np.int8)
 
 
 class Recipe(Protocol):
@@ -153,7 +160,7 @@ class Recipe(Protocol):
     residual: Residual
     agreed: Tensor  # [parameters] the flat master weights, which the trainer updates in place
 
-    def begin(self) -> None:
+    def begin(self, round_number: int) -> None:
         """Starts a round from the agreed weights."""
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
@@ -161,6 +168,9 @@ class Recipe(Protocol):
 
         batch: [passes_per_step * sequences_per_pass, length + 1]; positions: its sequences' places in the data
         """
+
+    def end(self) -> None:
+        """Ends the round's steps. The agreed weights may change before they are contributed."""
 
     def contribute(self, round_number: int) -> Contribution:
         """Turns the round's steps into a contribution."""
@@ -177,7 +187,10 @@ class GradientRecipe:
         self.agreed = live.weights  # only the agreed update ever changes them
         self.residual = Residual(layout, live.weights.device)
 
-    def begin(self) -> None:
+    def begin(self, round_number: int) -> None:
+        pass
+
+    def end(self) -> None:
         pass
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
@@ -192,47 +205,37 @@ class GradientRecipe:
 
 
 class LocalRecipe:
-    """`local`: the residual is how far AdamW has moved the weights, minus everything that was sent."""
+    """`local`: the residual is how far the inner optimizer has moved the weights, minus everything that was sent."""
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live
         self.agreed = live.weights.clone()
-        # Where this round's steps began: an update may be applied before they are contributed.
-        self.start = live.weights.clone()
         self.residual = Residual(layout, live.weights.device)
-        self.mean = torch.zeros_like(live.weights)
-        self.square = torch.zeros_like(live.weights)
-        self.steps = torch.zeros((), dtype=torch.int64)
+        self.inner = INNER_OPTIMIZERS[config.inner](config, live)
+        self.rate = 0.0
+        self._is_moved = False  # whether the live weights are how far this round's steps have moved
 
-    def begin(self) -> None:
-        self.start.copy_(self.agreed)
-        self.live.weights.copy_(self.start)
+    def begin(self, round_number: int) -> None:
+        self.live.weights.copy_(self.agreed)
+        self.rate = float(inner_rate(self.config, round_number))
+        self._is_moved = False
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         result = self.live.gradient_step(step, batch, positions, self.config)
-        self._adamw()
+        self.inner.step(self.rate)
         return result
 
-    def _adamw(self) -> None:
-        """Takes an AdamW step (Loshchilov and Hutter 2017, arXiv 1711.05101), in torch.optim's order."""
-        config, gradient = self.config, self.live.gradient
-        self.steps += 1
-        beta1, beta2, rate = float(config.inner_beta1), float(config.inner_beta2), float(config.inner_learning_rate)
-        self.mean.lerp_(gradient, 1 - beta1)
-        self.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        bias1, bias2 = 1 - beta1 ** int(self.steps), 1 - beta2 ** int(self.steps)
-        # Overwrites the gradient: this allocates nothing, so no step can fail halfway.
-        denominator = torch.sqrt(self.square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
-        self.live.weights.mul_(1 - rate * float(config.inner_weight_decay))
-        self.live.weights.addcdiv_(self.mean, denominator, value=-rate / bias1)
+    def end(self) -> None:
+        torch.sub(self.agreed, self.live.weights, out=self.live.weights)
+        self._is_moved = True
 
     def contribute(self, round_number: int) -> Contribution:
-        moved = torch.sub(self.start, self.live.weights, out=self.live.gradient)  # which is no longer needed
-        self.residual.add(self.live.parts(moved), float(self.config.decay))
+        assert self._is_moved, "a round's steps end before they are contributed"
+        self.residual.add(self.live.parts(self.live.weights), float(self.config.decay))
         return self.residual.take(round_number, self.config)
 
     def state(self) -> dict[str, Tensor]:
-        return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}
+        return self.inner.state()
 
 
 def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:

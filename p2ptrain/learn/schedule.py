@@ -13,6 +13,9 @@ All rise linearly over `warmup_rounds`, as (round + 1) / warmup_rounds so that r
                 length of a run need not be known at its start (MiniCPM, arXiv 2404.06395)
 
 From `rounds` on, the rate stays at its final value.
+
+With recipe `local` the schedule shapes the rate of the local steps, which no other node sees; what they moved is
+applied at a constant rate, as in DiLoCo.
 """
 
 from __future__ import annotations
@@ -24,16 +27,24 @@ from p2ptrain.config import RecipeConfig
 
 def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
     """Returns the rate at which the update of `round_number`, counted from 0, is applied."""
+    return recipe.learning_rate * (1 if recipe.spec.kind == "local" else _height(recipe, round_number))
+
+
+def inner_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
+    """Returns the rate of the local steps of `round_number`."""
+    return recipe.inner_learning_rate * _height(recipe, round_number)
+
+
+def _height(recipe: RecipeConfig, round_number: int) -> Fraction:
+    """Returns the share of its highest value that a rate has in `round_number`."""
     assert round_number >= 0
-    peak = recipe.learning_rate
     if round_number < recipe.warmup_rounds:
-        return peak * Fraction(round_number + 1, recipe.warmup_rounds)
+        return Fraction(round_number + 1, recipe.warmup_rounds)
     if recipe.schedule == "constant":
-        return peak
+        return Fraction(1)
     fall_rounds = recipe.rounds - recipe.warmup_rounds if recipe.schedule == "linear" else recipe.decay_rounds
     left_rounds = min(max(recipe.rounds - round_number, 0), fall_rounds)
-    height = Fraction(left_rounds, fall_rounds)  # 1 before the fall, 0 after it
-    return peak * (recipe.final_ratio + (1 - recipe.final_ratio) * height)
+    return recipe.final_ratio + (1 - recipe.final_ratio) * Fraction(left_rounds, fall_rounds)  # 1 at first, then less
 
 
 def exact_float(fraction: Fraction) -> float:

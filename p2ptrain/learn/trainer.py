@@ -21,11 +21,13 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -155,7 +157,7 @@ class Trainer:
         each = recipe.passes_per_step * recipe.sequences_per_pass
         positions = self.positions_for(round_number, place, places)
         self._trained = None
-        self.recipe.begin()
+        self.recipe.begin(round_number)
         results = []
         for step in range(recipe.local_steps):
             chosen = positions[step * each : (step + 1) * each]
@@ -163,6 +165,7 @@ class Trainer:
                 batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
                 results.append(self.recipe.local_step(step, batch, chosen.tolist()))
             on_step(results[-1])
+        self.recipe.end()
         self._trained = round_number
         return results
 
@@ -176,11 +179,7 @@ class Trainer:
 
     # A trainer that loaded an older state may not know a contribution that was announced after that state was saved.
     # Then it has not left the residual: there is nothing to restore, and a part that a manifest took may be sent again
-    # in later rounds. In that case both return False.
-
-    def forget(self, round_number: int) -> bool:
-        """Drops the kept values of a contribution that a manifest took."""
-        return self.recipe.residual.forget(round_number)
+    # in later rounds.
 
     def restore(self, round_number: int) -> bool:
         """Puts a contribution that no manifest can take any more back into the residual."""
@@ -207,14 +206,23 @@ class Trainer:
         return None
 
     @torch.no_grad()
-    def apply(self, round_number: int, payloads: Sequence[bytes]) -> None:
-        """Applies the round's one update, from payloads that `check` found good, in any order."""
+    def apply(
+        self, round_number: int, payloads: Sequence[bytes], own: Mapping[int, bytes] = MappingProxyType({})
+    ) -> None:
+        """Applies the round's one update, from payloads that `check` found good, in any order.
+
+        own: this node's contributions among them, by their rounds. Nothing of them is kept, but what was not counted
+        returns to the residual.
+        """
         assert round_number == self.round, f"round {round_number} cannot follow {self.round} applied rounds"
         recipe = self.run.recipe
         parameters = self.live.parts(self.recipe.agreed)
         unpacked = self._take_unpacked(payloads)
         rate = learning_rate(recipe, round_number)
-        apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
+        scales = apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
+        for number, payload in own.items():
+            uncounted = partial(scales.uncounted, payloads.index(payload)) if scales else None
+            self.recipe.residual.forget(number, uncounted)
         self.round = round_number + 1
 
     def _take_unpacked(self, payloads: Sequence[bytes]) -> dict[bytes, Contribution]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter, sleep
 from typing import TypeVar
@@ -172,7 +172,7 @@ class Device:
     def _train_now(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
         for kept in self.trainer.kept_rounds:
             if kept not in outstanding:  # from a checkpoint; the node ended before it was announced or returned
-                self._let_go(kept, self.trainer.restore)
+                self._give_back(kept)
         self.step = 0
         self._rest(self._owed - (perf_counter() - self._stepped_at))  # idle time since the last round counts
         self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
@@ -191,9 +191,9 @@ class Device:
         self.tokens += tokens
         return payload
 
-    def _let_go(self, number: int, how: Callable[[int], object]) -> None:
+    def _give_back(self, number: int) -> None:
         self._repeated.pop(number, None)
-        how(number)
+        self.trainer.restore(number)
 
     def _note_step(self, result: StepResult) -> None:
         self.step += 1
@@ -213,23 +213,24 @@ class Device:
         return perf_counter() - before
 
     async def apply(
-        self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes, adopted: int
+        self, number: int, payloads: Sequence[bytes], mine: Mapping[int, bytes], manifest: bytes, adopted: int
     ) -> bytes | None:
-        """Applies the payloads of round `number`; `mine` are the rounds of this node's own contributions among them.
+        """Applies the payloads of round `number`; `mine` are this node's own among them, by their rounds.
 
         Returns the new root, or None if another state has been adopted since `adopted` was read.
         """
         return await self.run(self._apply, number, payloads, mine, manifest, adopted)
 
     def _apply(
-        self, number: int, payloads: Sequence[bytes], mine: Sequence[int], manifest: bytes, adopted: int
+        self, number: int, payloads: Sequence[bytes], mine: Mapping[int, bytes], manifest: bytes, adopted: int
     ) -> bytes | None:
         if (self.trainer.round, self.adopted) != (number - 1, adopted):
             return None
         self._repeat()
-        self.trainer.apply(number - 1, [content_of(payload) for payload in payloads])
-        for taken in mine:
-            self._let_go(taken, self.trainer.forget)
+        own = {taken: content_of(payload) for taken, payload in mine.items()}
+        self.trainer.apply(number - 1, [content_of(payload) for payload in payloads], own)
+        for taken in own:
+            self._repeated.pop(taken, None)
         if self._wrong is not None and number == self._wrong[0]:
             self._tell_what_differed(*self._wrong)
             self._wrong = None
@@ -246,7 +247,7 @@ class Device:
         log.error(what, number, len(differing), pieces)
 
     async def give_back(self, number: int) -> None:
-        await self.run(self._let_go, number, self.trainer.restore)
+        await self.run(self._give_back, number)
 
     async def state_of(self, rounds: Collection[int]) -> tuple[int, bytes] | None:
         """Returns the current round and state, if it is one of `rounds`; a newcomer has none."""

@@ -250,13 +250,14 @@ class Driver:
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""
         manifest = effect.manifest
-        good = []
+        good, mine = [], {}
         for taken in manifest.taken:
             payload = await self._payload_of(taken, adopted)
             if payload is None:
                 return
             good.append(payload)
-        mine = [taken.round for taken in manifest.taken if taken.author == self.node.view().me]
+            if taken.author == self.node.view().me:
+                mine[taken.round] = payload
         try:
             root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
         except StoppedError:

@@ -7,7 +7,7 @@ time of the loop, so that nothing depends on threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,12 +102,6 @@ class ChainTrainer:
         self.kept.add(number)
         return Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)
 
-    def forget(self, number: int) -> bool:
-        self.done.append(("forget", number))
-        was_kept = number in self.kept
-        self.kept.discard(number)
-        return was_kept
-
     def restore(self, number: int) -> bool:
         self.done.append(("restore", number))
         was_kept = number in self.kept
@@ -119,11 +113,13 @@ class ChainTrainer:
     def check(self, payload: bytes) -> str | None:
         return "it says so itself" if payload.startswith(b"bad") else None
 
-    def apply(self, number: int, payloads: Sequence[bytes]) -> None:
+    def apply(self, number: int, payloads: Sequence[bytes], own: Mapping[int, bytes]) -> None:
         assert number == self.round
+        assert set(own.values()) <= set(payloads)
         link = digest("test chain", self.state[:32], *payloads)
         self.state, self.round = link + self.state[32:], number + 1
-        self.done.append(("apply", number + 1, len(payloads)))
+        self.kept -= own.keys()
+        self.done.append(("apply", number + 1, len(payloads), *own))
 
     def root(self, manifest: bytes = b"") -> bytes:
         return root_of(self.state)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.codec import Contribution, value_type
 from p2ptrain.learn.transform import Layout
 
 
@@ -33,8 +33,9 @@ def contribution(seed: int, layout: Layout, recipe: RecipeConfig) -> Contributio
     order = integers(seed, layout.chunks * layout.area).reshape(layout.chunks, layout.area)
     indices = np.sort(np.argsort(order, axis=1, kind="stable")[:, : recipe.k], axis=1).astype(np.uint16)
     drawn = integers(seed + 10**6, indices.size).reshape(indices.shape)
-    sizes = (drawn % np.uint64(1 << (recipe.value_bits - 1))).astype(np.int8) + np.int8(1)
-    values = np.where((drawn >> np.uint64(20)) & np.uint64(1) == 1, -sizes, sizes).astype(np.int8)
+    sizes = (drawn % np.uint64(1 << (recipe.value_bits - 1))).astype(np.int16) + np.int16(1)
+    signed = np.where((drawn >> np.uint64(20)) & np.uint64(1) == 1, -sizes, sizes)
+    values = signed.astype(value_type(recipe.value_bits))
     if not recipe.spec.is_scaled:
         return Contribution(indices, values)
     exponents = (integers(seed + 2 * 10**6, len(layout.groups)) % np.uint64(12)).astype(np.int8) - np.int8(16)

@@ -7,7 +7,7 @@ lost, done twice or done in another order shows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -57,14 +57,13 @@ async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME
     )
     network, trainer = Network(), WatchedTrainer(dataset)
     device = LoopDevice(trainer)
-    forget = trainer.forget
+    apply = trainer.apply
 
-    def forgotten(number: int) -> bool:  # the last step of a round: all of it has been applied
-        was_kept = forget(number)
+    def applied(number: int, payloads: Sequence[bytes], own: Mapping[int, bytes]) -> None:
+        apply(number, payloads, own)
         trainer.note()
-        return was_kept
 
-    trainer.forget = forgotten  # type: ignore[method-assign]
+    trainer.apply = applied  # type: ignore[method-assign]
     transport = network.transport(me.key)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)

@@ -39,8 +39,7 @@ def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:
     for place, trainer in enumerate(trainers):
         trainer.train(round_number, place, len(trainers))
         payloads.append(trainer.contribute(round_number))
-        trainer.forget(round_number)
     for place, trainer in enumerate(trainers):
         assert [trainer.check(payload) for payload in payloads] == [None] * len(payloads)
-        trainer.apply(round_number, payloads[place:] + payloads[:place])
+        trainer.apply(round_number, payloads[place:] + payloads[:place], {round_number: payloads[place]})
     return payloads

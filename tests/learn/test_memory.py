@@ -50,8 +50,7 @@ def live():
     for number in range(rounds):
         trainer.train(number, 0, 1)
         payload = trainer.contribute(number)
-        trainer.apply(number, [payload] * 10)
-        trainer.forget(number)
+        trainer.apply(number, [payload] * 10, {number: payload})
 
 with ThreadPoolExecutor(1) as thread:  # as in a daemon
     thread.submit(live).result()

@@ -103,8 +103,8 @@ def test_a_trainer_samples_what_it_has_learned(tmp_path: Path) -> None:
     trainer = make(TokenDataset.open(made.path, made.digest))
     for round_number in range(120):
         trainer.train(round_number, 0, 1)
-        trainer.apply(round_number, [trainer.contribute(round_number)])
-        trainer.forget(round_number)
+        payload = trainer.contribute(round_number)
+        trainer.apply(round_number, [payload], {round_number: payload})
     assert trainer.sample(SampleRequest("abcdefghabcdefgh", 16, 1, temperature=0)) == "abcdefgh" * 4
 
 

@@ -36,8 +36,8 @@ def contribution(trainer: Trainer, round_number: int, place: int = 0, places: in
 def test_a_newcomer_that_adopts_the_state_stays_the_same_bits(dataset: TokenDataset, name: str) -> None:
     first = make(dataset, name)
     for round_number in range(3):
-        first.apply(round_number, [contribution(first, round_number)])
-        first.forget(round_number)
+        own = contribution(first, round_number)
+        first.apply(round_number, [own], {round_number: own})
     second = newcomer(first, dataset)
     assert second.root() != first.root()
     second.adopt(3, [first.state_bytes()])
@@ -45,9 +45,8 @@ def test_a_newcomer_that_adopts_the_state_stays_the_same_bits(dataset: TokenData
     assert second.evaluate() == first.evaluate()
     for round_number in range(3, 6):
         payloads = [contribution(trainer, round_number, place, 2) for place, trainer in enumerate([first, second])]
-        for trainer in (first, second):
-            trainer.apply(round_number, payloads)
-            trainer.forget(round_number)
+        for trainer, own in zip((first, second), payloads, strict=True):
+            trainer.apply(round_number, payloads, {round_number: own})
         assert first.root() == second.root()
 
 
@@ -149,8 +148,9 @@ def test_without_initial_weights_nothing_is_drawn(dataset: TokenDataset, monkeyp
 
 def test_rounds_that_are_not_kept_are_no_error(dataset: TokenDataset) -> None:
     trainer = make(dataset)
-    assert (trainer.forget(0), trainer.restore(0)) == (False, False)
-    for round_number, settle in ((0, trainer.forget), (1, trainer.restore)):
+    forget = trainer.recipe.residual.forget
+    assert (forget(0), trainer.restore(0)) == (False, False)
+    for round_number, settle in ((0, forget), (1, trainer.restore)):
         contribution(trainer, round_number)
         assert trainer.kept_rounds == (round_number,)
         assert (settle(round_number), settle(round_number)) == (True, False)

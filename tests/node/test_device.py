@@ -44,9 +44,8 @@ class Life:
         self.payloads[number] = payload
 
     def apply(self, number: int) -> None:
-        taken = [] if number == 3 else [number]
-        payloads = [self.payloads[each] for each in taken]
-        assert self.device._apply(number, payloads, taken, bytes(32), self.device.adopted) is not None
+        taken = {} if number == 3 else {number: self.payloads[number]}
+        assert self.device._apply(number, list(taken.values()), taken, bytes(32), self.device.adopted) is not None
 
     def save(self, path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
         """Saves all that a checkpoint contains."""

@@ -75,7 +75,7 @@ async def test_a_round_is_applied_and_its_contribution_forgotten(tmp_path: Path)
         doing(each, ev.Apply(manifest))
         await until(lambda: bool(each.node.events))
         assert each.node.events == [ev.Applied(manifest.branch, 1, root_of(each.trainer.state))]
-        assert each.trainer.done == [("apply", 1, 2), ("forget", 1)]
+        assert each.trainer.done == [("apply", 1, 2, 1)]
 
 
 @skipping_time

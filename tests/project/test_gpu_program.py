@@ -74,8 +74,8 @@ def test_a_swarm_whose_roots_differ_is_found(tmp_path: Path, monkeypatch: pytest
     assert all(each["training_differs"] for name, each in found.items() if "bf16" in name)
     real, calls = Trainer.apply, itertools.count()
 
-    def apply(self: Trainer, round_number: int, payloads: Any) -> None:
-        real(self, round_number, payloads)
+    def apply(self: Trainer, round_number: int, payloads: Any, own: Any) -> None:
+        real(self, round_number, payloads, own)
         if next(calls) % 4 == 3:
             self.recipe.agreed[7] = torch.nextafter(self.recipe.agreed[7], torch.tensor(9.0))
 

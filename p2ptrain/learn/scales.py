@@ -1,0 +1,80 @@
+"""One contribution counts as one: the common unit of a round's contributions whose values carry scales.
+
+A contribution names a power of two for each group, in which its integers are counted, so by itself it could weigh as
+much as it likes. Its size in a group is the sum of its squared values, scale included, and the round's median size is
+the measure: a minority cannot move that beyond what the others sent (Yin et al. 2018, arXiv 1803.01498). A contribution
+with twice the median's amplitude or more is halved until it has less; its author puts what was cut back into its
+residual. Of an even number the larger median is taken, so of two a tiny contribution never shrinks the other; a huge
+one of two is not cut.
+
+All of it is exact: sizes are integers times powers of two, halving moves a scale, and the votes are integers in units
+of 2**unit, which lies `room_bits` below the median's root mean square. What is smaller than half a unit counts as
+nothing, and a single vote never counts more than `vote_max`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.learn.codec import Values
+from p2ptrain.learn.transform import Layout
+
+
+class Sizes(NamedTuple):
+    """A contribution's exponents, and the sums of its squared integers."""
+
+    exponents: NDArray[np.int8]  # [groups]
+    squares: NDArray[np.int64]  # [groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The units of a round's votes, and how they follow from each contribution's."""
+
+    units: tuple[int, ...]  # [groups] votes are in units of 2**unit
+    exponents: NDArray[np.int64]  # [contributions, groups]
+    cuts: NDArray[np.int64]  # [contributions, groups] how often each is halved
+    chunks: tuple[int, ...]  # [groups]
+    vote_max: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[Sizes], layout: Layout, recipe: RecipeConfig) -> Scales:
+        """Works out the scales of a round from the sizes of its contributions, in their order."""
+        exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
+        squares = np.stack([each.squares for each in sizes]).astype(np.float64)  # below 2**53, so exact
+        weights = np.ldexp(squares, 2 * exponents)
+        median = np.sort(weights, axis=0)[len(sizes) // 2]  # [groups] the larger one
+        chunks = tuple(group.chunks for group in layout.groups)
+        coefficients = np.array(chunks, np.float64) * recipe.k
+        units = _doublings(median, coefficients) // 2 - recipe.room_bits
+        cuts = np.maximum(_doublings(weights, median), 0) // 2
+        return cls(tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max)
+
+    def votes(self, number: int, values: Values) -> NDArray[np.int16]:  # [chunks, k]
+        """Returns a contribution's integers in the common units, rounded half away from zero."""
+        shifts = np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)[:, None]
+        right = np.clip(-shifts, 0, 15)  # by then, no value is left
+        magnitudes = np.abs(values.astype(np.int32)) << np.maximum(shifts, 0).astype(np.int32)
+        magnitudes = np.minimum((magnitudes + (1 << right >> 1)) >> right, self.vote_max)
+        votes: NDArray[np.int16] = np.where(values < 0, -magnitudes, magnitudes).astype(np.int16)
+        return votes
+
+    def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32]:  # [chunks, k]
+        """Returns the part of the values that left the author's residual which was not counted."""
+        own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
+        # Clipped because a training that was repeated after a crash may have come out otherwise than what was announced.
+        votes = self.votes(number, np.clip(np.ldexp(removed, -own), -128, 128).astype(np.int16))
+        left: NDArray[np.float32] = removed - np.ldexp(votes.astype(np.float32), units)
+        return left
+
+
+def _doublings(larger: NDArray[np.float64], smaller: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Returns the largest j with larger >= 2**j * smaller."""
+    (mantissa, exponent), (other_mantissa, other_exponent) = np.frexp(larger), np.frexp(smaller)
+    return (exponent - other_exponent - (mantissa < other_mantissa)).astype(np.int64)

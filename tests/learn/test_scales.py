@@ -1,0 +1,149 @@
+"""One contribution counts as one, whatever scale its author gives it, and what is cut returns to its author."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.learn.aggregate import apply_payloads
+from p2ptrain.learn.codec import Contribution, PayloadFormat, pack
+from p2ptrain.learn.recipes import Residual
+from p2ptrain.learn.scales import Scales, Sizes
+from p2ptrain.learn.transform import Layout
+from tests.helpers.exact_numbers import contribution, weights
+from tests.helpers.golden import scales_of
+
+CPU = torch.device("cpu")
+TINY = Layout([(8, 8)], 8)
+SIGNS = RecipeConfig(name="local", chunk=8, k=1)
+
+
+def one(exponent: int, value: int = 1, index: int = 0) -> Contribution:
+    value_type = np.int8 if abs(value) < 128 else np.int16
+    return Contribution(np.array([[index]], np.uint16), np.array([[value]], value_type), np.array([exponent], np.int8))
+
+
+def counted(offered: list[Contribution], recipe: RecipeConfig = SIGNS) -> list[float]:
+    """Returns what each contribution moves its coefficient by."""
+    scales = scales_of(TINY, recipe, offered)
+    assert scales is not None
+    return [float(scales.votes(n, each.values)[0, 0]) * 2.0 ** scales.units[0] for n, each in enumerate(offered)]
+
+
+def test_signs_count_at_most_as_the_median_and_smaller_ones_as_they_are() -> None:
+    offered = [one(-5), one(-5), one(15), one(-4), one(-7), one(-9), one(-64)]
+    assert [math.log2(value) if value else None for value in counted(offered)] == [-5, -5, -5, -5, -7, -9, None]
+
+
+@pytest.mark.parametrize("extreme", [-64, 15])
+@pytest.mark.parametrize("peers", [3, 4, 7, 16])
+def test_a_minority_cannot_change_what_the_others_count(peers: int, extreme: int) -> None:
+    honest = [one(-10) for _ in range(peers // 2 + 1)]
+    liars = [one(extreme) for _ in range(peers - len(honest))]
+    assert counted([*honest, *liars])[: len(honest)] == counted(honest)
+    assert max(counted([*honest, *liars])) == 2.0**-10
+
+
+def test_a_tiny_contribution_of_two_does_not_stop_the_other() -> None:
+    assert counted([one(-64), one(-3)]) == [0.0, 2.0**-3]
+    assert counted([one(-3), one(-64)]) == [2.0**-3, 0.0]
+    assert counted([one(7)]) == [2.0**7]
+
+
+def test_integers_count_in_full_up_to_twice_the_median() -> None:
+    recipe = RecipeConfig(name="local", chunk=8, k=1, value_bits=4)
+    assert counted([one(-3, 4), one(-3, 7), one(-3, -7), one(-3, 8), one(0, 1), one(1, -8)], recipe) == [
+        0.5,
+        0.875,
+        -0.875,
+        1.0,
+        1.0,
+        -1.0,  # of 16, halved four times
+    ]
+
+
+def test_no_single_value_counts_more_than_eight_times_the_medians_root_mean_square() -> None:
+    recipe = RecipeConfig(name="local", chunk=8, k=32, value_bits=8)
+    layout = Layout([(64, 64)], 8)
+    even = contribution(1, layout, recipe)
+    flat = Contribution(even.indices, np.ones_like(even.values), np.array([0], np.int8))
+    spiked = Contribution(even.indices, flat.values.copy(), flat.exponents)
+    spiked.values[0, 0] = 64  # its sum of squares stays below four times the others'
+    scales = scales_of(layout, recipe, [flat, flat, spiked])
+    assert scales is not None
+    assert scales.cuts.max() == 0
+    assert scales.votes(2, spiked.values).max() * 2.0 ** scales.units[0] == 8.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(-64, 15), st.integers(1, 2**40)), min_size=1, max_size=12),
+    st.integers(1, 8),
+)
+def test_scales_are_those_of_rational_arithmetic(drawn: list[tuple[int, int]], bits: int) -> None:
+    recipe = RecipeConfig(name="local", chunk=8, k=1, value_bits=bits)
+    sizes = [Sizes(np.array([exponent], np.int8), np.array([squares])) for exponent, squares in drawn]
+    scales = Scales.of(sizes, TINY, recipe)
+    exact = [Fraction(squares) * Fraction(4) ** exponent for exponent, squares in drawn]
+    median = sorted(exact)[len(exact) // 2]
+    for cut, size in zip(scales.cuts[:, 0].tolist(), exact, strict=True):
+        assert size / 4**cut < 4 * median
+        assert cut == 0 or size / 4 ** (cut - 1) >= 4 * median
+    root = Fraction(2) ** (scales.units[0] + recipe.room_bits)
+    assert root**2 <= median < 4 * root**2
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_votes_stay_within_their_bound_and_are_rounded_half_away_from_zero(bits: int) -> None:
+    recipe = RecipeConfig(name="local", value_bits=bits, k=16)
+    layout = Layout([(130, 128), (64, 192)], 64)
+    offered = [contribution(peer, layout, recipe) for peer in range(9)]
+    scales = scales_of(layout, recipe, offered)
+    assert scales is not None
+    for number, each in enumerate(offered):
+        votes = scales.votes(number, each.values)
+        assert np.abs(votes).max() <= recipe.vote_max
+        shift = (scales.exponents[number] - scales.cuts[number] - np.array(scales.units)).repeat(scales.chunks)
+        exact = np.abs(each.values.astype(np.float64)) * 2.0 ** shift[:, None]
+        expected = np.sign(each.values) * np.minimum(np.floor(exact + 0.5), recipe.vote_max)
+        assert np.array_equal(votes, expected)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: int) -> None:
+    recipe = RecipeConfig(name="local", k=32, value_bits=bits)
+    layout = Layout([(64, 128), (192, 64)], 64)
+    form = PayloadFormat.of(layout, recipe)
+    residuals = [Residual(layout, CPU) for _ in range(4)]
+    for number, (residual, factor) in enumerate(zip(residuals, (1.0, 1.3, 0.05, 700.0), strict=True)):
+        residual.add([weights(number, (64, 128)) * factor, weights(number + 9, (192, 64)) * factor], 0.9)
+    before = [residual.coefficients.clone() for residual in residuals]
+    offered = [residual.take(0, recipe) for residual in residuals]
+    payloads = [pack(each, form) for each in offered]
+    flat = [torch.zeros(64, 128), torch.zeros(192, 64)]
+    scales = apply_payloads(layout, recipe, form, payloads, Fraction(1), flat)
+    assert scales is not None
+    assert (scales.cuts[3] > 5).all(), "the large one is cut"
+    assert not scales.cuts[:3].any()
+    moved = torch.zeros(layout.chunks, layout.area, dtype=torch.float64)
+    for number, residual in enumerate(residuals):
+        assert residual.forget(0, lambda removed, number=number: scales.uncounted(number, removed))
+        told = before[number].double() - residual.coefficients.double()
+        votes = scales.votes(number, offered[number].values)
+        units = np.ldexp(1.0, np.repeat(scales.units, scales.chunks))[:, None]
+        expected = torch.zeros_like(moved)
+        expected.scatter_(
+            1, torch.from_numpy(offered[number].indices.astype(np.int64)), torch.from_numpy(votes * units)
+        )
+        assert torch.allclose(told, expected, atol=float(before[number].abs().max()) * 1e-6)
+        moved += told
+    decoded = Residual(layout, CPU)
+    decoded.add(flat, 0.0)
+    furthest = float((decoded.coefficients.double() + moved / 4).abs().max())
+    assert furthest < 1e-3 * float(moved.abs().max()), "what was told and what was applied are the same"
