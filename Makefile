@@ -21,7 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Every file is checked against the hashes of constraints.txt, also what builds the package. --no-require-hashes is for
 # this package itself, which has none.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(VENV)/bin/pip install --quiet --no-require-hashes
+INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+  $(VENV)/bin/pip install --quiet --no-require-hashes
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check fmt docs pictures demo test swarm scenarios kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
@@ -31,14 +32,16 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything in it, at the versions and hashes of constraints.txt
 
+# First a pip that takes hashes from constraints; then torch from PIP_FIND_LINKS, if there is one: pip prefers the files
+# whose hashes an index tells beforehand.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	sed -n '/^pip==/,/[^\\]$$/p' constraints.txt | $(VENV)/bin/pip install --quiet --require-hashes -r /dev/stdin
-	$(INSTALL) --no-index --no-deps torch 2> /dev/null || true  # from PIP_FIND_LINKS, which pip would come to last
+	$(INSTALL) --no-index --no-deps torch 2> /dev/null || true
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-lock: ## make constraints.txt from pyproject.toml (NEWEST=1: newest versions; TORCH_INDEX: hashes of torch's builds for CPUs)
+lock: ## make constraints.txt from pyproject.toml (NEWEST=1; TORCH_INDEX: PyTorch's index for CPUs)
 	test -x $(VENV)/bin/uv || $(INSTALL) uv
 	PATH=$(VENV)/bin:$$PATH $(VENV)/bin/python deploy/lock.py $(NEWEST:%=--newest) $(TORCH_INDEX:%=--torch-index %)
 
