@@ -69,7 +69,7 @@ def _check_limits(last_round: int, uses: int) -> None:
 
     for key, number, most in (("--last-round", last_round, NUMBER_MAX - 1), ("--uses", uses, USES_MAX)):
         if number > most:
-            raise ConfigError(f"{number:,} is more than {most:,}", key=key, fix="Choose a smaller number")
+            raise ConfigError(f"at most {most:,}, not {number:,}", key=key, fix="Choose a smaller number")
 
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
