@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 lock: ## make constraints.txt from pyproject.toml (NEWEST=1; TORCH_INDEX: PyTorch's index for CPUs)
 	test -x $(VENV)/bin/uv || $(INSTALL) uv
-	PATH=$(VENV)/bin:$$PATH $(VENV)/bin/python deploy/lock.py $(NEWEST:%=--newest) $(TORCH_INDEX:%=--torch-index %)
+	$(VENV)/bin/python deploy/lock.py $(NEWEST:%=--newest) $(TORCH_INDEX:%=--torch-index %)
 
 check: setup ## lint, formatting and types
 	$(VENV)/bin/ruff check .

@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -21,7 +22,7 @@ HERE = (
     "implementation_name == 'cpython' and platform_machine == 'x86_64'"
     " and platform_python_implementation == 'CPython' and sys_platform == 'linux'"
 )
-EXPORT = "uv export --quiet --format=requirements-txt --no-emit-project --no-annotate --no-header"
+EXPORT = "-m uv export --quiet --format=requirements-txt --no-emit-project --no-annotate --no-header"
 HEAD = """\
 # The exact version of everything that is installed, on Linux x86-64 with Python 3.11 to 3.13, and the hashes of its
 # files: pip refuses any other file. pyproject.toml says what the code needs, this file what it was tested with.
@@ -41,7 +42,8 @@ def resolve(pins: list[str]) -> str:
     lines += ["[tool.uv]", f'environments = ["{HERE}"]', f"constraint-dependencies = {json.dumps(pins)}"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "pyproject.toml").write_text("\n".join(lines))
-        done = subprocess.run(EXPORT.split(), cwd=folder, check=True, text=True, stdout=subprocess.PIPE)  # noqa: S603
+        command = [sys.executable, *EXPORT.split()]
+        done = subprocess.run(command, cwd=folder, check=True, text=True, stdout=subprocess.PIPE)  # noqa: S603
     return done.stdout.replace(f" ; {HERE}", "")
 
 

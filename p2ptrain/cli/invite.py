@@ -32,6 +32,8 @@ def invite(
     in admission.keys. The node may keep running; nothing is sent to anybody.
     """
     from p2ptrain.core.admission import encode_invitation, make_ticket
+    from p2ptrain.core.messages import NUMBER_MAX
+    from p2ptrain.core.state import USES_MAX
     from p2ptrain.identity import KEY_BYTES, Identity
     from p2ptrain.node.directories import identity_file
     from p2ptrain.node.find import choose_run
@@ -40,7 +42,9 @@ def invite(
     meant = choose_run(node, run)
     identity = Identity.load(identity_file(node))
     _check_may_invite(meant, identity)
-    _check_limits(last_round, uses)
+    for key, number, most in (("--last-round", last_round, NUMBER_MAX - 1), ("--uses", uses, USES_MAX)):
+        if number > most:
+            raise ConfigError(f"at most {most:,}, not {number:,}", key=key, fix="Choose a smaller number")
     _check_is_ahead(node, meant, last_round)
     seed = secrets.token_bytes(KEY_BYTES)
     run_id, bearer = bytes.fromhex(meant.run_id), Identity(seed).key
@@ -61,15 +65,6 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
     if identity.key.hex() not in run.admission.keys:
         what = f"this node's key {identity.key.hex()} may not issue invitations to run {run.name}"
         raise ConfigError(what, key="admission.keys", fix="Create it on a node whose key is listed there")
-
-
-def _check_limits(last_round: int, uses: int) -> None:
-    from p2ptrain.core.messages import NUMBER_MAX
-    from p2ptrain.core.state import USES_MAX
-
-    for key, number, most in (("--last-round", last_round, NUMBER_MAX - 1), ("--uses", uses, USES_MAX)):
-        if number > most:
-            raise ConfigError(f"at most {most:,}, not {number:,}", key=key, fix="Choose a smaller number")
 
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
