@@ -18,21 +18,32 @@ GPU_SITE := out/gpu-site
 export OMP_NUM_THREADS := 1
 # Where this is set, each of hundreds of processes would compile this package again.
 unexport PYTHONDONTWRITEBYTECODE
-# Also what builds the package has its exact version; which of the two is read depends on pip's own version.
-PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/pip
+# Every file is checked against the hashes of constraints.txt, also what builds the package. --no-require-hashes is for
+# this package itself, which has none.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+  $(VENV)/bin/pip install --quiet --no-require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt docs pictures demo test swarm scenarios kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
+.PHONY: help setup lock check fmt docs pictures demo test swarm scenarios kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(STAMP) ## make .venv with everything in it, at the versions of constraints.txt
+setup: $(STAMP) ## make .venv with everything in it, at the versions and hashes of constraints.txt
 
+# First a pip that takes hashes from constraints; then torch from PIP_FIND_LINKS, if there is one: pip prefers the files
+# whose hashes an index tells beforehand.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -e '.[dev]'
+	sed -n '/^pip==/,/[^\\]$$/p' constraints.txt | $(VENV)/bin/pip install --quiet --require-hashes -r /dev/stdin
+	$(INSTALL) --no-index --no-deps torch 2> /dev/null || true
+	$(INSTALL) -e '.[dev]'
 	touch $@
+
+lock: ## make constraints.txt from pyproject.toml (NEWEST=1; TORCH_INDEX: PyTorch's index for CPUs)
+	test -x $(VENV)/bin/uv || $(INSTALL) uv
+	$(VENV)/bin/python deploy/lock.py $(NEWEST:%=--newest) $(TORCH_INDEX:%=--torch-index %)
 
 check: setup ## lint, formatting and types
 	$(VENV)/bin/ruff check .
@@ -74,11 +85,11 @@ test-docs: setup ## every command of README.md and docs/, with real daemons
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m docs
 
 test-hf: setup ## what transformers makes of an export; installs the extra [hf]
-	$(PIP) install --quiet -e '.[dev,hf]'
+	$(INSTALL) -e '.[dev,hf]'
 	$(VENV)/bin/pytest -m hf -rs
 
 test-deploy: setup ## what checks deploy/ and trackers; installs the extras [deploy,wandb,tensorboard], takes promtool
-	$(PIP) install --quiet -e '.[dev,deploy,wandb,tensorboard]'
+	$(INSTALL) -e '.[dev,deploy,wandb,tensorboard]'
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -rs --no-skips tests/deploy tests/observe/test_tracking*.py
 
 gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: tiny, on a CPU; ONLY=steps; JSON=file)

@@ -166,7 +166,7 @@ class Daemon:
         elif self.driver.has_begun.is_set() and self.driver.node.view().is_admitted:
             self._stop("going away; the node stays admitted (`p2ptrain leave` gives that up)", keeps_place=True)
         else:
-            self._stop("going away; the node is not admitted yet: start it again with its ticket", keeps_place=True)
+            self._stop("going away; the node is not admitted yet: start it again with its invitation", keeps_place=True)
 
     def _stop(self, what: str, *, keeps_place: bool) -> None:
         if self.is_leaving:

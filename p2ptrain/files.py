@@ -244,7 +244,7 @@ def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]
     return sorted(found, key=lambda each: each[0])
 
 
-def standing(directory: Path) -> Path:
+def nearest_existing(directory: Path) -> Path:
     """Returns the path, or its nearest parent that exists."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent

@@ -38,7 +38,7 @@ from p2ptrain.node.find import (
     open_dataset,
     with_relays,
 )
-from p2ptrain.node.invitations import made_out, read_invitation
+from p2ptrain.node.invitations import claim_for, read_invitation
 from p2ptrain.node.limits import be_nice, refuse_too_large, refuse_too_much_data
 from p2ptrain.node.notify import notify
 from p2ptrain.observe.build import status_of
@@ -64,9 +64,9 @@ def start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
     _run(_start(run, config, dataset))
 
 
-def join(config: NodeConfig, run: str | None, ticket: str | None, trust: str | None = None) -> None:
+def join(config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None) -> None:
     """Runs `p2ptrain join`."""
-    _run(_join(config, run, ticket, _read_trust(trust)))
+    _run(_join(config, run, invitation, _read_trust(trust)))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -177,12 +177,12 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
 
 
-async def _join(config: NodeConfig, wanted: str | None, ticket: str | None, trust: bytes) -> None:
+async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes) -> None:
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
     wanted = _pinned(config.network.run, wanted)
-    invitation = read_invitation(ticket) if ticket else None
+    read = read_invitation(invitation) if invitation else None
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
@@ -198,7 +198,7 @@ async def _join(config: NodeConfig, wanted: str | None, ticket: str | None, trus
             data = await fetch_dataset(transport, config, run, directory, sources)
         else:
             await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
-        claim = made_out(invitation, identity, run.run_id) if invitation else b""
+        claim = claim_for(read, identity, run.run_id) if read else b""
         launch = Launch(run, config, identity, transport, data, claim=claim, trust=trust)
         await _serve(stack, launch, daemon, http)
 

@@ -1,13 +1,12 @@
 """Wheels for a machine without a network that has Python 3.12, torch, numpy and transformers: `make gpu-wheels`.
 
 All that `p2ptrain.learn`, these benchmarks and tests/gpu import besides those three; a test holds the list to it. The
-versions are those of constraints.txt, for Linux on x86-64.
+versions and hashes are those of constraints.txt, for Linux on x86-64.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +21,6 @@ PACKAGES = (
 )
 
 
-def pinned() -> list[str]:
-    """Returns the requirements with their versions."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    versions = {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower(): line for line in lines if "==" in line}
-    return [versions[name].partition(";")[0].strip() for name in PACKAGES]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "out" / "gpu-wheels")
@@ -38,8 +30,9 @@ def main() -> None:
         old.unlink()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp", "--dest", str(folder)]
+    command += ["--constraint", str(ROOT / "constraints.txt"), "--require-hashes"]
     command += [part for platform in PLATFORMS for part in ("--platform", platform)]
-    subprocess.run([*command, *pinned()], check=True)  # noqa: S603  # pip, for what is listed here
+    subprocess.run([*command, *PACKAGES], check=True)  # noqa: S603  # pip, for what is listed here
     found = sorted(folder.glob("*.whl"))
     for wheel in found:
         print(f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}")

@@ -16,18 +16,10 @@ if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig, RunConfig
     from p2ptrain.identity import Identity
 
-ROUND_MAX = 2**48 - 1  # the limit of messages
-USES_MAX = 1_024  # the limit of tickets
-
 
 def invite(
-    last_round: Annotated[
-        int,
-        typer.Option("--last-round", metavar="R", min=1, max=ROUND_MAX, help="The last round in which it is valid."),
-    ],
-    uses: Annotated[
-        int, typer.Option(metavar="N", min=1, max=USES_MAX, help="The number of nodes that it admits.")
-    ] = 1,
+    last_round: Annotated[int, typer.Option(metavar="R", min=1, help="The last round in which it is valid.")],
+    uses: Annotated[int, typer.Option(metavar="N", min=1, help="The number of nodes that it admits.")] = 1,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file to write to, instead of stdout.")] = None,
     run: Run = None,
     config: NodeFile = None,
@@ -35,11 +27,13 @@ def invite(
 ) -> None:
     """Create an invitation to this node's run.
 
-    A node that uses it with `join --ticket` is admitted, and the invitation can be given to as many as it has uses. It
-    contains a secret key, so send it where only they can read it. The run's config must have this node's key in
-    admission.keys. The node may keep running; nothing is sent to anybody.
+    A node that uses it with `join --invitation` is admitted, and the invitation can be given to as many as it has
+    uses. It contains a secret key, so send it where only they can read it. The run's config must have this node's key
+    in admission.keys. The node may keep running; nothing is sent to anybody.
     """
     from p2ptrain.core.admission import encode_invitation, make_ticket
+    from p2ptrain.core.messages import NUMBER_MAX
+    from p2ptrain.core.state import USES_MAX
     from p2ptrain.identity import KEY_BYTES, Identity
     from p2ptrain.node.directories import identity_file
     from p2ptrain.node.find import choose_run
@@ -48,6 +42,9 @@ def invite(
     meant = choose_run(node, run)
     identity = Identity.load(identity_file(node))
     _check_may_invite(meant, identity)
+    for key, number, most in (("--last-round", last_round, NUMBER_MAX - 1), ("--uses", uses, USES_MAX)):
+        if number > most:
+            raise ConfigError(f"at most {most:,}, not {number:,}", key=key, fix="Choose a smaller number")
     _check_is_ahead(node, meant, last_round)
     seed = secrets.token_bytes(KEY_BYTES)
     run_id, bearer = bytes.fromhex(meant.run_id), Identity(seed).key

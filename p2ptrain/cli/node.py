@@ -109,8 +109,8 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     run: Annotated[
         str | None, typer.Option("--run", metavar="ID", help="The run: all of its id, or how it begins.")
     ] = None,
-    ticket: Annotated[
-        str | None, typer.Option("--ticket", metavar="TEXT|FILE", help="An invitation, if the run requires one.")
+    invitation: Annotated[
+        str | None, typer.Option("--invitation", metavar="TEXT|FILE", help="An invitation, if the run requires one.")
     ] = None,
     trust: Annotated[
         str | None,
@@ -129,7 +129,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
     from p2ptrain.launch import join as take_part  # last, so that errors need not wait two seconds for torch
 
-    take_part(node, run, ticket, trust)
+    take_part(node, run, invitation, trust)
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:

@@ -96,7 +96,7 @@ def decode_invitation(text: str) -> Invitation:
     return decode_strictly(_INVITATION, encoded, "an invitation")
 
 
-def open_claim(encoded: bytes) -> Claim:
+def decode_claim(encoded: bytes) -> Claim:
     """Decodes a claim without verifying it."""
     return decode_strictly(_CLAIM, encoded, "an invitation")
 
@@ -105,7 +105,7 @@ def read_claim(encoded: bytes, joiner: bytes, run: RunConfig, verifier: Verifier
     """Decodes a claim; raises RemoteProtocolError unless its ticket is signed by a key from the run's config, for this
     run, and its bearer has signed for the joiner.
     """
-    claim = open_claim(encoded)
+    claim = decode_claim(encoded)
     ticket, run_id = claim.ticket, verifier.run_id
     if ticket.signer.hex() not in run.admission.keys:
         raise RemoteProtocolError("the invitation is signed by a key that may not invite")

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.errors import ConfigError
-from p2ptrain.files import standing
+from p2ptrain.files import nearest_existing
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import DiskDemand, Need
 from p2ptrain.learn.shortage import mega
@@ -25,7 +25,7 @@ LOCKS = Path("/proc/locks")
 
 
 def check_writable(directory: Path) -> Diagnosis:
-    there = standing(directory)
+    there = nearest_existing(directory)
     fix = "Choose another with --data-dir or storage.directory"
     if not there.is_dir():
         return Diagnosis("data directory", "failed", f"{there} is not a directory", fix)
@@ -103,7 +103,7 @@ def check_space(demand: DiskDemand) -> Diagnosis:
 
 def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int = PROBE_BYTES) -> Diagnosis:
     """Measures synced writes in the node's directory, and leaves nothing behind."""
-    there = standing(directory)
+    there = nearest_existing(directory)
     if free < 4 * probe_bytes:
         return Diagnosis("disk speed", "warning", f"not measured: only {mega(free)} are free", "Make room")
     part = os.urandom(PROBE_PART_BYTES)  # some disks compress zeros

@@ -25,7 +25,7 @@ from p2ptrain.errors import (
     RemoteProtocolError,
     SilentDaemonError,
 )
-from p2ptrain.files import standing
+from p2ptrain.files import nearest_existing
 from p2ptrain.identity import Identity
 from p2ptrain.learn.memory import Need, demands_of, need_of
 from p2ptrain.net import questions
@@ -204,7 +204,7 @@ def _taken_by(directory: Path) -> int:
 
 
 def look_at_speed(facts: NodeFacts, need: Need | None) -> list[Diagnosis]:
-    free = psutil.disk_usage(str(standing(facts.directory))).free
+    free = psutil.disk_usage(str(nearest_existing(facts.directory))).free
     return [disk.check_speed(facts.directory, need, free)]
 
 

@@ -30,7 +30,7 @@ PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 
 CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler for checkpointing
 PAYLOADS_BYTES = 256 * 2**20  # limit of contributions kept in memory (store/payloads.py)
 UNPACKED_BYTES = 64 * 2**20  # limit of contributions kept unpacked between their check and their round; a guess
-# Contributions whose fate is open, an index and a value each: this round's and the last, and all that may come late.
+# A checkpoint holds the node's contributions that may still be taken: of this round, of the last one, and late ones.
 KEPT_COPIES = 2
 WITHIN_OPERATIONS = 1.03  # factor for memory that operations allocate internally in a pass; measured on a CPU
 # glibc leaves holes between blocks below 32 MiB, more of them if fp32 and bf16 alternate; measured. Larger blocks go

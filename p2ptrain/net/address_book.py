@@ -73,7 +73,7 @@ class KnownPeer:
 
 
 @dataclass(slots=True)
-class Stranger:
+class Unmet:
     """A connected peer that has not yet shown that it speaks our run's protocol."""
 
     next_at: float  # when it may be asked again

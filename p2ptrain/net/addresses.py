@@ -24,8 +24,9 @@ PORT = r"/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)"
 ID = r"/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})"
 ADDRESS = re.compile(rf"(?P<route>{HOST}{PORT}({ID}/p2p-circuit)?)/p2p/(?P<id>[^/]*)")
 REASON_CHARACTERS_MAX = 300
-MACHINES_OWN = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "::/128", "169.254.0.0/16", "fe80::/10", "fec0::/10")))
-EXAMPLES = tuple(map(ipaddress.ip_network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")))
+# Unspecified and link-local networks; then those for documentation, which examples and tests use as public ones.
+NEVER_DIALLED = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "::/128", "169.254.0.0/16", "fe80::/10", "fec0::/10")))
+DOCUMENTATION = tuple(map(ipaddress.ip_network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")))
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
 EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
 
@@ -65,11 +66,11 @@ def reach_of(address: str) -> Reach | None:
     """Returns where an address leads; for one through a relay that is where the relay is. None for a name, and for what
     no peer has: link-local, multicast, unspecified and reserved addresses."""
     host = _host_of(address)
-    if host is None or host.is_multicast or any(host in each for each in MACHINES_OWN if each.version == host.version):
+    if host is None or host.is_multicast or any(host in each for each in NEVER_DIALLED if each.version == host.version):
         return None
     if host.is_loopback:
         return Reach.LOOPBACK
-    if host.is_global or any(host in each for each in EXAMPLES if each.version == host.version):
+    if host.is_global or any(host in each for each in DOCUMENTATION if each.version == host.version):
         return Reach.PUBLIC
     return None if host.is_reserved else Reach.PRIVATE
 
@@ -80,7 +81,7 @@ def met_in(addresses: Iterable[str]) -> Reach:
     return min((each for each in found if each is not None), default=Reach.PUBLIC)
 
 
-def port_of(address: str) -> str:
+def endpoint_of(address: str) -> str:
     """Names the place that a dial goes to, IP address and port, in one way however the address is written."""
     _, _, host, _, port, *_ = address.split("/")
     return f"{_host_of(address) or host.lower()} {int(port)}"

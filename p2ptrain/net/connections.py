@@ -39,7 +39,7 @@ import msgspec
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import questions
-from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Stranger
+from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Unmet
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, Reach, address_range, met_in, reach_of, split
 from p2ptrain.net.tasks import pauses
 from p2ptrain.net.told_dials import ToldDials
@@ -89,7 +89,7 @@ class Connections:
     roster: Callable[[], Collection[bytes]] = tuple  # the run's members
     known: dict[bytes, KnownPeer] = field(default_factory=dict)
     linked: dict[bytes, None] = field(default_factory=dict)  # connected, and in our run
-    strangers: dict[bytes, Stranger] = field(default_factory=dict)
+    unmet: dict[bytes, Unmet] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()  # the roster when we last looked
     shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, and until when
     dialling: set[bytes] = field(default_factory=set)
@@ -204,12 +204,12 @@ class Connections:
             elif known is not None:  # a peer that accepts and hangs up waits like one that does not answer
                 known.next_at = max(known.next_at, now + DIAL_SECONDS)
             self.lost(peer)
-        self.strangers = {peer: each for peer, each in self.strangers.items() if peer in connected}
+        self.unmet = {peer: each for peer, each in self.unmet.items() if peer in connected}
         come = [peer for peer in connected if peer not in self.linked and peer not in self.meeting]
-        strangers = {peer: self.strangers.setdefault(peer, Stranger(now)) for peer in come}
-        due = [peer for peer, each in strangers.items() if now >= each.next_at]
+        unmet = {peer: self.unmet.setdefault(peer, Unmet(now)) for peer in come}
+        due = [peer for peer, each in unmet.items() if now >= each.next_at]
         self.rng.shuffle(due)
-        due.sort(key=lambda peer: (strangers[peer].tries, strangers[peer].next_at))  # a peer that returns queues again
+        due.sort(key=lambda peer: (unmet[peer].tries, unmet[peer].next_at))  # a peer that returns queues again
         return self._placed(due, self.meeting, MEETINGS_AT_ONCE)
 
     def _choose_anchors(self) -> dict[str, bytes]:
@@ -246,7 +246,7 @@ class Connections:
         if not takes_part:
             await self._is_stranger(peer)
             return
-        self.strangers.pop(peer, None)
+        self.unmet.pop(peer, None)
         self.linked[peer] = None
         known = self._of(peer)
         known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
@@ -268,18 +268,18 @@ class Connections:
             await asyncio.sleep(pause)
 
     def takes_part(self, peer: bytes) -> None:
-        """Notes that a peer speaks the run's protocol: if it was a stranger a moment ago, it was still starting."""
+        """Notes that a peer speaks the run's protocol: if it was not met a moment ago, it was still starting."""
         if peer not in self.linked:
-            self.strangers.pop(peer, None)
+            self.unmet.pop(peer, None)
             self.changed.set()
 
     async def _is_stranger(self, peer: bytes) -> None:
         now = asyncio.get_running_loop().time()
-        stranger = self.strangers.setdefault(peer, Stranger(now))
-        stranger.next_at = now + min(SPEAKS_SECONDS * 2.0 ** min(stranger.tries, 16), SPEAKS_SECONDS_MAX)
-        stranger.tries += 1
+        unmet = self.unmet.setdefault(peer, Unmet(now))
+        unmet.next_at = now + min(SPEAKS_SECONDS * 2.0 ** min(unmet.tries, 16), SPEAKS_SECONDS_MAX)
+        unmet.tries += 1
         known = self.known.get(peer)
-        if known is not None and known.is_bootstrap and stranger.tries == STRANGER_TRIES:
+        if known is not None and known.is_bootstrap and unmet.tries == STRANGER_TRIES:
             log.warning("%s is reachable, but %s", known.addresses[0], await questions.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
@@ -297,7 +297,7 @@ class Connections:
         wanted = [
             peer
             for peer, known in self.known.items()
-            if known.next_at <= now and not (peer in self.linked or peer in self.strangers or peer in self.dialling)
+            if known.next_at <= now and not (peer in self.linked or peer in self.unmet or peer in self.dialling)
             and peer not in self.shunned and known.origins
             and busy[self._standing(peer)] < DIALS_AT_ONCE  # ranking a thousand waiting peers would take 20 ms
         ]  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 
 from p2ptrain.net.address_book import Priority
-from p2ptrain.net.addresses import port_of
+from p2ptrain.net.addresses import endpoint_of
 
 FAILED_PER_MINUTE_MAX = 30  # for each priority; DIALS_AT_ONCE of connections.py may be on their way besides
 PLACE_SECONDS = 2.0  # before a place at which a dial failed is tried again; doubles
@@ -33,7 +33,7 @@ class ToldDials:
         failed = self._failed[priority]
         while failed and failed[0] <= now - 60.0:
             failed.popleft()
-        _, next_at = self._places.get((priority, port_of(address)), (0, now))
+        _, next_at = self._places.get((priority, endpoint_of(address)), (0, now))
         has_room = len(failed) + self._under_way[priority] < FAILED_PER_MINUTE_MAX
         if address in self._reached or (has_room and next_at <= now):
             self._under_way[priority] += 1
@@ -42,7 +42,7 @@ class ToldDials:
 
     def ended(self, address: str, priority: Priority, now: float, *, is_reached: bool) -> None:
         self._under_way[priority] -= 1
-        place = priority, port_of(address)
+        place = priority, endpoint_of(address)
         if is_reached:
             self._places.pop(place, None)
             self._reached[address] = None

@@ -116,7 +116,7 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         matching = {run_id: each for run_id, each in found.items() if run_id.hex().startswith(wanted or "")}
         ours = {run_id: each for run_id, each in matching.items() if run_id.hex() in {run.run_id for run in mine}}
         if matching and mine and not ours and len(wanted or "") < RUN_ID_DIGITS:
-            return _not_moved(matching, mine, stored), RunSources(addresses, [])
+            return _keep_stored_run(matching, mine, stored), RunSources(addresses, [])
         matching = ours or matching
         if len(matching) > 1:
             names = "\n".join(f"  {run_id.hex()}  {info.name}" for run_id, (info, _) in sorted(matching.items()))
@@ -143,7 +143,7 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         wait = min(2 * wait, FIND_SECONDS_MAX)
 
 
-def _not_moved(offered: Found, mine: Sequence[RunConfig], stored: Sequence[RunConfig]) -> RunConfig:
+def _keep_stored_run(offered: Found, mine: Sequence[RunConfig], stored: Sequence[RunConfig]) -> RunConfig:
     """Returns the run of this disk to continue where the bootstraps offer only others, which nobody has named; raises
     ConfigError if it is not clear that one is meant."""
     others = ", ".join(f"{run_id.hex()} ({info.name})" for run_id, (info, _) in sorted(offered.items()))

@@ -1,4 +1,4 @@
-"""Invitations as a person types them, made out to this node."""
+"""Invitations as a person types them, and the claims that this node makes with them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def read_invitation(text_or_file: str) -> Invitation:
         return decode_invitation(Path(text_or_file).read_text())
     except (OSError, UnicodeDecodeError, RemoteProtocolError) as error:
         fix = "Use the invitation exactly as you received it: its text, or the file that contains it"
-        raise ConfigError(f"not an invitation: {error}", key="--ticket", fix=fix) from error
+        raise ConfigError(f"not an invitation: {error}", key="--invitation", fix=fix) from error
 
 
-def made_out(invitation: Invitation, identity: Identity, run_id: str) -> bytes:
-    """Returns what this node shows of an invitation: the bearer's signature for its key."""
+def claim_for(invitation: Invitation, identity: Identity, run_id: str) -> bytes:
+    """Returns the claim that this node shows when it asks to join: the bearer's signature for its key."""
     bearer = Identity(invitation.seed)
     if bearer.key != invitation.ticket.bearer:
-        raise ConfigError("not an invitation: its key is damaged", key="--ticket", fix="Ask for it again")
+        raise ConfigError("not an invitation: its key is damaged", key="--invitation", fix="Ask for it again")
     return make_claim(invitation.ticket, bearer.sign, bytes.fromhex(run_id), identity.key)

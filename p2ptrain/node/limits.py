@@ -33,7 +33,7 @@ from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.config.text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, TooLargeError
-from p2ptrain.files import below, standing
+from p2ptrain.files import below, nearest_existing
 from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def disk_demand(run: RunConfig, config: NodeConfig, need: Need, data_bytes: int 
     if run.is_sealed:
         of_run.append(run_directory(config, bytes.fromhex(run.run_id)))
     used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))
-    free = shutil.disk_usage(standing(data_directory(config))).free
+    free = shutil.disk_usage(nearest_existing(data_directory(config))).free
     formula = need.disk_formula(*terms) + (f", data of {mega(data_bytes)}" if data_bytes else "")
     return DiskDemand(need.disk(*terms) + data_bytes, used, free, config.limits.disk_bytes, formula)
 

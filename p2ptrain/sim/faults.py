@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from p2ptrain.core.admission import make_claim, make_ticket, open_claim
+from p2ptrain.core.admission import decode_claim, make_claim, make_ticket
 from p2ptrain.core.events import StopRequested
 from p2ptrain.digest import digest
 from p2ptrain.sim import liars
@@ -223,7 +223,7 @@ def _claim(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
     run_id, bearer = cluster.setup.run_id, digest("simulated invitation", newcomer.key)
     ticket = make_ticket(signer.key, signer.sign, run_id, bearer, 1, 1 if kind == "expired" else LAST_ROUND)
     if kind == "spent":
-        ticket = open_claim(shown).ticket
+        ticket = decode_claim(shown).ticket
     return make_claim(ticket, FakeSigner(run_id, ticket.bearer).sign, run_id, newcomer.key)
 
 

@@ -1,4 +1,4 @@
-"""`p2ptrain invite`: an invitation admits one node, once, and invalid ones are not created."""
+"""`p2ptrain invite`: an invitation admits as many nodes as it has uses, and invalid ones are not created."""
 
 from __future__ import annotations
 
@@ -139,10 +139,20 @@ def test_there_is_none_without_a_run_or_a_last_round(
     empty = tmp_path / "empty"
     assert p2ptrain(capsys, "invite", "--data-dir", empty, "--last-round", "9")[0] == 2
     assert not empty.exists()
-    for wrong in ([], ["--last-round", "0"], ["--last-round", str(2**48)], ["--last-round", "9", "--uses", "0"]):
+    for wrong in ([], ["--last-round", "0"], ["--last-round", "9", "--uses", "0"]):
         status, out, err = host.invite(capsys, *wrong)
         assert (status, out) == (2, "")
         assert err.endswith("Try: p2ptrain invite --help\n")
+
+
+def test_what_no_member_would_accept_is_not_made(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, key in (
+        (["--last-round", str(2**48)], "--last-round"),
+        (["--last-round", "9", "--uses", "1025"], "--uses"),
+    ):
+        status, out, err = host.invite(capsys, *wrong)
+        assert (status, out, err.startswith(f"{key}: ")) == (2, "", True)
+    assert host.read(host.invite(capsys, "--last-round", str(2**48 - 1), "--uses", "1024")[1]).uses == 1_024
 
 
 @pytest.mark.parametrize(

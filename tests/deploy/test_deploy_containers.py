@@ -76,6 +76,10 @@ def test_what_the_image_is_made_of_is_there_and_pinned() -> None:
     environment = " ".join(of("ENV"))
     for name in ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"):
         assert f"{name}=/src/constraints.txt" in environment
+    (first, *others) = [each for each in of("RUN") if "pip install" in each]
+    assert "/^pip==/" in first, "first a pip that checks the hashes of constraints"
+    assert "--require-hashes" in first
+    assert ["--no-require-hashes" in each for each in others] == [False, True], "only the package itself has none"
 
 
 def test_only_what_is_copied_goes_to_the_engine() -> None:

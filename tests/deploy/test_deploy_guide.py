@@ -131,8 +131,10 @@ def test_every_command_of_a_node_has_the_options_that_the_guide_gives_it(line: s
         assert re.search(rf"(^|\s){option}\b", said), (option, said)
 
 
-@pytest.mark.parametrize(("number", "begins"), [(0, "start "), (1, "join --ticket ${CREDENTIALS_DIRECTORY}/ticket ")])
-def test_the_drop_ins_that_begin_a_run_and_show_a_ticket_are_some_for_systemd(
+@pytest.mark.parametrize(
+    ("number", "begins"), [(0, "start "), (1, "join --invitation ${CREDENTIALS_DIRECTORY}/invitation ")]
+)
+def test_the_drop_ins_that_begin_a_run_and_show_an_invitation_are_some_for_systemd(
     number: int, begins: str, tmp_path: Path
 ) -> None:
     analyze = tool("systemd-analyze", TOOLS["systemd-analyze"])
@@ -142,7 +144,7 @@ def test_the_drop_ins_that_begin_a_run_and_show_a_ticket_are_some_for_systemd(
     _, command = settings(text)["ExecStart"]
     assert command.startswith(f"/usr/bin/p2ptrain {begins}") and command.endswith("--data-dir /var/lib/p2ptrain")
     if number == 1:
-        assert settings(text)["LoadCredential"] == ["ticket:/etc/p2ptrain/node.ticket"]
+        assert settings(text)["LoadCredential"] == ["invitation:/etc/p2ptrain/node.invitation"]
         assert command.endswith(
             settings((DEPLOY / "systemd/p2ptrain.service").read_text())["ExecStart"][-1].partition("join ")[2]
         )

@@ -98,9 +98,12 @@ def setup(tmp_path: Path, *arguments: str) -> tuple[int, list[str], str]:
     for each in (share, environment / "bin"):
         each.mkdir(parents=True, exist_ok=True)
     (share / "p2ptrain-1.2.3-py3-none-any.whl").touch()
+    locked = "pillow==1 \\\n    --hash=a\npip==2 \\\n    --hash=b \\\n    --hash=c\npipe==3\n"
+    (share / "constraints.txt").write_text(locked)
     notes, python, command = tmp_path / "notes", environment / "bin/python", environment / "bin/p2ptrain"
     notes.write_text("")
-    python.write_text(f'#!/bin/sh\necho "$PIP_CONSTRAINT $PIP_BUILD_CONSTRAINT: $*" >> {notes}\n')
+    told = f'echo "$PIP_CONSTRAINT $PIP_BUILD_CONSTRAINT: $*" >> {notes}\n'
+    python.write_text(f'#!/bin/sh\n{told}case "$*" in *stdin) sed "s/ *//" >> {notes};; esac\n')
     command.write_text("#!/bin/sh\necho p2ptrain 1.2.3\n")
     for each in (python, command):
         each.chmod(0o755)
@@ -115,15 +118,19 @@ def test_it_is_set_up_from_the_packages_wheel_at_the_packages_versions(tmp_path:
     status, asked, said = setup(tmp_path)
     pinned = "SHARE/constraints.txt SHARE/constraints.txt: -m pip install"
     wheel = "SHARE/p2ptrain-1.2.3-py3-none-any.whl"
-    assert asked == [f"{pinned} {wheel}", f"{pinned} --quiet --force-reinstall --no-deps {wheel}"]
+    no_hash = "--no-require-hashes"
+    assert asked == [
+        *(" : -m pip install --quiet --require-hashes -r /dev/stdin", "pip==2 \\", "--hash=b \\", "--hash=c"),
+        *(f"{pinned} {no_hash} {wheel}", f"{pinned} --quiet {no_hash} --force-reinstall --no-deps {wheel}"),
+    ]
     assert (status, said.splitlines()[0]) == (0, "p2ptrain 1.2.3 is set up.")
 
 
 def test_torch_can_come_from_another_index_and_nothing_else_does(tmp_path: Path) -> None:
     status, asked, _ = setup(tmp_path, "--torch-index", "https://wheels.example.org/cpu")
     assert status == 0
-    assert asked[0].endswith("install --no-deps --index-url https://wheels.example.org/cpu torch")
-    assert [each for each in asked[1:] if "--index-url" in each] == []
+    assert asked[4].endswith("install --no-deps --index-url https://wheels.example.org/cpu torch")
+    assert [each for each in asked[5:] if "--index-url" in each] == []
     assert setup(tmp_path, "--torch")[:2] == (2, [])
     assert setup(tmp_path, "--help")[0] == 2
 

@@ -152,7 +152,7 @@ async def test_strangers_that_come_again_wait_again() -> None:
             for peer in gone:
                 network.unlink(ME, peer, "I go")
             node.connections.changed.set()
-            await until(lambda: not gone & node.connections.strangers.keys())  # noqa: B023
+            await until(lambda: not gone & node.connections.unmet.keys())  # noqa: B023
             for peer in gone:
                 network.link(ME, peer)
             await at(now() + 1.0)

@@ -169,8 +169,8 @@ async def test_a_peer_that_is_still_starting_is_linked_as_soon_as_it_takes_part(
     second.connections.add(first.address, Origin.USER)
     async with running(first):
         network.link(first.key, second.key)  # its network is up before it takes part
-        await until(lambda: second.key in first.connections.strangers and not first.connections.meeting)
-        first.connections.strangers[second.key].next_at += 1_000.0  # for long it was not worth asking
+        await until(lambda: second.key in first.connections.unmet and not first.connections.meeting)
+        first.connections.unmet[second.key].next_at += 1_000.0  # for long it was not worth asking
         async with running(second):
             await until(lambda: second.key in first.connections.linked and first.key in second.connections.linked)
 

@@ -44,7 +44,7 @@ def whoever_shows_an_old_ticket(message: Any, state: Any, *rest: Any) -> Join:
 def whoever_shows_any_ticket(message: Any, *_: Any) -> Join:
     if not message.claim:
         raise RemoteProtocolError("no invitation")
-    ticket = admission.open_claim(message.claim).ticket
+    ticket = admission.decode_claim(message.claim).ticket
     return Join(message.author, ticket.bearer, ticket.uses, ticket.last_round)
 
 
@@ -54,7 +54,7 @@ def whoever_shows_a_stolen_ticket(message: Any, *rest: Any) -> Join:
     except RemoteProtocolError as error:
         if "not signed for this key" not in error.why:
             raise
-        ticket = admission.open_claim(message.claim).ticket
+        ticket = admission.decode_claim(message.claim).ticket
         return Join(message.author, message.author, 1, ticket.last_round)
 
 

@@ -99,12 +99,12 @@ def test_in_a_run_by_invitation_a_stop_keeps_the_place_and_leaving_gives_it_up(s
     first = swarm.first(run="closed")
     first.directory.mkdir()
     key = Identity.make(first.directory / "identity.key").key.hex()
-    run, ticket = tmp_path / "closed.toml", tmp_path / "second.ticket"
+    run, invitation = tmp_path / "closed.toml", tmp_path / "second.invitation"
     invites = run.read_text().replace("[admission]", f'[admission]\npolicy = "invite"\nkeys = ["{key}"]')
     run.write_text(invites.replace("stall_seconds = 10", "stall_seconds = 600"))  # each waits for the other
     first.start().until_up()
-    assert p2ptrain("invite", "--data-dir", first.directory, "--last-round", "100000", "--out", ticket)[0] == 0
-    second = swarm.add("second", "join", "--bootstrap", first.address, "--ticket", ticket).start()
+    assert p2ptrain("invite", "--data-dir", first.directory, "--last-round", "100000", "--out", invitation)[0] == 0
+    second = swarm.add("second", "join", "--bootstrap", first.address, "--invitation", invitation).start()
     second.until_member()
 
     for node in (second, first):
