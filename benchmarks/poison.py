@@ -2,8 +2,8 @@
 
     python benchmarks/poison.py [--only WORDS] [--steps 200] [--json FILE] [--processes N]
 
-Simulated peers as in benchmarks/learning.py (0.1M parameters, bytes), one of which sends, in every round, a payload that
-the exact path accepts:
+Simulated peers as in benchmarks/learning.py (0.1M parameters, bytes), one of which sends, in every round, a payload
+that the exact path accepts:
 
     against   the negative of what the others agreed on in the round before, at the largest scale
     away      the negative of its own honest contribution, at the largest scale

@@ -68,7 +68,7 @@ class Scales:
     def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32]:  # [chunks, k]
         """Returns the part of the values that left the author's residual which was not counted."""
         own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
-        # Clipped because a training that was repeated after a crash may have come out otherwise than what was announced.
+        # Clipped, because a training repeated after a crash may have come out otherwise than what was announced.
         votes = self.votes(number, np.clip(np.ldexp(removed, -own), -128, 128).astype(np.int16))
         left: NDArray[np.float32] = removed - np.ldexp(votes.astype(np.float32), units)
         return left
