@@ -100,6 +100,17 @@ def _number(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------
 # Mistakes
 
+THEIR_NAMES = {  # settings of DeMo, DisTrO, DiLoCo and SparseLoCo as their authors write them
+    "compression_decay": "decay",
+    "compression_topk": "k",
+    "compression_chunk": "chunk",
+    "quantize_1bit": "value_bits = 1",
+    "inner_steps": "local_steps",
+    "outer_lr": "learning_rate",
+    "inner_lr": "inner_learning_rate",
+    "error_decay": "decay",
+}
+
 
 def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseModel]) -> Problem:  # noqa: PLR0911  (a return for each kind)
     """Turns an error of pydantic into one in terms of the file; `other` is the other kind of config."""
@@ -135,6 +146,8 @@ def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseMo
     known = keys[section] + ([] if section else list(sections(model)))
     if homes := [f"[{table}]" if table else "the top of the file" for table in keys if name in keys[table]]:
         fix = f"It belongs in {' or '.join(homes)}"
+    elif section == "recipe" and name in THEIR_NAMES:
+        fix = f"What others call {name} is {THEIR_NAMES[name]} here"
     elif close := difflib.get_close_matches(name, known, n=1):
         fix = f"Did you mean {close[0]}?"
     elif not section and name in other.model_fields:

@@ -16,6 +16,7 @@ import psutil
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.doctor import disk, machine, network
+from p2ptrain.doctor.exchange import judge_exchange
 from p2ptrain.doctor.findings import Check, Diagnosis, Level, in_time, within
 from p2ptrain.errors import (
     ConfigError,
@@ -60,6 +61,7 @@ class Outside:
     found: list[Diagnosis]
     run: RunConfig | None = None  # of a named peer
     members: int = 0  # of that run
+    bytes_per_second: float = 0.0  # from one of its nodes; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,10 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
     members = len(facts.status["roster"]) if facts.status else 0
-    found.append(disk.check_space(disk_demand(run, config, need, members=max(members, outside.members))))
+    members = max(members, outside.members)
+    found.append(disk.check_space(disk_demand(run, config, need, members=members)))
+    if members > 1 and facts.status and facts.status["run_id"] == run.run_id and facts.status["tokens_per_second"]:
+        found.append(judge_exchange(run, members, facts.status["tokens_per_second"], outside.bytes_per_second))
     return RunHere(found, need)
 
 
@@ -280,6 +285,7 @@ async def _look_at_offers(facts: NodeFacts, transport: Transport, addresses: Seq
             continue
         if run.is_sealed and run.run_id == run_id.hex():
             size = (await asyncio.to_thread(need_of, run)).state
-            return Outside([await network.measure(transport, peer, run_id, size, limit)], run, info.members)
+            measured = await network.measure(transport, peer, run_id, size, limit)
+            return Outside([measured.diagnosis], run, info.members, measured.bytes_per_second)
     what = "not measured: no peer sent the run's config"
     return Outside([Diagnosis("bandwidth", "warning", what, "Name another node")], members=info.members)

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from p2ptrain.config import HttpConfig, NetworkConfig
 from p2ptrain.doctor.findings import Diagnosis, refused
@@ -302,14 +303,22 @@ class NullSink:
         assert self.held == all_pieces(self.size)
 
 
-async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: int, download: int) -> Diagnosis:
+class Bandwidth(NamedTuple):
+    """A measured bandwidth; 0 if too little came to tell."""
+
+    diagnosis: Diagnosis
+    bytes_per_second: float = 0.0
+
+
+async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: int, download: int) -> Bandwidth:
     """Measures the download of a part of a peer's state, as a newcomer would fetch it; drops the bytes."""
     try:
         states = await questions.ask_states(transport, peer, run_id)
     except P2ptrainError as error:
-        return Diagnosis("bandwidth", "warning", f"not measured: {error}")
+        return Bandwidth(Diagnosis("bandwidth", "warning", f"not measured: {error}"))
     if not states:
-        return Diagnosis("bandwidth", "warning", "not measured: this peer has no state to serve", "Name another node")
+        what = "not measured: this peer has no state to serve"
+        return Bandwidth(Diagnosis("bandwidth", "warning", what, "Name another node"))
     sink, failures = NullSink(BANDWIDTH_BYTES_MAX), list[str]()
     fetcher = Fetcher(transport, run_id, download=TokenBucket(download), blame=lambda peer, why: failures.append(why))
     loop = asyncio.get_running_loop()
@@ -325,24 +334,21 @@ async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: in
     return judge_bandwidth(sink.got, loop.time() - before, failures, download)
 
 
-def judge_bandwidth(got: int, seconds: float, failures: Sequence[str], limit: int) -> Diagnosis:
+def judge_bandwidth(got: int, seconds: float, failures: Sequence[str], limit: int) -> Bandwidth:
     if not got:
         why = failures[0] if failures else f"nothing received in {seconds:.0f} s"
-        return Diagnosis("bandwidth", "warning", f"not measured: {why}")
+        return Bandwidth(Diagnosis("bandwidth", "warning", f"not measured: {why}"))
     rate = got / max(seconds, 1e-9)
     text = f"{mega(got)} received in {seconds:.1f} s" if got >= 10**6 else f"{got:,} bytes received in {seconds:.2f} s"
     if got < TELLING_BYTES:
-        return Diagnosis(
-            "bandwidth",
-            "good",
-            f"{text}: too little for a bandwidth; upload cannot be measured without burdening peers",
-        )
+        text += ": too little for a bandwidth; upload cannot be measured without burdening peers"
+        return Bandwidth(Diagnosis("bandwidth", "good", text))
     text += f", {mega(int(rate))}/s; upload is not measured: peers accept only what they asked for"
     if limit and rate > limit / 2:
         text += f"; limits.download_bytes_per_second is {limit:,}"
     slow = rate < SLOW_BYTES_PER_SECOND
     fix = "Choose a run with a small payload, or a faster connection" if slow else ""
-    return Diagnosis("bandwidth", "warning" if slow else "good", text, fix)
+    return Bandwidth(Diagnosis("bandwidth", "warning" if slow else "good", text, fix), rate)
 
 
 def asking_network(config: NetworkConfig) -> NetworkConfig:

@@ -140,6 +140,10 @@ def test_the_tiny_example_has_less_than_a_million_parameters() -> None:
 # Wrong files: the whole message, for it is all that a user has
 
 IN_A_RUN = {
+    "[recipe]\ncompression_topk = 8": "FILE: recipe.compression_topk: unknown key. What others call compression_topk "
+    "is k here",
+    "[recipe]\nquantize_1bit = true": "FILE: recipe.quantize_1bit: unknown key. What others call quantize_1bit is "
+    "value_bits = 1 here",
     "[recipe]\nkk = 3": "FILE: recipe.kk: unknown key. Did you mean k?",
     "[recipe]\nlerning_rate = 3": "FILE: recipe.lerning_rate: unknown key. Did you mean learning_rate?",
     "[recipe]\npolicy = 3": "FILE: recipe.policy: unknown key. It belongs in [admission]",

@@ -266,8 +266,9 @@ def test_whether_others_can_call_first_follows_from_what_p2pd_and_peers_tell(
 def test_bandwidth_is_told_as_far_as_it_was_measured(
     got: int, seconds: float, failures: list[str], limit: int, level: str, says: str
 ) -> None:
-    found = network.judge_bandwidth(got, seconds, failures, limit)
+    found, rate = network.judge_bandwidth(got, seconds, failures, limit)
     assert (found.level, says in found.result) == (level, True), found
+    assert rate == (got / seconds if got >= 2**20 else 0.0)
 
 
 def test_what_is_fetched_to_measure_is_bounded_and_not_kept() -> None:
@@ -286,9 +287,9 @@ def test_what_is_fetched_to_measure_is_bounded_and_not_kept() -> None:
 async def test_a_peer_without_a_state_gives_no_measure() -> None:
     asking, asked = await two()
     await questions.serve(asked, lambda peer, question: questions.States())
-    assert (await network.measure(asking, B, bytes(32), 10**6, 0)).level == "warning"
+    assert (await network.measure(asking, B, bytes(32), 10**6, 0)).diagnosis.level == "warning"
     asking._network.unlink(A, B, "cut")
-    found = await network.measure(asking, B, bytes(32), 10**6, 0)
+    found, _ = await network.measure(asking, B, bytes(32), 10**6, 0)
     assert (found.level, "not measured" in found.result) == ("warning", True)
     await asked.close()
     with pytest.raises(TransportError):

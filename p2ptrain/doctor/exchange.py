@@ -1,0 +1,47 @@
+"""The exchange of contributions: what share of the time a run's rounds spend on a line, and which settings lower it."""
+
+from __future__ import annotations
+
+import math
+
+from p2ptrain.config import RunConfig
+from p2ptrain.doctor.findings import Diagnosis
+from p2ptrain.learn.memory import need_of
+from p2ptrain.learn.shortage import mega
+
+SHARE_WANTED = 0.05  # of the time
+
+
+def judge_exchange(run: RunConfig, nodes: int, tokens_per_second: float, bytes_per_second: float) -> Diagnosis:
+    """Compares the time that the others' contributions take to arrive with the time of a round's training.
+
+    tokens_per_second: of this node; bytes_per_second: of its line, 0 if that was not measured
+    """
+    recipe = run.recipe
+    tokens = recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length  # of a step
+    received, training = (nodes - 1) * need_of(run).payload, recipe.local_steps * tokens / tokens_per_second
+    rate = received / training * (1 / SHARE_WANTED - 1)  # at which it is the share wanted
+    text = f"the contributions of {nodes - 1} others come to {mega(received)} in {training:.1f} s of training"
+    if not bytes_per_second:
+        return Diagnosis("exchange", "good", f"{text}: under 5 % of the time at {mega(math.ceil(rate))}/s or more")
+    share = received / (received + training * bytes_per_second)
+    text += f", {share:.0%} of the time at {mega(int(bytes_per_second))}/s"
+    if share <= SHARE_WANTED:
+        return Diagnosis("exchange", "good", text)
+    factor = rate / bytes_per_second
+    if recipe.spec.kind == "local":
+        key, value = "local_steps", math.ceil(recipe.local_steps * factor)
+    else:
+        key, value = "passes_per_step", math.ceil(recipe.passes_per_step * factor)
+    fix = f"5 % takes a run with {key} = {value}"
+    if fewer := _largest_k(run, need_of(run).payload / factor):
+        fix += f", or k = {fewer}"
+    return Diagnosis("exchange", "warning", text, fix)
+
+
+def _largest_k(run: RunConfig, payload_bytes: float) -> int:
+    """Returns the largest k, a power of two, whose contributions are that small; 0 if there is none."""
+    tried = [1 << bits for bits in range(run.recipe.k.bit_length())]
+    recipes = [run.recipe.model_copy(update={"k": k}) for k in tried]
+    runs = [run.model_copy(update={"recipe": recipe}) for recipe in recipes]
+    return max((each.recipe.k for each in runs if need_of(each).payload <= payload_bytes), default=0)
