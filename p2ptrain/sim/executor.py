@@ -106,6 +106,8 @@ class Executor:
                     self.cluster.watch.roster_came_into_force(self.cluster, record.state, was_lost)
                 self.cluster.metrics.certified(node, record)
                 node.held_payloads.turn(record.state.round)
+                if node.honest:
+                    self.cluster.forget_old(record.state.round)
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
         """Whether the node ever lost the quorum: if so, others may have had reason to follow the remaining members."""
