@@ -10,12 +10,12 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from p2ptrain.core.events import Effect, Event, MalformedReceived, MessageReceived, Started, Tick
+from p2ptrain.core.events import Effect, Event, Started, Tick
 from p2ptrain.core.messages import Received, decode
 from p2ptrain.core.node import Node
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.replay import FAILURES
-from p2ptrain.sim.calendar import Calendar
+from p2ptrain.sim.calendar import Calendar, Gossiped
 from p2ptrain.sim.checkers import Checker, Violation
 from p2ptrain.sim.executor import Executor
 from p2ptrain.sim.goal import Goal
@@ -149,10 +149,9 @@ class Cluster:
     # -----------------------------------------------------------------------------------------------
     # Events
 
-    def hear(self, node: SimNode, event: Event) -> None:
+    def hear(self, node: SimNode, event: Gossiped) -> None:
         """Gives a node a gossiped event, unless it is an honest stranger's; that of liars arrives, as if by stream."""
-        assert isinstance(event, MessageReceived | MalformedReceived), "nothing else is gossiped"
-        core, sender = node.core, event.sender
+        core, sender = node.process.core, event.sender
         if core is not None and (core.view().is_in(sender) or not self.nodes[self.key_index[sender]].honest):
             self.give(node, event)
 
