@@ -293,6 +293,9 @@ class NothingCensored(Checker):
             for old in list(self.offers)[: PLACES_MAX // 2]:
                 del self.offers[old]
 
+    def forget(self, before: int) -> None:
+        self.offers = {name: offer for name, offer in self.offers.items() if offer[1] >= before}
+
     def _attested(self, index: int, message: Availability) -> None:
         """Collects the names in all of this member's availabilities for the round: a restarted one may send two."""
         place = message.branch, message.round
@@ -340,6 +343,10 @@ class OneVoice(Checker):
         if len(self.places) > PLACES_MAX:
             for old in list(self.places)[: PLACES_MAX // 2]:
                 del self.places[old]
+
+    def forget(self, before: int) -> None:
+        for place in [place for place in self.places if isinstance(place[2], int) and place[2] < before]:
+            del self.places[place]  # a set of survivors has no round
 
 
 def _place(message: Message) -> tuple[object, ...] | None:

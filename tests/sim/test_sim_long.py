@@ -41,8 +41,16 @@ def ran(rounds: int) -> tuple[Cluster, Ledger, ck.EqualRoots]:
 
 
 def sizes(cluster: Cluster, ledger: Ledger, roots: ck.EqualRoots) -> list[int]:
-    records = (cluster.executor.payloads.payloads, cluster.executor.devices.states, ledger.rosters, ledger.parents)
-    return [*map(len, (*records, ledger.rounds, ledger.guarantees, ledger.decided, roots.roots, roots.known))]
+    records: tuple[Any, ...] = (
+        cluster.executor.payloads.payloads,
+        cluster.executor.devices.states,
+        ledger.rosters,
+        ledger.parents,
+    )
+    records += ledger.rounds, ledger.guarantees, ledger.decided, roots.roots, roots.known
+    offers = [each.offers for each in cluster.watch.checkers if isinstance(each, ck.NothingCensored)]
+    places = [each.places for each in cluster.watch.checkers if isinstance(each, ck.OneVoice)]
+    return [*map(len, (*records, *offers, *places))]
 
 
 def test_records_do_not_grow_with_the_rounds() -> None:
