@@ -1,11 +1,11 @@
-"""Memory of a simulation in the long run: one process with many nodes, of which some crash and others join.
+"""Memory of a simulation in the long run: one process with many nodes, which crash, join and leave.
 
     OMP_NUM_THREADS=1 nice python benchmarks/long_simulation.py [--nodes 60] [--rounds 10000] [--every 250]
         [--settled 5000] [--seed 1]
 
 A line for each so many rounds. At the end memory is compared with what it was after `--settled` rounds (medians of
 five looks): exit status 1 if it has grown by more than 3 %, or a promise was broken. All checkers watch all rounds.
-Every 400 virtual seconds a tenth of the nodes are killed for 40 seconds, every 1,200 a newcomer joins.
+Every 400 virtual seconds a tenth of the nodes are killed for 40 seconds; every 1,200 one joins and another leaves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUND_SECONDS = 1.35  # of a round, at least: churn ends before the last round
 
 
 def churn(nodes: int, rounds: int, seed: int) -> Scenario:
-    """Makes a scenario of crashes and newcomers."""
+    """Makes a scenario of crashes, newcomers and departures."""
     draw = Random(seed)  # noqa: S311
     end = int(ROUND_SECONDS * rounds) - 100
     crashes = [
@@ -37,8 +37,9 @@ def churn(nodes: int, rounds: int, seed: int) -> Scenario:
         for at in range(30, end, 400)
     ]
     joins = [{"kind": "join", "at": at} for at in range(1_290, end, 1_200)]
-    table = {"sentence": "Nodes crash and join, for a long time.", "nodes": nodes, "rounds": rounds, "seconds": 1e6}
-    return scenario_of({**table, "fault": crashes + joins})
+    leaves = [{"kind": "leave", "at": join["at"] + 100, "nodes": [node]} for node, join in enumerate(joins)]
+    table = {"sentence": "Nodes crash, join and leave.", "nodes": nodes, "rounds": rounds, "seconds": 1e6}
+    return scenario_of({**table, "fault": crashes + joins + leaves})
 
 
 class Looks:
@@ -56,7 +57,7 @@ class Looks:
             self.found.append((cluster.rounds, psutil.Process().memory_info().rss))
             number, memory = self.found[-1]
             times = f"{monotonic() - self.began:6.0f} s, {process_time():6.0f} s of processor"
-            print(f"round {number:6} {times} · {len(cluster.nodes)} nodes · {memory / 1e6:.1f} MB", flush=True)
+            print(f"round {number:6} {times} · {len(cluster.honest)} nodes · {memory / 1e6:.1f} MB", flush=True)
         self.begin(cluster)
 
     def has_grown(self, settled: int) -> bool:

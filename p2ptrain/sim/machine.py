@@ -249,9 +249,16 @@ class SimNode:
 
     def leave(self) -> None:
         self.has_left = True
+        self._drop_disk()
 
     def die(self) -> None:
         self.is_dead = True
+        self._drop_disk()
+
+    def _drop_disk(self) -> None:
+        """Keeps only the agreed state: nobody reads the rest again."""
+        self.disk = Disk(self.disk.first, self.disk.state, self.disk.kept)
+        self.held_payloads.keep(())
 
     def lie(self, liar: Liar | None) -> None:
         """Lets this liar rewrite the node's effects from now on; None ends it."""

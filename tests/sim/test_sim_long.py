@@ -87,6 +87,16 @@ def test_a_node_that_returns_to_what_was_forgotten_is_seen() -> None:
         ledger.after(cluster, 2, ev.Tick(), [ev.Persist(replace(record, step=replace(record.step, manifest=again)))])
 
 
+def test_what_a_node_held_is_dropped_once_it_is_gone() -> None:
+    gone = [{"kind": "leave", "at": 20.0, "nodes": [3]}, {"kind": "crash", "at": 30.0, "nodes": [2]}]
+    cluster = simulate(scenario(6, rounds=40, fault=gone), 1).cluster
+    for node in cluster.nodes[2:4]:
+        assert node.is_gone
+        assert not (node.disk.history or node.disk.said or node.held_payloads.new or node.held_payloads.old)
+        assert 10 < node.disk.state.round < cluster.rounds
+    assert len(history(cluster)) == cluster.rounds
+
+
 def test_rounds_applied_one_after_the_other_are_one_stretch() -> None:
     cluster, *_ = ran(5)
     first = next(each.step for each in cluster.nodes[0].disk.history if isinstance(each.step, Entry)).manifest
