@@ -47,13 +47,20 @@ class OwnMessages(Struct):
 
     said: list[Said]
     lock: bytes = b""  # the envelope of our newest precommit for a manifest: our lock
+    backing_bytes: int = 0
 
-    @property
-    def backing_bytes(self) -> int:
-        return sum(len(envelope) for said in self.said for envelope in said.backing)
+    def add(self, said: Said) -> None:
+        """Adds a message. If there are too many, drops one of an old view, to which nobody returns; never the lock."""
+        self.said.append(said)
+        self.backing_bytes += sum(map(len, said.backing))
+        if len(self.said) > SAID_MAX:
+            old = next(each for each in self.said if each.envelope != self.lock)
+            self.said.remove(old)
+            self.backing_bytes -= sum(map(len, old.backing))
 
     def drop_backing(self) -> None:
-        self.said = [Said(said.envelope) if said.backing else said for said in self.said]
+        if self.backing_bytes:
+            self.said, self.backing_bytes = [Said(said.envelope) for said in self.said], 0
 
 
 class Signer(Verifier, Protocol):
@@ -152,9 +159,7 @@ class Context:
         if isinstance(content, Vote) and content.ballot is Ballot.PRECOMMIT and content.manifest != NOTHING:
             words.drop_backing()  # those of an older lock
             words.lock = message.envelope
-        words.said.append(Said(said.envelope, said.backing))  # the payloads are only needed for the disk
-        if len(words.said) > SAID_MAX:  # drop old views, to which nobody returns, but never the lock
-            words.said.remove(next(each for each in words.said if each.envelope != words.lock))
+        words.add(Said(said.envelope, said.backing))  # the payloads are only needed for the disk
         self._forget_places()
         if said.backing:
             self._forget_backing(place)

@@ -146,8 +146,9 @@ class LocalWork:
             return
         payloads, tries = self.context.payloads, 0
         missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
+        holders = self._holders() if missing else []
         for taken in missing:
-            payloads.want(taken.payload, taken.payload_bytes, taken.author, self._holders(), is_old=True)
+            payloads.want(taken.payload, taken.payload_bytes, taken.author, holders, is_old=True)
             want = payloads.wanted.get(taken.payload)
             tries = max(tries, want.tries if want else FETCH_TRIES_MAX)
         if not missing:

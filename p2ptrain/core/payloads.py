@@ -85,7 +85,9 @@ class Payloads:
             want.claims[author] = payload_bytes
         want.is_old = want.is_old or is_old
         for source in sources:
-            if len(want.sources) < 4 * SOURCES_MAX and source != self.context.me:
+            if len(want.sources) >= 4 * SOURCES_MAX:
+                break
+            if source != self.context.me:
                 want.sources.setdefault(source)
         if want.asked == 0 and want.next_at <= self.context.now:
             self._fetch(payload, want)

@@ -44,7 +44,7 @@ class NodeView:
 
     def is_in(self, peer: bytes) -> bool:
         """Whether a peer is admitted, as far as this node knows."""
-        return self.has_started and peer in self.state.place
+        return self._node.has_started and peer in self._node.chain.state.place  # asked for every message
 
     # -----------------------------------------------------------------------------------------------
     # The current round, and the agreed state before it

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
-from p2ptrain.core.events import Event
+from p2ptrain.core.events import MalformedReceived, MessageReceived
 from p2ptrain.sim.machine import SimNode
 
 Action = tuple[Callable[..., None], tuple[Any, ...]]
+Gossiped: TypeAlias = MessageReceived | MalformedReceived
 
 
 class Flight:
@@ -25,7 +26,7 @@ class Flight:
 
     __slots__ = ("arrivals", "event", "payload")
 
-    def __init__(self, arrivals: list[tuple[float, int]], event: Event, payload: bytes) -> None:
+    def __init__(self, arrivals: list[tuple[float, int]], event: Gossiped, payload: bytes) -> None:
         self.arrivals, self.event = arrivals, event
         self.payload = payload  # attached to the message; empty: none
 
@@ -63,7 +64,7 @@ class Calendar:
         """Schedules a node's action, which is dropped if the process ends first and put off while it sleeps."""
         heappush(self._heap, (max(time, self.now), next(self._order), Timer(node, action, arguments)))
 
-    def fly(self, arrivals: list[tuple[float, int]], event: Event, payload: bytes) -> None:
+    def fly(self, arrivals: list[tuple[float, int]], event: Gossiped, payload: bytes) -> None:
         """Schedules an event's arrival at several nodes; `arrivals` has the last one first."""
         if arrivals:
             self.deliveries += len(arrivals)
@@ -73,7 +74,7 @@ class Calendar:
         """Ends the simulation after the current entry."""
         self.is_over = True
 
-    def run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Event], None]) -> None:
+    def run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Gossiped], None]) -> None:
         """Runs until stopped, or until this time.
 
         The garbage collector is off meanwhile: it would scan millions of messages again and again, and the garbage of a
@@ -87,7 +88,7 @@ class Calendar:
             if was_on:
                 gc.enable()
 
-    def _run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Event], None]) -> None:
+    def _run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Gossiped], None]) -> None:
         heap = self._heap
         while heap and not self.is_over:
             time, place, item = heap[0]
@@ -101,7 +102,7 @@ class Calendar:
                     heapreplace(heap, (arrivals[-1][0], place, item))
                 else:
                     heappop(heap)
-                if item.payload and node.core is not None:
+                if item.payload and node.process.core is not None:
                     node.held_payloads.add(item.payload)
                 give(node, item.event)
                 continue

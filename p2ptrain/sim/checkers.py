@@ -157,11 +157,14 @@ class EqualRoots(Checker):
         self.ledger = ledger
         self.roots: dict[tuple[bytes, int], tuple[bytes, int]] = {}
         self.known: set[tuple[int, bytes]] = set()
+        self.forgotten = 0  # rounds before this one
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if type(event) is Applied and cluster.nodes[index].state.is_wrong:
             pass  # the scenario's fault: this root must never be certified
         elif type(event) is Applied:
+            if event.round < self.forgotten:
+                raise Violation(f"node {index} applies round {event.round}, which everyone has long left behind")
             place = event.branch, event.round
             root, other = self.roots.setdefault(place, (event.root, index))
             self.known.add((event.round, event.root))
@@ -176,6 +179,11 @@ class EqualRoots(Checker):
                 is_known = (manifest.root_round, manifest.root) in self.known
                 if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
                     raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
+
+    def forget(self, before: int) -> None:
+        self.roots = {place: found for place, found in self.roots.items() if place[1] >= before}
+        self.known = {(number, root) for number, root in self.known if number >= before}
+        self.forgotten = before
 
     def _is_promised(self, place: tuple[bytes, int]) -> bool:
         decided = self.ledger.decided.get(place)
@@ -285,6 +293,9 @@ class NothingCensored(Checker):
             for old in list(self.offers)[: PLACES_MAX // 2]:
                 del self.offers[old]
 
+    def forget(self, before: int) -> None:
+        self.offers = {name: offer for name, offer in self.offers.items() if offer[1] >= before}
+
     def _attested(self, index: int, message: Availability) -> None:
         """Collects the names in all of this member's availabilities for the round: a restarted one may send two."""
         place = message.branch, message.round
@@ -332,6 +343,10 @@ class OneVoice(Checker):
         if len(self.places) > PLACES_MAX:
             for old in list(self.places)[: PLACES_MAX // 2]:
                 del self.places[old]
+
+    def forget(self, before: int) -> None:
+        for place in [place for place in self.places if isinstance(place[2], int) and place[2] < before]:
+            del self.places[place]  # a set of survivors has no round
 
 
 def _place(message: Message) -> tuple[object, ...] | None:

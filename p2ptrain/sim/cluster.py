@@ -6,15 +6,16 @@ deliveries a minute possible.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from p2ptrain.core.events import Effect, Event, MalformedReceived, MessageReceived, Started, Tick
+from p2ptrain.core.events import Effect, Event, Started, Tick
 from p2ptrain.core.messages import Received, decode
 from p2ptrain.core.node import Node
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.replay import FAILURES
-from p2ptrain.sim.calendar import Calendar
+from p2ptrain.sim.calendar import Calendar, Gossiped
 from p2ptrain.sim.checkers import Checker, Violation
 from p2ptrain.sim.executor import Executor
 from p2ptrain.sim.goal import Goal
@@ -29,6 +30,7 @@ from p2ptrain.sim.topology import Topology
 from p2ptrain.sim.watch import Watch
 
 DECODED_MAX = 20_000  # decoded messages kept: those of a few rounds
+FORGET_ROUNDS = 64  # between two times that old rounds are forgotten
 TICKS_MAX = 200  # ticks in a row that are due at once: more is a busy loop
 
 
@@ -56,10 +58,11 @@ class Cluster:
         self.calendar = Calendar(self.rng)
         self.decode = decoder(FakeSigner(self.setup.run_id, b""))
         self.watch = Watch(checkers, is_sparing)
-        self.metrics = Measurements()
         self.network = LinkModel(scenario.links, self.setup.stream("network"))
         self.nodes: list[SimNode] = []
         self.key_index: dict[bytes, int] = {}
+        self.metrics = Measurements(self.key_index, scenario.expect)
+        self._forgets_at = FORGET_ROUNDS  # the round
         for _ in range(scenario.nodes):
             self.add_node()
         self.topology = Topology(self)
@@ -127,13 +130,28 @@ class Cluster:
         self.topology.refresh(node)
         node.leave()
 
+    def forget_old(self, number: int) -> None:
+        """Forgets, now and then, all rounds that no node can return to: a long simulation needs bounded memory.
+
+        That is a history before the oldest that any disk holds; and processes that have ended, which are cycles.
+        """
+        if number < self._forgets_at:
+            return
+        self._forgets_at = number + FORGET_ROUNDS
+        oldest = min(node.disk.base.round for node in self.nodes if not node.is_gone)
+        before = oldest - self.setup.run_config.agreement.history_rounds
+        if before > 0:
+            self.executor.payloads.forget(before)
+            self.executor.devices.forget(before)
+            self.watch.forget(before)
+            gc.collect()
+
     # -----------------------------------------------------------------------------------------------
     # Events
 
-    def hear(self, node: SimNode, event: Event) -> None:
+    def hear(self, node: SimNode, event: Gossiped) -> None:
         """Gives a node a gossiped event, unless it is an honest stranger's; that of liars arrives, as if by stream."""
-        assert isinstance(event, MessageReceived | MalformedReceived), "nothing else is gossiped"
-        core, sender = node.core, event.sender
+        core, sender = node.process.core, event.sender
         if core is not None and (core.view().is_in(sender) or not self.nodes[self.key_index[sender]].honest):
             self.give(node, event)
 

@@ -26,6 +26,10 @@ class Devices:
         self.cluster, self.payloads, self.rng = cluster, payloads, rng
         self.states: dict[bytes, tuple[int, bytes]] = {}  # by root: the round, and the manifest that led to it
 
+    def forget(self, before: int) -> None:
+        """Forgets states of rounds before this one."""
+        self.states = {root: led for root, led in self.states.items() if led[0] >= before}
+
     def train(self, node: SimNode, effect: ev.Train) -> None:
         accelerator, training = node.accelerator, self.cluster.setup.scenario.training
         if accelerator.training is not None:
@@ -65,7 +69,7 @@ class Devices:
         root = digest("simulated state", state.root, manifest.digest)
         self.states[root] = (manifest.round, manifest.digest)
         self._become(node, manifest.round, root)
-        node.state.applied.append((manifest.branch, manifest.round, manifest.digest, root))
+        node.state.note_applied(manifest)
         cluster.metrics.applied(node, manifest, cluster.calendar.now)
         cluster.give(node, ev.Applied(manifest.branch, manifest.round, root))
         cluster.goal.look()

@@ -14,6 +14,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.history import History, decode_history, encode_answer
 from p2ptrain.core.messages import Message
 from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.sim.calendar import Gossiped
 from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.devices import Devices
 from p2ptrain.sim.liars import ToSome
@@ -106,6 +107,8 @@ class Executor:
                     self.cluster.watch.roster_came_into_force(self.cluster, record.state, was_lost)
                 self.cluster.metrics.certified(node, record)
                 node.held_payloads.turn(record.state.round)
+                if node.honest:
+                    self.cluster.forget_old(record.state.round)
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
         """Whether the node ever lost the quorum: if so, others may have had reason to follow the remaining members."""
@@ -133,7 +136,7 @@ class Executor:
         arrivals = cluster.network.spread(node.index, targets, cluster.calendar.now, len(envelope))
         cluster.calendar.fly(arrivals, event, payload)
 
-    def _event_of(self, node: SimNode, envelope: bytes) -> tuple[ev.Event, bytes]:
+    def _event_of(self, node: SimNode, envelope: bytes) -> tuple[Gossiped, bytes]:
         """Returns the event that a node's message becomes at its receivers, and the digest of the attached payload."""
         cluster = self.cluster
         received = cluster.decode(envelope)

@@ -46,6 +46,9 @@ class Checker:
     def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
         """Called after an honest node has sent a message in its own name."""
 
+    def forget(self, before: int) -> None:
+        """Called now and then: no node can return to a round before this one any more."""
+
     def at_end(self, cluster: Cluster) -> None:
         """Called when the simulation is over."""
 
@@ -88,6 +91,7 @@ class Ledger(Checker):
 
     def __init__(self) -> None:
         self.rosters: dict[bytes, Members] = {}
+        self.rounds: dict[bytes, int] = {}
         self.parents: dict[bytes, bytes] = {}
         self.guarantees: dict[bytes, Guarantee] = {}
         self.decided: dict[tuple[bytes, int], tuple[bytes, int]] = {}  # manifest, and who decided it first
@@ -95,14 +99,14 @@ class Ledger(Checker):
 
     def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if not self.rosters:
-            self._note(cluster, cluster.setup.genesis.head, cluster.setup.genesis.members, b"")
+            self._note(cluster, cluster.setup.genesis.head, cluster.setup.genesis.members, b"", 0)
         for record in certified(effects):
             step = record.step
             if record.trunk is not None and record.trunk.base is not None:
                 self._jumped(cluster, record.trunk.base)
             if isinstance(step, Beginning):
                 self._known(step.parent, index, f"a branch after round {step.round}")
-                self._note(cluster, step.branch, step.members, step.parent)
+                self._note(cluster, step.branch, step.members, step.parent, step.round)
             else:
                 self._entry(cluster, index, step.manifest)
             head = record.state.head
@@ -118,12 +122,12 @@ class Ledger(Checker):
         members = before
         if manifest.seated or manifest.unseated:
             members = tuple(sorted((set(before) | set(manifest.seated)) - set(manifest.unseated)))
-        self._note(cluster, head, members, manifest.parent)
+        self._note(cluster, head, members, manifest.parent, manifest.round)
 
     def _jumped(self, cluster: Cluster, base: AgreedState) -> None:
         """Notes a branch of liars alone, which a node without a seat may follow."""
         if base.head not in self.rosters and are_liars(cluster, base.members):
-            self._note(cluster, base.head, base.members, b"")
+            self._note(cluster, base.head, base.members, b"", base.round)
 
     def _known(self, parent: bytes, index: int, what: str) -> Members:
         members = self.rosters.get(parent)
@@ -131,11 +135,18 @@ class Ledger(Checker):
             raise Violation(f"node {index} decided {what}, which follows something that no honest node has decided")
         return members
 
-    def _note(self, cluster: Cluster, head: bytes, members: Members, parent: bytes) -> None:
+    def _note(self, cluster: Cluster, head: bytes, members: Members, parent: bytes, number: int) -> None:
         if members not in self._by_members:
             self._by_members[members] = _guarantee(cluster, members)
-        self.rosters[head], self.parents[head] = members, parent
+        self.rosters[head], self.parents[head], self.rounds[head] = members, parent, number
         self.guarantees[head] = min(self._by_members[members], self.guarantees.get(parent, Guarantee.EVERYTHING))
+
+    def forget(self, before: int) -> None:
+        """Forgets old rounds. What follows one of them is a violation from then on: its parent is unknown."""
+        for head in [head for head, number in self.rounds.items() if number < before]:
+            del self.rosters[head], self.parents[head], self.rounds[head], self.guarantees[head]
+        self.decided = {place: found for place, found in self.decided.items() if place[1] >= before}
+        self._by_members = {members: self._by_members[members] for members in self.rosters.values()}
 
     def promises(self, head: bytes) -> Guarantee:
         """Returns the guarantee for the round or branch after this manifest."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.events import CatchUp, Effect, Event, Train
+from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.node import Node
 from p2ptrain.digest import digest
 from p2ptrain.sim.disk import Disk
@@ -45,6 +47,15 @@ class HeldPayloads:
         self.new, self.old = {payload for payload in payloads if payload in self}, set()
 
 
+class Stretch(NamedTuple):
+    """Rounds that a machine applied one after the other. Each manifest names its parent, so the last stands for all."""
+
+    branch: bytes
+    first: int
+    last: int
+    head: bytes  # the last manifest
+
+
 @dataclass(slots=True)
 class ModelState:
     """The state of the model on one machine: a chain of digests. Only the same manifest applied to the same state gives
@@ -55,7 +66,7 @@ class ModelState:
     head: bytes  # the manifest that was applied last
     kept: dict[tuple[int, bytes], None] = field(default_factory=dict)  # states that it can serve
     is_wrong: bool = False  # a bit has flipped, and no state has been fetched since
-    applied: list[tuple[bytes, int, bytes, bytes]] = field(default_factory=list)  # branch, round, manifest, root
+    applied: list[Stretch] = field(default_factory=list)
     moved_at: float = 0.0  # when it last changed
 
     def become(self, number: int, root: bytes, head: bytes, kept: int, now: float | None = None) -> None:
@@ -66,6 +77,12 @@ class ModelState:
         self.kept[number, root] = None
         while len(self.kept) > kept:
             del self.kept[next(iter(self.kept))]
+
+    def note_applied(self, manifest: Manifest) -> None:
+        stretch = Stretch(manifest.branch, manifest.round, manifest.round, manifest.digest)
+        if self.applied and (self.applied[-1].branch, self.applied[-1].head) == (manifest.branch, manifest.parent):
+            stretch = stretch._replace(first=self.applied.pop().first)
+        self.applied.append(stretch)
 
     def mend(self) -> None:
         """Clears the flipped bit after a correct state was fetched."""
@@ -232,9 +249,16 @@ class SimNode:
 
     def leave(self) -> None:
         self.has_left = True
+        self._drop_disk()
 
     def die(self) -> None:
         self.is_dead = True
+        self._drop_disk()
+
+    def _drop_disk(self) -> None:
+        """Keeps only the agreed state: nobody reads the rest again."""
+        self.disk = Disk(self.disk.first, self.disk.state, self.disk.kept)
+        self.held_payloads.keep(())
 
     def lie(self, liar: Liar | None) -> None:
         """Lets this liar rewrite the node's effects from now on; None ends it."""

@@ -7,25 +7,44 @@ once for every receiver.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from p2ptrain.core.events import Certified
 from p2ptrain.core.history import Beginning
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Message, Vote, kind_of
 from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.network import bits
+from p2ptrain.sim.scenario import Expect
+
+POINTS_MAX = 2_001  # of a node's timeline: more than a picture shows. Odd, so that halving keeps the first and the last
+
+
+class ManifestFacts(NamedTuple):
+    """The facts of a decided manifest that are evaluated in the end: a long simulation cannot keep all manifests."""
+
+    round: int
+    digest: bytes
+    taken: int  # contributions
+    authors: int  # nodes that made them, as bits
 
 
 class Measurements:
     """Counters of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_index: Mapping[bytes, int], expect: Expect) -> None:
+        self._key_index = key_index
+        periods = [(each.since, each.until) for each in expect.paused]
+        periods += [(each.since, each.until) for each in expect.progress]
+        self._applied: dict[tuple[float, float], Counter[int]] = {period: Counter() for period in periods}
         self.timeline: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)  # by node: when it applied what
         self.heard_messages = 0  # all nodes together
         self.heard_bytes = 0
         self.kinds: Counter[str] = Counter()  # messages sent, by kind
         self.ticks: Counter[int] = Counter()
         self.views: dict[tuple[bytes, int], int] = {}  # last view, by branch and round
-        self.manifests: dict[tuple[bytes, int], Manifest] = {}
+        self.manifests: dict[tuple[bytes, int], ManifestFacts] = {}
         self.taken: Counter[bytes] = Counter()  # contributions, by author
         self.banned: dict[bytes, int] = {}  # by key: the round
         self.unseated: Counter[bytes] = Counter()
@@ -63,7 +82,9 @@ class Measurements:
         place = manifest.branch, manifest.round
         self.views[place] = max(step.certificate.view, self.views.get(place, 0))
         if place not in self.manifests:
-            self.manifests[place] = manifest
+            authors = [self._key_index[each.author] for each in manifest.taken if each.author in self._key_index]
+            facts = ManifestFacts(manifest.round, manifest.digest, len(manifest.taken), bits(authors))
+            self.manifests[place] = facts
             self.taken.update(taken.author for taken in manifest.taken)
             self.unseated.update(manifest.unseated)
             for key in manifest.banned:
@@ -73,7 +94,12 @@ class Measurements:
         self.payloads_fetched += 1
 
     def applied(self, node: SimNode, manifest: Manifest, now: float) -> None:
-        self.timeline[node.index].append((now, manifest.round))
+        points = self.timeline[node.index]
+        points.append((now, manifest.round))
+        if len(points) >= POINTS_MAX:
+            del points[1::2]
+        for (since, until), applied in self._applied.items():
+            applied[node.index] += since < now <= until
 
     def look_for_stall(self, node: SimNode) -> None:
         """Counts how often nodes concluded that the quorum was lost."""
@@ -85,4 +111,5 @@ class Measurements:
     # Evaluated afterwards
 
     def rounds_between(self, index: int, since: float, until: float) -> int:
-        return sum(since < at <= until for at, _ in self.timeline.get(index, ()))
+        """Returns how many rounds a node applied in a period that the scenario has expectations of."""
+        return self._applied[since, until][index]

@@ -7,7 +7,6 @@ the scenario's own `expect`.
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -15,12 +14,12 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
-from p2ptrain.core.manifest import Manifest
 from p2ptrain.replay import FAILURES
 from p2ptrain.sim import faults
 from p2ptrain.sim.checkers import Checker, Violation
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.machine import SimNode, Stretch
+from p2ptrain.sim.measurements import ManifestFacts
 from p2ptrain.sim.scenario import Expect, Links, Scenario, Workload
 
 CHECK_ROUNDS_FROM = 64  # nodes: from this size on, checkers look once per node and round; below, after every event
@@ -88,13 +87,13 @@ def final_members(cluster: Cluster) -> list[int]:
     return sorted(cluster.key_index[key] for key in last.disk.state.members) if last else []
 
 
-def history(cluster: Cluster) -> list[Manifest]:
+def history(cluster: Cluster) -> list[ManifestFacts]:
     """Returns the decided manifests as seen by the most advanced honest node, without branches that lost."""
     last, metrics = _furthest(cluster), cluster.metrics
     if last is None:
         return []
     branch, end = last.disk.state.branch, last.disk.state.round
-    found: list[Manifest] = []
+    found: list[ManifestFacts] = []
     while True:
         beginning = metrics.branches.get(branch)
         start = beginning.round if beginning else 0
@@ -162,23 +161,29 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
         yield f"members in the end are {final_members(cluster)}, expected {pick(expect.members)}"
     kept = {manifest.digest for manifest in history(cluster)} if expect.kept is not None else set()
     for index in pick(expect.kept) if expect.kept is not None else ():
-        lost = [number for _, number, manifest, _ in cluster.nodes[index].state.applied if manifest not in kept]
-        if lost:
+        if lost := [at for stretch in cluster.nodes[index].state.applied for at in _lost(cluster, stretch, kept)]:
             yield f"{len(lost)} rounds that node {index} applied, from {lost[0]} on, are not in the history in the end"
     for index in pick(expect.left) if expect.left is not None else ():
         if not cluster.nodes[index].has_left or index in final_members(cluster):
             yield f"node {index} has not left properly"
-    taken = Counter(each.author for manifest in history(cluster) for each in manifest.taken)
     for name, least in sorted(expect.taken_from.items()):
-        count = taken[cluster.nodes[int(name)].key]
+        count = sum(manifest.authors >> int(name) & 1 for manifest in history(cluster))
         if count < least:
             yield f"{count} contributions of node {name} were taken, expected {least} at least"
+
+
+def _lost(cluster: Cluster, stretch: Stretch, kept: set[bytes]) -> list[int]:
+    """Returns the rounds of a stretch whose manifests are not kept."""
+    if stretch.head in kept:
+        return []
+    decided = ((at, cluster.metrics.manifests.get((stretch.branch, at))) for at in range(stretch.first, stretch.last))
+    return [at for at, manifest in decided if manifest is None or manifest.digest not in kept] + [stretch.last]
 
 
 def _counts(cluster: Cluster, expect: Expect) -> Iterator[tuple[str, float, float | None, float | None]]:
     """Yields each counter's name, value and limits."""
     metrics, decided = cluster.metrics, history(cluster)
-    rounds, taken = max(1, len(decided)), sum(len(manifest.taken) for manifest in decided)
+    rounds, taken = max(1, len(decided)), sum(manifest.taken for manifest in decided)
     views = max(metrics.views.values(), default=0)
     nodes = len(cluster.nodes)
     yield "share of contributions taken", taken / rounds / nodes, expect.taken_share_min, None

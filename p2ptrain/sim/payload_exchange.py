@@ -30,6 +30,7 @@ class Payload(Struct, frozen=True):
     payload_bytes: int
     good: bool
     attachment: bytes  # empty: too large to be attached
+    round: int
 
 
 class PayloadExchange:
@@ -39,6 +40,10 @@ class PayloadExchange:
         self.cluster = cluster
         self.payloads: dict[bytes, Payload] = {}
         self._made = count()
+
+    def forget(self, before: int) -> None:
+        """Forgets payloads of rounds before this one."""
+        self.payloads = {name: payload for name, payload in self.payloads.items() if payload.round >= before}
 
     def is_good(self, name: bytes) -> bool:
         """Whether a payload that came with its announcement exists and decodes."""
@@ -52,7 +57,7 @@ class PayloadExchange:
         start = digest("simulated payload", node.key, seed)
         is_inline = self.cluster.setup.run_config.agreement.is_inline(size)
         content = authored(node.key, (start * (size // len(start) + 1))[: size - len(node.key)] if is_inline else start)
-        name, payload = payload_digest(content), Payload(node.key, size, good, content if is_inline else b"")
+        name, payload = payload_digest(content), Payload(node.key, size, good, content if is_inline else b"", number)
         self.payloads[name] = payload
         return name, payload
 
@@ -64,7 +69,7 @@ class PayloadExchange:
 
     def _try_source(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes]) -> None:
         cluster = self.cluster
-        if effect.payload in node.held_payloads:
+        if effect.payload in node.held_payloads and effect.payload in self.payloads:
             self._have(node, effect.payload)
         elif sources:
             source = sources.popleft()

@@ -23,7 +23,7 @@ def summary(outcome: Outcome, seed: int) -> str:
     share = f", {rate(cluster) / outcome.clean_rate:.0%} of the clean rate" if outcome.clean_rate else ""
     views = list(metrics.views.values())
     later = sum(view > 0 for view in views)
-    taken = sum(len(manifest.taken) for manifest in decided)
+    taken = sum(manifest.taken for manifest in decided)
     empty = sum(not manifest.taken for manifest in decided)
     lines = [
         ("scenario", scenario.sentence),

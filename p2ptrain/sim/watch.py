@@ -50,6 +50,10 @@ class Watch:
         for checker in self.checkers:
             checker.said(cluster, node.index, envelope)
 
+    def forget(self, before: int) -> None:
+        for checker in self.checkers:
+            checker.forget(before)
+
     def at_end(self, cluster: Cluster) -> None:
         for checker in () if self.is_beyond else self.checkers:
             checker.at_end(cluster)

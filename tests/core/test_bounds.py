@@ -90,6 +90,19 @@ def test_of_a_long_round_the_newest_words_are_remembered_and_the_lock() -> None:
     assert within_bounds(made.limits())
 
 
+def test_the_bytes_that_back_our_words_are_counted_as_they_come_and_go() -> None:
+    made, name = context(), "bytes that back what we said"
+    for view, manifest in enumerate((A, B)):
+        say(made, voted(ME, PRECOMMIT, manifest, view=view), BACKING)
+    for view in range(2, SAID_MAX + 100):
+        say(made, voted(ME, PRECOMMIT, NOTHING, view=view))
+    assert made.limits()[name][0] == 0, "those of the current round have a bound of their own"
+    made.enter(branch(1), 1)
+    assert made.limits()[name][0] == sum(map(len, BACKING))
+    made.enter(RUN, 2)
+    assert made.limits()[name][0] == 0
+
+
 def test_what_backs_the_words_of_left_branches_has_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_module, "BACKING_BYTES_MAX", 2_500)
     made = context()

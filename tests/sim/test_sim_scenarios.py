@@ -231,7 +231,7 @@ def test_rounds_on_branches_that_lost_are_told_apart() -> None:
     a_minute = 60 * cluster.rounds / cluster.calendar.now
     assert lines["rounds"].startswith(f"{len(decided)} decided, and {lost} on branches that lost, ")
     assert rate(cluster) == pytest.approx(a_minute, rel=0.1)
-    taken = sum(len(manifest.taken) for manifest in decided)
+    taken = sum(manifest.taken for manifest in decided)
     assert lines["taken"].startswith(f"{taken:,} contributions, {taken / len(decided):.1f} a round")
     fetched = sum(cluster.metrics.states_fetched.values())
     assert lines["catching up"] == f"{fetched} states and {cluster.metrics.payloads_fetched:,} payloads fetched"
