@@ -230,7 +230,7 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
         made = [each for each in author.told if isinstance(each, ev.TrainingFinished)]
         who[0], began = "peer", time.perf_counter()
         for each in made:
-            await here.driver._fetch_after(None, ev.Fetch(each.payload, each.payload_bytes, (PEER,)))
+            await here.driver._fetch_beside([], (PEER,), ev.Fetch(each.payload, each.payload_bytes, (PEER,)))
         who[0] = "state"
         seconds["fetch and check"], began = time.perf_counter() - began, time.perf_counter()
         taken = tuple(Taken(PEER, each.round, 0, each.payload, each.payload_bytes) for each in made)
