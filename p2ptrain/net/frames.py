@@ -43,7 +43,7 @@ class FrameStream:
     async def send(self, frame: bytes | memoryview) -> None:
         size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
         assert size <= FRAME_BYTES_MAX, f"a frame of {size} bytes, which has to be split"
-        if self._writer.is_closing():
+        if self.is_gone:
             raise TransportError("the stream was closed")
         try:
             self._writer.write(size.to_bytes(LENGTH_BYTES, "big"))  # no other task can write between this and the frame
@@ -52,6 +52,10 @@ class FrameStream:
         except ConnectionError as error:
             raise TransportError(f"the stream broke while sending: {error}") from error
         self._counters.update({"bytes sent": size, f"sent {self.protocol}": size})
+
+    @property
+    def is_gone(self) -> bool:
+        return self._writer.is_closing()
 
     async def coming(self) -> int:
         if self._coming < 0:

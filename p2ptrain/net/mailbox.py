@@ -407,9 +407,9 @@ class Mailboxes:
         is_limited = not is_admitted and not is_asked
         is_too_long = is_limited and STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX
         if is_limited:
-            await self._strangers.take(peer, 1)
+            await self._strangers.take(stream, 1)
         if is_too_long:
-            await self._long_limits.take(peer, size)
+            await self._long_limits.take(stream, size)
         async with asyncio.timeout(BODY_SECONDS):
             if is_too_long:
                 self._counters["long messages of strangers"] += 1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.net.transport import IsAdmitted
+from p2ptrain.net.transport import IsAdmitted, Stream, TransportError
 
 PEERS_MAX = 1_024  # peers and address ranges whose limits are remembered: more than can be connected
 RANGE_SHARE = 4  # one address range of strangers gets 1/4 while others leave less than half
@@ -148,10 +148,13 @@ class PeerLimits:
             limit.spend(size)
         return True
 
-    async def take(self, peer: bytes, size: int) -> None:
-        """Waits until a peer may take this much, and takes it."""
-        while not self.take_now(peer, size):  # noqa: ASYNC110  # an event would wake all who wait for each one that may
-            await asyncio.sleep(max(WAIT_SECONDS, self.seconds_until(peer, size)))
+    async def take(self, stream: Stream, size: int) -> None:
+        """Waits until the peer of a stream may take this much, and takes it. TransportError if the stream ends here
+        first: who waits for nothing would keep its slot from others."""
+        while not self.take_now(stream.peer, size):
+            if stream.is_gone:
+                raise TransportError("the stream was closed")
+            await asyncio.sleep(WAIT_SECONDS)
 
     def spend(self, peer: bytes, size: int) -> None:
         """Takes what cannot wait; later ones wait until it is paid for."""

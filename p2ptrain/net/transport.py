@@ -31,6 +31,11 @@ class Stream(Protocol):
 
     peer: bytes
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was closed from here, by whomever."""
+        ...
+
     async def send(self, frame: bytes | memoryview) -> None:
         """Sends a frame; returns when there is room for the next. TransportError if the stream is gone."""
         ...

@@ -339,6 +339,10 @@ class MemoryStream:
         pipe.put(bytes(frame))
         self._count(len(frame))
 
+    @property
+    def is_gone(self) -> bool:
+        return bool(self._incoming.broken)
+
     async def coming(self) -> int:
         pipe = self._incoming
         while True:

@@ -27,6 +27,7 @@ from p2ptrain.node.strangers import EACH_A_SECOND, messages_of_strangers
 from tests.helpers.costs import costs
 from tests.helpers.memory_network import Network
 from tests.helpers.net import at, key, skipping_time
+from tests.helpers.net import until as until_true
 from tests.helpers.p2pd import connected, nodes_in, until
 
 RUN = bytes(32)
@@ -101,7 +102,21 @@ def test_a_newcomer_is_heard_while_64_keys_of_another_range_flood(size: int) -> 
 
     test()
     print(f"64 keys that send {size} bytes at a time: a newcomer waits {max(waited):.2f} s at most")
-    assert max(waited) < 1.0
+    assert max(waited) < 0.2
+
+
+@skipping_time
+async def test_a_stranger_that_waits_ends_with_its_stream_and_keeps_no_slot() -> None:
+    network, ear = Network(), Ear()
+    node, stranger = network.transport(NODE), network.transport(FIRST)
+    await stranger.connect(node.addresses()[0])
+    async with ear.of(node):
+        for _ in range(100):  # a node keeps two of one peer, and gives up the others
+            await (await stranger.open(NODE, PROTOCOL)).send(next(frames_of(JOIN)))
+        await until_true(lambda: len(node._tasks) <= 3)
+        assert asyncio.get_running_loop().time() < 3.0  # 100 messages would take 11 s
+    for each in list(network.nodes.values()):
+        await each.close()
 
 
 def test_whatever_an_honest_stranger_says_fits_a_frame_of_strangers() -> None:
