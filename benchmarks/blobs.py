@@ -33,6 +33,7 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import everyone
 from tests.helpers.blobs import MemoryBlob
 
 RUN = bytes(32)
@@ -49,7 +50,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.fetcher = Fetcher(self.transport, RUN, download=TokenBucket(0), blame=_nobody)
-        self.server = Server(self.transport, RUN, self, upload=TokenBucket(0), blame=_nobody)
+        self.server = Server(self.transport, RUN, self, upload=TokenBucket(0), blame=_nobody, is_admitted=everyone)
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         return self.blobs.get(name) or self.fetcher.in_progress(name)

@@ -48,6 +48,7 @@ from p2ptrain.net import questions
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.transport import everyone
 from p2ptrain.node.assembly import _restore
 from p2ptrain.node.device import Device
 from p2ptrain.node.driver import Driver
@@ -72,7 +73,9 @@ class Node:
         fetcher = Fetcher(self.transport, run_id, download=free, blame=lambda *each: None, rng=Random(0))  # noqa: S311  # chance that can be repeated
         self.persistence = Persistence(self.store, states, 1_000, 1_000, needed=lambda: ())
         library = ServedBlobs(run, self.store, states, data, fetcher)
-        self.server = Server(self.transport, run_id, library, upload=free, blame=lambda *each: None)
+        self.server = Server(
+            self.transport, run_id, library, upload=free, blame=lambda *each: None, is_admitted=everyone
+        )
         nobody: Any = None
         where = place / "fetching"
         fetching = Fetching(run, self.transport, nobody, fetcher, data, states, where, lambda *each: None)
@@ -227,7 +230,7 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
         made = [each for each in author.told if isinstance(each, ev.TrainingFinished)]
         who[0], began = "peer", time.perf_counter()
         for each in made:
-            await here.driver._fetch_after(None, ev.Fetch(each.payload, each.payload_bytes, (PEER,)))
+            await here.driver._fetch_beside([], (PEER,), ev.Fetch(each.payload, each.payload_bytes, (PEER,)))
         who[0] = "state"
         seconds["fetch and check"], began = time.perf_counter() - began, time.perf_counter()
         taken = tuple(Taken(PEER, each.round, 0, each.payload, each.payload_bytes) for each in made)

@@ -15,10 +15,12 @@ afterwards, so that all nodes that know them choose alike, and nobody can win by
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice, pairwise
 
 from p2ptrain.core.events import Certified, Saved, Trunk
 from p2ptrain.core.history import CHANGES_MAX, ENTRIES_MAX, STAGES_MAX, Beginning, BranchStart, Entry, History, Step
+from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.state import AgreedState
 
 FORKS_MAX = 64  # states from which branches of the chain began: older forks count as too long ago
@@ -109,6 +111,12 @@ class Chain:
             if (certified.state.branch, certified.state.round) == (branch, number):
                 return certified.state
         return None
+
+    def recent(self, rounds: int) -> Iterator[Manifest]:
+        """Yields the manifests of the last rounds, as far as they are kept, the newest first."""
+        for certified in islice(reversed(self.steps), rounds):
+            if isinstance(certified.step, Entry):
+                yield certified.step.manifest
 
     def entry(self, number: int) -> Entry | None:
         """Returns the entry of a round, if it is kept."""

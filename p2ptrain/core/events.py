@@ -157,8 +157,8 @@ class PayloadArrived(Struct, frozen=True, tag=True):
 
     payload: bytes
     good: bool
-    author: bytes = b""  # covered by the digest, as its length is; empty: unknown, and what was announced counts
-    payload_bytes: int = 0
+    author: bytes  # covered by the digest, as its length is
+    payload_bytes: int
 
 
 class FetchFailed(Struct, frozen=True, tag=True):

@@ -22,6 +22,7 @@ from typing import Any
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.admission import REQUEST_ROUNDS
 from p2ptrain.core.agreement import Stage
 from p2ptrain.core.catchup import CatchingUp, Verified
 from p2ptrain.core.chain import Chain
@@ -409,7 +410,7 @@ class Node:
         context, state = self.context, self.chain.state
         self.catching_up.advanced()
         self.context.offers.prune(state)
-        self.context.requests.prune(state)
+        self.context.requests.prune(state, self.chain.recent(REQUEST_ROUNDS))
         self._keep_payloads()
         admitted = state.place
         context.heard_at = {key: at for key, at in context.heard_at.items() if key in admitted}

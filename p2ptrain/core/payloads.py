@@ -118,7 +118,7 @@ class Payloads:
         context.emit(Fetch(payload, want.claims[author], sources))
         return len(sources)
 
-    def arrived(self, payload: bytes, good: bool, author: bytes = b"", payload_bytes: int = 0) -> bool:
+    def arrived(self, payload: bytes, good: bool, author: bytes, payload_bytes: int) -> bool:
         """Records a payload that was fetched; returns False if it was not wanted."""
         if self.wanted.pop(payload, None) is None:
             return False
@@ -136,9 +136,7 @@ class Payloads:
         self._hold(offer.payload, True, offer.author, offer.payload_bytes)
 
     def _hold(self, payload: bytes, good: bool, author: bytes, payload_bytes: int) -> None:
-        self.held[payload] = good
-        if author:
-            self.known[payload] = author, payload_bytes
+        self.held[payload], self.known[payload] = good, (author, payload_bytes)
 
     def failed(self, payload: bytes, peer: bytes) -> None:
         """Records that a source does not have a payload or cannot be reached."""

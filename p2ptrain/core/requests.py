@@ -4,16 +4,20 @@ At most two requests per author wait, and joins may fill only part of the pool, 
 out evidence and leaves. Each round begins with room for new joins, so that nobody keeps the others out; newcomers ask
 again later. Evidence is counted separately: otherwise a liar with two pending
 leaves could not be convicted, and a crowd that leaves would keep out all evidence.
+
+A join from before its author was last admitted or removed is not attested: a member that repeats it would bring back
+who has left, and use up an invitation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from p2ptrain.core.admission import check_request
-from p2ptrain.core.manifest import Request, joins_max
+from p2ptrain.core.manifest import Manifest, Request, joins_max
 from p2ptrain.core.messages import REQUESTS_MAX, Evidence, JoinRequest, Leave, Received
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
@@ -39,6 +43,7 @@ class Requests:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.by_name: dict[bytes, Waiting] = {}
+        self.settled: dict[bytes, int] = {}  # by key: the last recent round that admitted or removed it
 
     def add(self, received: Received, state: AgreedState, asked_for: bool = False) -> bool:
         """Adds a request; returns False if it is useless or does not fit, raises RemoteProtocolError if it is invalid.
@@ -65,10 +70,16 @@ class Requests:
         request = check_request(message, state, self.context.run, self.context.signer)
         about = request.guilty or request.leave or (request.join.key if request.join else b"")
         same = [each for each in self.by_name.values() if each.about == about and bool(each.request.guilty) == is_proof]
-        if not asked_for and len(same) >= OF_AUTHOR_MAX:
+        waiting = Waiting(received, request, about, state.round)
+        if not asked_for and (len(same) >= OF_AUTHOR_MAX or self._is_repeated(waiting)):
             return False
-        self.by_name[name] = Waiting(received, request, about, state.round)
+        self.by_name[name] = waiting
         return True
+
+    def _is_repeated(self, waiting: Waiting) -> bool:
+        """Whether it is a join that has counted already."""
+        message = waiting.received.message
+        return isinstance(message, JoinRequest) and message.round <= self.settled.get(message.author, -1)
 
     def _joins(self) -> list[bytes]:
         return [name for name, waiting in self.by_name.items() if waiting.request.join is not None]
@@ -90,11 +101,17 @@ class Requests:
         joins = self._joins()
         late = {name for name in joins if self.by_name[name].since >= state.round - 1}
         known = self.by_name.keys() - late if len(joins) > joins_max(state.roster.size) else self.by_name
-        chosen = sorted(known, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
+        fresh = [name for name in known if not self._is_repeated(self.by_name[name])]
+        chosen = sorted(fresh, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
         return tuple(sorted(chosen))
 
-    def prune(self, state: AgreedState) -> None:
-        """Forgets requests that were granted or have become invalid, and of too many joins some at random."""
+    def prune(self, state: AgreedState, recent: Iterable[Manifest]) -> None:
+        """Forgets requests that were granted or have become invalid, and of too many joins some at random. `recent` are
+        the manifests in which a request that is still valid may have counted, the newest first."""
+        self.settled = {}
+        for manifest in recent:
+            for key in (*(join.key for join in manifest.joins), *manifest.leaves, *manifest.banned):
+                self.settled.setdefault(key, manifest.round)
         self.by_name = {name: waiting for name, waiting in self.by_name.items() if self._still(waiting, state)}
         joins = self._joins()
         for name in self.context.rng.sample(joins, max(0, len(joins) - JOINS_MAX // 2)):

@@ -43,7 +43,7 @@ class FrameStream:
     async def send(self, frame: bytes | memoryview) -> None:
         size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
         assert size <= FRAME_BYTES_MAX, f"a frame of {size} bytes, which has to be split"
-        if self._writer.is_closing():
+        if self.is_gone:
             raise TransportError("the stream was closed")
         try:
             self._writer.write(size.to_bytes(LENGTH_BYTES, "big"))  # no other task can write between this and the frame
@@ -53,22 +53,37 @@ class FrameStream:
             raise TransportError(f"the stream broke while sending: {error}") from error
         self._counters.update({"bytes sent": size, f"sent {self.protocol}": size})
 
+    @property
+    def is_gone(self) -> bool:
+        return self._writer.is_closing()
+
+    async def coming(self) -> int:
+        if self._coming < 0:
+            self._coming = int.from_bytes(await self._read(LENGTH_BYTES), "big")
+        return self._coming
+
+    async def skip(self) -> None:
+        while left := await self.coming():
+            part = await self._read(min(left, BUFFER_BYTES))
+            self._coming -= len(part)
+        self._coming = -1
+
     async def receive(self, bytes_max: int) -> bytes:
+        if (size := await self.coming()) > min(bytes_max, FRAME_BYTES_MAX):
+            self.abort()  # the next frame begins beyond what we are willing to read
+            raise RemoteProtocolError(f"a frame of {size} bytes; the limit is {bytes_max}")
+        frame, self._coming = await self._read(size), -1
+        self._counters.update({"bytes received": size, f"received {self.protocol}": size})
+        return frame
+
+    async def _read(self, size: int) -> bytes:
         try:
-            if self._coming < 0:
-                self._coming = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
-            size = self._coming
-            if size > min(bytes_max, FRAME_BYTES_MAX):
-                self.abort()  # the next frame begins beyond what we are willing to read
-                raise RemoteProtocolError(f"a frame of {size} bytes; the limit is {bytes_max}")
-            frame, self._coming = await self._reader.readexactly(size), -1
+            return await self._reader.readexactly(size)
         except asyncio.IncompleteReadError as error:
             inside = " in the middle of a frame" if error.partial or self._coming >= 0 else ""
             raise TransportError(f"the peer closed the stream{inside}") from error
         except ConnectionError as error:
             raise TransportError(f"the stream broke while receiving: {error}") from error
-        self._counters.update({"bytes received": size, f"received {self.protocol}": size})
-        return frame
 
     async def close(self) -> None:
         """Waits until p2pd has sent everything: it hangs up when all of it is on its way.

@@ -10,6 +10,8 @@ for it. Its length comes first, and it is accepted only from a peer that was ask
 
 Few bytes ask for many. So requests for histories are answered within a share of the upload limit, and those of all
 strangers together within a smaller one; what exceeds it is dropped before any work, and the asker tries another peer.
+
+What strangers say is read only when their budget allows, so that a flood waits in the network and costs nothing here.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from msgspec import Meta, Struct
 
 from p2ptrain.core import wire
 from p2ptrain.core.history import HISTORY_BYTES_MAX
-from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, Digest, Number, Short
+from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, SHORT_BYTES, Digest, Number, Short
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.rate_limit import Shares, TokenBucket
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
+from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
 
 NAMES_MAX = 1_024  # in a `MessageQuery`: as many messages as a round of the largest run has
 ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures blocks us for 10 ms
@@ -49,7 +51,10 @@ SEND_SECONDS = 30.0  # per frame; slower than 17 KB/s counts as broken
 IDLE_SECONDS = 300.0  # before an unused stream is closed
 STRANGER_IDLE_SECONDS = 60.0  # the same for an incoming stream; who still needs it opens another
 HISTORY_SHARES = 8, 2  # of the upload limit: 1/8 for the histories of strangers, 1/2 for those of admitted peers
-STRANGERS_BYTES_PER_SECOND = 2**20  # of histories, at most; the rounds of a run take kilobytes each
+STRANGERS_HISTORY_BYTES_PER_SECOND = 2**20  # at most; the rounds of a run take kilobytes each
+STRANGER_FRAME_BYTES_MAX = NAMES_MAX * (SHORT_BYTES + 2) + 64  # a full `MessageQuery`; hellos and joins have 600 each
+LONG_RATES = 2**18, 2**20  # of longer frames, which are read over: bytes a second of one stranger, and of all
+BODY_SECONDS = 60.0  # for the rest of a frame whose length has come
 HISTORY_BYTES_LEAST = 2**16  # must be left of a share before a history is looked up; it is charged when it is sent
 BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
 TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
@@ -185,15 +190,20 @@ class Mailboxes:
         no_history: Callable[[bytes, str], None],
         upload: TokenBucket | None = None,
         download: TokenBucket | None = None,
-        is_admitted: Callable[[bytes], bool] = lambda peer: True,
+        is_admitted: IsAdmitted,
+        strangers: PeerLimits,
     ) -> None:
-        """Histories are charged to both limits without waiting: they stay in time, and pieces wait instead."""
+        """Histories are charged to both limits without waiting: they stay in time, and pieces wait instead. `strangers`
+        limits the messages of who is not admitted."""
         self.protocol = f"/p2ptrain/2/{run_id.hex()}/line"
         self._transport = transport
         self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
         self._upload, self._download = upload or TokenBucket(0), download or TokenBucket(0)
-        self._is_admitted = is_admitted
-        self._history_shares = Shares(self._upload, is_admitted, HISTORY_SHARES, STRANGERS_BYTES_PER_SECOND)
+        self._is_admitted, self._strangers, where = is_admitted, strangers, transport.range_of
+        self._history_limits = PeerLimits(
+            is_admitted, where, strangers=STRANGERS_HISTORY_BYTES_PER_SECOND, upload=self._upload, parts=HISTORY_SHARES
+        )
+        self._long_limits = PeerLimits(is_admitted, where, each=LONG_RATES[0], strangers=LONG_RATES[1])
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, list[Stream]] = {}
         self._questions: dict[bytes, PendingHistory] = {}
@@ -295,7 +305,7 @@ class Mailboxes:
         room = QUEUED_TOTAL_BYTES_MAX // (1 if self._is_admitted(peer) else 4)
         if outgoing.history or total + len(history) > room:
             return self._drop()
-        self._history_shares.of(peer).spend(len(history))
+        self._history_limits.spend(peer, len(history))
         outgoing.history = history
         outgoing.wake.set()
         return True
@@ -369,12 +379,9 @@ class Mailboxes:
             old.abort()  # the newest win; the task of the old one removes it from the list
         try:
             while True:
-                async with asyncio.timeout(2 * IDLE_SECONDS if self._is_admitted(peer) else STRANGER_IDLE_SECONDS):
-                    data = await stream.receive(FRAME_BYTES_MAX)
-                frame = decode_frame(data)
-                if isinstance(frame, HistoryBegins | HistoryPart):
-                    self.history_bytes["received"] += len(data)
-                self._take(peer, stream, frame)
+                frame = await self._receive(stream)
+                if frame is not None:
+                    self._take(peer, stream, frame)
                 await asyncio.sleep(0)  # so that one peer's flood does not starve the others
         except RemoteProtocolError as error:
             if self._is_open:
@@ -391,6 +398,30 @@ class Mailboxes:
             if not streams and self._incoming.get(peer) is streams:
                 del self._incoming[peer]
 
+    async def _receive(self, stream: Stream) -> Frame | None:
+        """Returns the next frame; one of a stranger when its budget allows, and None if it was too long."""
+        is_admitted, peer = self._is_admitted(stream.peer), stream.peer
+        async with asyncio.timeout(2 * IDLE_SECONDS if is_admitted else STRANGER_IDLE_SECONDS):
+            size = await stream.coming()
+        is_asked = peer in self._questions or stream in self._unasked  # then a history may come
+        is_limited = not is_admitted and not is_asked
+        is_too_long = is_limited and STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX
+        if is_limited:
+            await self._strangers.take(stream, 1)
+        if is_too_long:
+            await self._long_limits.take(stream, size)
+        async with asyncio.timeout(BODY_SECONDS):
+            if is_too_long:
+                self._counters["long messages of strangers"] += 1
+                await stream.skip()
+                return None
+            frame = decode_frame(await stream.receive(FRAME_BYTES_MAX))
+        if isinstance(frame, HistoryBegins | HistoryPart):
+            self.history_bytes["received"] += size
+        elif not is_admitted and is_asked:
+            self._strangers.spend(peer, 1)
+        return frame
+
     def _take(self, peer: bytes, stream: Stream, frame: Frame) -> None:
         if not self._is_open:
             return
@@ -400,7 +431,7 @@ class Mailboxes:
                 self._begin_history(peer, stream, size)
             case HistoryPart(data):
                 self._go_on_with_history(peer, stream, data)
-            case HistoryQuery() if self._history_shares.of(peer).seconds_until(HISTORY_BYTES_LEAST) > 0.0:
+            case HistoryQuery() if self._history_limits.seconds_until(peer, HISTORY_BYTES_LEAST) > 0.0:
                 self._counters["history requests dropped"] += 1
             case _:
                 self._hear(peer, frame)
@@ -411,6 +442,8 @@ class Mailboxes:
             raise RemoteProtocolError("a history that begins inside another one")
         if question is None or question.stream is not None:
             self._counters["unasked"] += 1  # late, most likely: it is read and discarded
+            if not self._is_admitted(peer):  # who would have us read 64 MiB for nothing
+                raise TransportError("a history that was not asked for, or long ago")
             self._unasked[stream] = size
             return
         question.stream, question.size = stream, size

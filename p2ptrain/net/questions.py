@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, TypeAlias, TypeVar
@@ -23,8 +22,8 @@ from p2ptrain.core import wire
 from p2ptrain.core.messages import Digest, Number
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
-from p2ptrain.net.rate_limit import Shares, TokenBucket
-from p2ptrain.net.transport import Stream, Transport, TransportError
+from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
+from p2ptrain.net.transport import IsAdmitted, Stream, Transport, TransportError
 
 PROTOCOL = "/p2ptrain/1/ask"
 RUNS_MAX = 64  # in one answer; a node takes part in one run, a bootstrap in a few
@@ -35,10 +34,9 @@ QUESTION_BYTES_MAX = 256
 ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
 ANSWERS_BYTES_PER_SECOND = 4_096  # per peer, after a first megabyte; a node asks for 14 KB a minute at most
 ANSWERS_SHARES = 8, 8  # of the upload limit: 1/8 for strangers, and the same for admitted peers
-STRANGERS_BYTES_PER_SECOND = 2**17  # at most, with or without an upload limit
+STRANGERS_ANSWERS_BYTES_PER_SECOND = 2**17  # at most, with or without an upload limit
 ANSWER_BYTES_LEAST = 1_024  # what an answer counts, however short: strangers get 128 a second, 5% of the event loop
 LOOK_SECONDS = 1.0  # between listings of the connected peers, which take milliseconds when there are hundreds
-ASKERS_MAX = 1_024  # peers whose budget is remembered: more than can be connected
 SECONDS = 15.0
 
 
@@ -108,42 +106,37 @@ async def serve(
     transport: Transport,
     answer: Callable[[bytes, Question], Answer],
     upload: TokenBucket | None = None,
-    is_admitted: Callable[[bytes], bool] = lambda peer: False,
+    is_admitted: IsAdmitted = lambda peer: False,
 ) -> None:
     """Answers the questions of peers; `answer` gets the peer and the question.
 
     Answers are charged to the upload limit but do not wait for it. A peer that has used up its share is hung up on;
-    otherwise questions alone could take half of the upload from the run.
+    otherwise questions alone could take half of the upload from the run. What is longer than the least is charged when
+    it has been sent, so that who does not read takes nothing from others.
     """
-    budgets: OrderedDict[bytes, TokenBucket] = OrderedDict()  # by peer, the one that asked last comes last
-    shares = Shares(upload or TokenBucket(0), is_admitted, ANSWERS_SHARES, STRANGERS_BYTES_PER_SECOND)
+    limits = PeerLimits(
+        is_admitted, transport.range_of,
+        each=ANSWERS_BYTES_PER_SECOND, strangers=STRANGERS_ANSWERS_BYTES_PER_SECOND,
+        upload=upload, parts=ANSWERS_SHARES,
+    )  # fmt: skip
     seen = _Seen(transport)
-
-    def has_budget(peer: bytes, size: int) -> bool:
-        budget = budgets.setdefault(peer, TokenBucket(ANSWERS_BYTES_PER_SECOND))
-        budgets.move_to_end(peer)
-        while len(budgets) > ASKERS_MAX:
-            budgets.popitem(last=False)
-        return budget.take_now(size) and shares.of(peer).take_now(size)
 
     async def handle(stream: Stream) -> None:
         try:
             async with asyncio.timeout(SECONDS):
                 question = wire.decode(_QUESTION, await stream.receive(QUESTION_BYTES_MAX), "a question")
-                if not has_budget(stream.peer, ANSWER_BYTES_LEAST):  # checked before doing any work
+                if limits.seconds_until(stream.peer, ANSWER_BYTES_MAX) > 0.0:  # before any work
                     stream.abort()
                     return
+                limits.spend(stream.peer, ANSWER_BYTES_LEAST)
                 if isinstance(question, AskSeen):
                     frame = wire.encode(await seen.by(stream.peer))
                 else:
                     frame = wire.encode(answer(stream.peer, question))
-                if not has_budget(stream.peer, max(0, len(frame) - ANSWER_BYTES_LEAST)):
-                    budgets[stream.peer].spend(-ANSWER_BYTES_LEAST)  # given back; all together have paid for the work
-                    stream.abort()
-                    return
+                await stream.send(frame)
+                limits.spend(stream.peer, max(0, len(frame) - ANSWER_BYTES_LEAST))
                 if upload is not None:
                     upload.charge(len(frame))
-                await stream.send(frame)
         except (TransportError, RemoteProtocolError, TimeoutError):
             stream.abort()
 

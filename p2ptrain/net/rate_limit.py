@@ -1,7 +1,7 @@
-"""A rate limit in bytes per second, shared by many tasks: a token bucket (Turner 1986), first come, first served.
+"""Rate limits: a token bucket (Turner 1986) that many tasks share, and what each peer and all strangers may take.
 
-A request larger than the bucket goes when the bucket is full and leaves it negative, so that the average holds for
-pieces of any size. The clock is the event loop's.
+What is counted is bytes, mostly. A request larger than the bucket goes when the bucket is full and leaves it negative,
+so that the average holds for pieces of any size. The clock is the event loop's.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TypeVar
 
 from p2ptrain.digest import PIECE_BYTES
+from p2ptrain.net.transport import IsAdmitted, Stream, TransportError
 
-PEERS_MAX = 1_024  # whose budgets are remembered: more than can be connected
+PEERS_MAX = 1_024  # peers and address ranges whose limits are remembered: more than can be connected
+RANGE_SHARE = 4  # one address range of strangers gets 1/4 while others leave less than half
+WAIT_SECONDS = 0.25  # before a stranger's next try: 256 streams that wait take 1% of the event loop
 DEBT_SECONDS = 60.0  # the maximum debt is the rate times this; charges beyond it are not counted
 
 
 class TokenBucket:
-    """A limit on the average rate, with a burst of a second's worth or `burst` bytes, whichever is larger."""
+    """A limit on the average rate, with a burst of a second's worth or `burst`, whichever is larger."""
 
-    def __init__(self, bytes_per_second: int, *, burst: int = PIECE_BYTES) -> None:
-        assert bytes_per_second >= 0, "0 means no limit"
-        self._rate, self._burst_min = bytes_per_second, burst
-        self._level = float(self._burst)
+    def __init__(self, rate: int, *, burst: int = PIECE_BYTES) -> None:
+        assert rate >= 0, "0 means no limit"
+        self._rate, self._burst_min = rate, burst
+        self._level = float(self.burst)
         self._debt = 0.0  # bytes charged without waiting; half of each refill repays it, so nobody is held up long
         self._filled_at: float | None = None  # set at the first use: there may be no event loop before
         self._turn = asyncio.Lock()  # its waiters are served in order
@@ -30,15 +34,21 @@ class TokenBucket:
 
     @property
     def rate(self) -> int:
-        """Bytes per second; 0 means no limit."""
+        """What may go in a second; 0 means no limit."""
         return self._rate
 
-    def set_rate(self, bytes_per_second: int) -> None:
+    @property
+    def burst(self) -> int:
+        return max(self._rate, self._burst_min)
+
+    def set_rate(self, rate: int) -> None:
         """Changes the rate, also for tasks that are already waiting."""
-        assert bytes_per_second >= 0, "0 means no limit"
+        assert rate >= 0, "0 means no limit"
+        if rate == self._rate:
+            return
         self._fill()
-        was_unlimited, self._rate = not self._rate, bytes_per_second
-        self._level = float(self._burst) if was_unlimited else min(self._level, float(self._burst))
+        was_unlimited, self._rate = not self._rate, rate
+        self._level = float(self.burst) if was_unlimited else min(self._level, float(self.burst))
         self._changed.set()
 
     async def take(self, size: int) -> None:
@@ -64,7 +74,7 @@ class TokenBucket:
         """Takes `size` bytes that cannot wait, even if later ones have to wait until these are paid for; or, if it is
         negative, gives back what was taken and not used."""
         self._fill()
-        self._level = min(float(self._burst), self._level - (size if self._rate else 0))
+        self._level = min(float(self.burst), self._level - (size if self._rate else 0))
 
     def seconds_until(self, size: int) -> float:
         """Seconds until `size` bytes may be taken, if nobody else takes any."""
@@ -75,65 +85,98 @@ class TokenBucket:
         self._fill()
         self._debt = min(self._debt + size, DEBT_SECONDS * self._rate)
 
-    @property
-    def _burst(self) -> int:
-        return max(self._rate, self._burst_min)
-
     def _fill(self) -> None:
         now = asyncio.get_running_loop().time()
         if self._filled_at is not None:
             come = (now - self._filled_at) * self._rate
             paid = min(self._debt, come / 2)
             self._debt -= paid
-            self._level = min(float(self._burst), self._level + come - paid)
+            self._level = min(float(self.burst), self._level + come - paid)
         self._filled_at = now
 
     def _wait(self, size: int) -> float:
         """Refills, and returns the seconds until `size` bytes may go."""
         self._fill()
-        missing = min(size, self._burst) - self._level
+        missing = min(size, self.burst) - self._level
         if not self._rate or missing <= 1e-6:  # less than a byte is rounding
             return 0.0
         return max(missing + min(self._debt, missing), 1e-6) / self._rate
 
 
-class Shares:
-    """Parts of the upload limit: one for all admitted peers, one for all strangers, who have a limit in any case.
+K = TypeVar("K", bytes, str)
 
-    Keys cost nothing, so a limit for each of them would be none.
+
+class PeerLimits:
+    """What peers may take: each of them, all admitted ones together, and all strangers together.
+
+    Keys cost nothing, so a limit for each stranger would be none. Addresses cost something: where less than half is
+    left for strangers, an address range takes from a share of its own, so that who comes from elsewhere finds the rest.
     """
 
-    def __init__(
-        self, upload: TokenBucket, is_admitted: Callable[[bytes], bool], parts: tuple[int, int], strangers_max: int
+    def __init__(  # limits of three kinds
+        self,
+        is_admitted: IsAdmitted,
+        range_of: Callable[[bytes], str],
+        *,
+        strangers: int,
+        each: int = 0,
+        burst: int = PIECE_BYTES,
+        upload: TokenBucket | None = None,
+        parts: tuple[int, int] = (1, 1),
     ) -> None:
-        """`parts` are the denominators for strangers and for admitted peers; `strangers_max` is in bytes per second."""
-        self._upload, self._is_admitted = upload, is_admitted
-        self._parts, self._strangers_max = parts, strangers_max
-        self._limits = {True: TokenBucket(0), False: TokenBucket(strangers_max)}  # for admitted peers, or not
-
-    def of(self, peer: bytes) -> TokenBucket:
-        """Returns the limit that this peer shares with all like it."""
-        is_admitted, upload = self._is_admitted(peer), self._upload.rate
-        rate = max(1, upload // self._parts[is_admitted]) if upload else 0
-        if not is_admitted:
-            rate = min(rate or self._strangers_max, self._strangers_max)
-        limit = self._limits[is_admitted]
-        if limit.rate != rate:  # the owner may have changed the limit
-            limit.set_rate(rate)
-        return limit
-
-
-class PeerBudgets:
-    """A limit for each peer, and one for all strangers together, because keys are free. Members share none."""
-
-    def __init__(self, peer_bytes_per_second: int, strangers_bytes_per_second: int) -> None:
-        self._of_peer = peer_bytes_per_second
+        """`strangers` and `each` are rates, `parts` what strangers and what admitted peers get of the upload limit, as
+        denominators. Strangers have a limit in any case."""
+        self._is_admitted, self._range_of, self._upload, self._parts = is_admitted, range_of, upload, parts
+        self._strangers, self._each, self._burst = strangers, each, burst
+        self._of_all = {
+            True: TokenBucket(0, burst=burst),
+            False: TokenBucket(strangers, burst=burst),
+        }  # admitted or not
         self._of_peers: OrderedDict[bytes, TokenBucket] = OrderedDict()  # the one that has been silent longest first
-        self._of_strangers = TokenBucket(strangers_bytes_per_second)
+        self._of_ranges: OrderedDict[str, TokenBucket] = OrderedDict()
 
-    def take_now(self, peer: bytes, size: int, *, is_admitted: bool) -> bool:
-        budget = self._of_peers.setdefault(peer, TokenBucket(self._of_peer))
-        self._of_peers.move_to_end(peer)
-        if len(self._of_peers) > PEERS_MAX:
-            self._of_peers.popitem(last=False)
-        return budget.take_now(size) and (is_admitted or self._of_strangers.take_now(size))
+    def seconds_until(self, peer: bytes, size: int) -> float:
+        """Seconds until a peer may take this much, if nobody else takes any."""
+        return max(limit.seconds_until(size) for limit in self._limits(peer, size))
+
+    def take_now(self, peer: bytes, size: int) -> bool:
+        """Takes this much if it may go at once; returns whether it did."""
+        limits = self._limits(peer, size)
+        if any(limit.seconds_until(size) > 0 for limit in limits):
+            return False
+        for limit in limits:
+            limit.spend(size)
+        return True
+
+    async def take(self, stream: Stream, size: int) -> None:
+        """Waits until the peer of a stream may take this much, and takes it. TransportError if the stream ends here
+        first: who waits for nothing would keep its slot from others."""
+        while not self.take_now(stream.peer, size):
+            if stream.is_gone:
+                raise TransportError("the stream was closed")
+            await asyncio.sleep(WAIT_SECONDS)
+
+    def spend(self, peer: bytes, size: int) -> None:
+        """Takes what cannot wait; later ones wait until it is paid for."""
+        for limit in self._limits(peer, size):
+            limit.spend(size)
+
+    def _limits(self, peer: bytes, size: int) -> list[TokenBucket]:
+        """Returns the limits that a peer takes from."""
+        is_admitted = self._is_admitted(peer)
+        everyone, upload = self._of_all[is_admitted], self._upload.rate if self._upload else 0
+        rate = max(1, upload // self._parts[is_admitted]) if upload else 0
+        everyone.set_rate(rate if is_admitted else min(rate or self._strangers, self._strangers))
+        limits = [everyone, self._remembered(self._of_peers, peer, self._each, self._burst)]
+        if not is_admitted and everyone.seconds_until(size + everyone.burst // 2) > 0:
+            share, burst = max(1, everyone.rate // RANGE_SHARE), self._burst // RANGE_SHARE
+            limits.append(self._remembered(self._of_ranges, self._range_of(peer), share, burst))
+        return limits
+
+    def _remembered(self, limits: OrderedDict[K, TokenBucket], key: K, rate: int, burst: int) -> TokenBucket:
+        limit = limits.setdefault(key, TokenBucket(rate, burst=burst))
+        limits.move_to_end(key)
+        if len(limits) > PEERS_MAX:
+            limits.popitem(last=False)
+        limit.set_rate(rate)
+        return limit

@@ -31,8 +31,22 @@ class Stream(Protocol):
 
     peer: bytes
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was closed from here, by whomever."""
+        ...
+
     async def send(self, frame: bytes | memoryview) -> None:
         """Sends a frame; returns when there is room for the next. TransportError if the stream is gone."""
+        ...
+
+    async def coming(self) -> int:
+        """Waits for the next frame and returns its size, which nothing is allocated for yet. TransportError if the
+        stream is gone or was closed by the peer."""
+        ...
+
+    async def skip(self) -> None:
+        """Reads over the next frame, of which only a part is in memory at a time."""
         ...
 
     async def receive(self, bytes_max: int) -> bytes:
@@ -51,7 +65,7 @@ class Stream(Protocol):
 
 Handler: TypeAlias = Callable[[Stream], Awaitable[None]]  # serves an incoming stream, which is closed when it returns
 Hear: TypeAlias = Callable[[bytes, bytes], None]  # gets the publisher and data of a gossiped message; must not block
-IsHeard: TypeAlias = Callable[[bytes], bool]  # whether a publisher is heard; asked for each message
+IsAdmitted: TypeAlias = Callable[[bytes], bool]  # whether a peer is admitted to the run; asked each time
 
 
 def everyone(publisher: bytes) -> bool:
@@ -77,11 +91,15 @@ class Transport(Protocol):
         """Returns the connected peers and their known addresses, with ids."""
         ...
 
+    def range_of(self, peer: bytes) -> str:
+        """Returns the range of addresses that a peer is connected from; empty if that is not known."""
+        ...
+
     async def keep(self, peers: Collection[bytes]) -> None:
         """Sets the peers whose connections are pruned last when there are too many; replaces the previous set."""
         ...
 
-    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard = everyone) -> None:
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsAdmitted = everyone) -> None:
         """Subscribes to a topic, also across restarts of the network. Once per topic. Messages of publishers that are
         not heard are dropped undecoded."""
         ...
@@ -94,7 +112,7 @@ class Transport(Protocol):
         """Sets the handler for the streams that peers open for this protocol. Once per protocol."""
         ...
 
-    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+    def prefer(self, is_admitted: IsAdmitted) -> None:
         """Sets which peers' incoming streams take the slots of all others. Until then, no peer's."""
         ...
 

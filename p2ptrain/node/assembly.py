@@ -26,7 +26,7 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.mailbox import Mailboxes
-from p2ptrain.net.rate_limit import TokenBucket
+from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
 from p2ptrain.net.transport import STRANGERS, Transport, TransportError
 from p2ptrain.node.device import Device
 from p2ptrain.node.directories import identity_file, run_directory
@@ -37,7 +37,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
-from p2ptrain.node.strangers import GossipFlood
+from p2ptrain.node.strangers import GossipFlood, messages_of_strangers
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
@@ -108,8 +108,9 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     persistence = Persistence(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
-    intake = Intake(signer, device, view.is_in, persistence.put)
-    edges = await _connect(stack, launch, store, states, persistence, intake, view)
+    strangers = messages_of_strangers(view.is_in, launch.transport.range_of)
+    intake = Intake(signer, device, view.is_in, strangers, persistence.put)
+    edges = await _connect(stack, launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
     stack.callback(events.close)
@@ -127,6 +128,7 @@ async def _connect(
     persistence: Persistence,
     intake: Intake,
     view: NodeView,
+    strangers: PeerLimits,
 ) -> Edges:
     """Builds the network's side, which feeds the intake."""
     run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
@@ -145,6 +147,7 @@ async def _connect(
         upload=upload,
         download=download,
         is_admitted=view.is_in,
+        strangers=strangers,
     )
 
     def peer_lost(peer: bytes) -> None:

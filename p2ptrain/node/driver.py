@@ -63,7 +63,7 @@ class Driver:
         self._on_event = on_event
         self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
-        self._fetching: dict[bytes, asyncio.Task[None]] = {}
+        self._fetching: dict[bytes, dict[asyncio.Task[None], Sequence[bytes]]] = {}  # by payload: who is asked by each
         self._tasks: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._actions: dict[type, Callable[[Any], object]] = {
@@ -187,18 +187,24 @@ class Driver:
             for source in effect.sources:
                 self.give(ev.FetchFailed(effect.payload, source, f"no contribution has {effect.payload_bytes} bytes"))
             return
-        before = self._fetching.get(effect.payload)
-        self._fetching[effect.payload] = task = self._spawn(self._fetch_after(before, effect), "fetch")
+        fetches = self._fetching.setdefault(effect.payload, {})
+        asked = {source for sources in fetches.values() for source in sources}
+        fresh = tuple(source for source in effect.sources if source not in asked)
+        task = self._spawn(self._fetch_beside(list(fetches), fresh, effect), "fetch")
+        fetches[task] = fresh
         task.add_done_callback(lambda task: self._forget_fetch(effect.payload, task))
 
     def _forget_fetch(self, payload: bytes, task: asyncio.Task[None]) -> None:
-        if self._fetching.get(payload) is task:
+        del self._fetching[payload][task]
+        if not self._fetching[payload]:
             del self._fetching[payload]
 
-    async def _fetch_after(self, before: asyncio.Task[None] | None, effect: ev.Fetch) -> None:
-        """Fetches a payload after its previous fetch has ended, which may have made this one unnecessary."""
-        if before is not None:
-            await asyncio.wait([before])
+    async def _fetch_beside(self, others: list[asyncio.Task[None]], fresh: Sequence[bytes], effect: ev.Fetch) -> None:
+        """Fetches a payload from those who are not being asked for it: another announcement of it may be a lie, whose
+        author holds up what is fetched from it. If there are none, the other fetches may make this one unnecessary."""
+        if others and not fresh:
+            await asyncio.wait(others)
+            others, fresh = [], effect.sources
         payload = await self.edges.persistence.payload(effect.payload)
         if payload is None:
             failed = dict.fromkeys(effect.sources, "")
@@ -208,11 +214,15 @@ class Driver:
                 self.give(ev.FetchFailed(effect.payload, peer, why))
 
             try:
-                payload = await self.edges.fetching.payload(effect.payload, effect.payload_bytes, effect.sources, tell)
+                payload = await self.edges.fetching.payload(effect.payload, effect.payload_bytes, fresh, tell)
             except FetchError as error:
+                if others:
+                    await asyncio.wait(others)
                 for source in failed:
                     self.give(ev.FetchFailed(effect.payload, source, str(error)))
                 return
+            for other in others:
+                other.cancel()
             self.edges.persistence.put(effect.payload, payload)
         why = await self.device.check(payload)
         if why is not None:

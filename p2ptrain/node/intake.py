@@ -4,7 +4,7 @@ Messages from peers are decoded here, and attached payloads are checked by the d
 from peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for
 what it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
 asked for. What strangers say by gossip does not come here (net/libp2p/subscription.py), and what they send to this node
-alone has a small budget.
+alone has a small budget (net/mailbox.py takes from it, too, before it reads).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from p2ptrain.core.history import decode_history
 from p2ptrain.core.messages import Announcement, Hello, JoinRequest, Received, decode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
+from p2ptrain.net.rate_limit import PeerLimits
+from p2ptrain.net.transport import IsAdmitted
 from p2ptrain.node.device import Device
-from p2ptrain.node.strangers import StrangersBudget
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
@@ -40,15 +41,15 @@ class Intake:
         self,
         signer: Signer,
         device: Device,
-        is_admitted: Callable[[bytes], bool],
+        is_admitted: IsAdmitted,
+        strangers: PeerLimits,
         keep: Callable[[bytes, bytes], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.events: deque[tuple[ev.Event, bytes]] = deque()  # each with the peer that caused it, if any
         self.dropped_last = b""  # the peer whose event was dropped last
         self._signer, self._device = signer, device
-        self._is_admitted, self._keep = is_admitted, keep
-        self._strangers = StrangersBudget()
+        self._is_admitted, self._strangers, self._keep = is_admitted, strangers, keep
         self._has_events = asyncio.Event()
         self._spawn: Spawn | None = None  # set while the driver runs; peers may be heard slightly before and after
         self._checking = 0  # attachments being checked, or waiting for it
@@ -124,10 +125,10 @@ class Intake:
 
     def hear_mail(self, peer: bytes, message: Mail) -> None:
         """Takes in a message that a peer sent to this node alone. Raises RemoteProtocolError if it is malformed."""
-        if not self._is_welcome(peer, message):
-            return
         match message:
             case Deliver(envelopes):
+                if not self._is_welcome(peer, len(envelopes) - 1):  # one is paid for
+                    return
                 for envelope in envelopes:
                     self._take_in(peer, envelope)
             case MessageQuery(names):
@@ -135,8 +136,8 @@ class Intake:
             case HistoryQuery(branch, number):
                 self._give_of_peer(peer, ev.HistoryAsked(peer, branch, number))
 
-    def _is_welcome(self, peer: bytes, message: Mail | None = None) -> bool:
-        if self._is_admitted(peer) or self._strangers.allows(peer, message):
+    def _is_welcome(self, peer: bytes, count: int) -> bool:
+        if self._is_admitted(peer) or self._strangers.take_now(peer, count):
             return True
         self.counters[DROPPED_OF_STRANGERS] += 1
         return False
@@ -173,7 +174,7 @@ class Intake:
         self.give(ev.MessageReceived(sender, received, why is None), sender)
 
     def blame(self, peer: bytes, why: str) -> None:
-        if self._is_welcome(peer):
+        if self._is_welcome(peer, 1):
             self._give_of_peer(peer, ev.MalformedReceived(peer, why))
 
     def history_failed(self, peer: bytes, why: str) -> None:

@@ -128,7 +128,7 @@ def test_certified_rounds_are_followed_and_applied_in_order() -> None:
     first = line.steps[0].step
     assert isinstance(first, Entry)
     assert fetched == {taken.payload for taken in first.manifest.taken}
-    arrived = [bench.do(ev.PayloadArrived(each, True)) for each in sorted(fetched)]
+    arrived = [bench.arrives(each) for each in sorted(fetched)]
     assert arrived[-1][0] == ev.Apply(first.manifest)
     assert bench.node.context.counters["rounds caught up"] == 3
 

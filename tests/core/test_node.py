@@ -117,13 +117,13 @@ def test_a_large_payload_is_fetched_from_its_author() -> None:
     offer = announced(KEYS[2])
     assert bench.hear(offer) == [ev.Fetch(offer.payload, BYTES, (KEYS[2],))]
     assert bench.hear(offer) == []
-    assert bench.do(ev.PayloadArrived(offer.payload, True)) == []
+    assert bench.arrives(offer.payload) == []
     assert bench.node.context.payloads.held == {offer.payload: True}
 
 
 def test_a_payload_that_nobody_wanted_is_not_taken_for_held() -> None:
     bench = Bench(4, me=1)
-    assert bench.do(ev.PayloadArrived(announced(KEYS[2]).payload, True)) == []
+    assert bench.arrives(announced(KEYS[2]).payload) == []
     assert bench.node.context.payloads.held == {}
 
 
@@ -153,9 +153,9 @@ def test_collecting_ends_with_the_last_payload_that_is_fetched() -> None:
     bench.hear_all(*(offers[place] for place in (0, 2, 3)))
     bench.train()
     for place in (0, 2):
-        assert bench.do(ev.PayloadArrived(offers[place].payload, True)) == []
+        assert bench.arrives(offers[place].payload) == []
     available = bench.available(ME, tuple(offers))
-    assert bench.do(ev.PayloadArrived(offers[3].payload, True)) == [ev.Publish(*envelopes(available))]
+    assert bench.arrives(offers[3].payload) == [ev.Publish(*envelopes(available))]
 
 
 def test_a_bad_payload_is_refused_and_not_held() -> None:
@@ -317,9 +317,7 @@ def test_announcements_that_we_lack_are_asked_of_those_who_attest_them() -> None
     bench.hear_all(named[3], proposal)
     fetch = ev.Fetch(late.payload, BYTES, (KEYS[3],))
     assert bench.hear(late, sender=KEYS[0]) == [fetch]
-    assert bench.do(ev.PayloadArrived(late.payload, True)) == bench.said(
-        voted(ME, PREVOTE, manifest.digest), manifest=manifest
-    )
+    assert bench.arrives(late.payload) == bench.said(voted(ME, PREVOTE, manifest.digest), manifest=manifest)
 
 
 def test_a_quorum_of_prevotes_is_precommitted_with_all_that_it_takes_to_propose_it_again() -> None:

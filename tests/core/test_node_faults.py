@@ -344,7 +344,7 @@ def test_a_node_that_starts_again_after_a_round_goes_on_from_there() -> None:
     third = step.manifest
     wanted = {taken.payload for taken in third.taken}
     assert {effect.payload for effect in started if isinstance(effect, ev.Fetch)} == wanted
-    arrived = [again.do(ev.PayloadArrived(each, True)) for each in sorted(wanted)]
+    arrived = [again.arrives(each) for each in sorted(wanted)]
     assert arrived[-1] == [ev.Apply(third)]
     assert again.do(ev.Applied(RUN, 3, root_of(3))) == [ev.Train(4, 3, 1, 4)]
 
@@ -469,7 +469,7 @@ def test_after_catching_up_the_certified_rounds_are_applied_and_training_goes_on
     effects = bench.do(ev.CaughtUp(1, root_of(1)))
     fetched = [effect.payload for effect in effects if isinstance(effect, ev.Fetch)]
     assert len(fetched) == 3
-    arrived = [bench.do(ev.PayloadArrived(each, True)) for each in fetched]
+    arrived = [bench.arrives(each) for each in fetched]
     assert [type(effect) for effect in arrived[-1]] == [ev.Apply]
     bench.train(2)
     assert bench.do(ev.Applied(RUN, 2, root_of(2))) == [ev.Train(3, 2, 1, 4)]

@@ -351,7 +351,9 @@ class Anyone(RuleBasedStateMachine):
     @rule(is_asked=st.booleans(), good=st.sampled_from((True, True, False)), which=picks)
     def a_payload_arrives(self, is_asked: bool, good: bool, which: int) -> None:
         wanted = self.fetches.pop(0)[0] if is_asked and self.fetches else digest("core test", bytes([which]))
-        self.do(ev.PayloadArrived(wanted, good))
+        known = self.node.context.payloads.wanted.get(wanted)
+        author, size = next(iter(known.claims.items())) if known else (self.author(0), which)
+        self.do(ev.PayloadArrived(wanted, good, author, size))
 
     @rule(peer=peers)
     def nobody_has_a_payload(self, peer: int) -> None:

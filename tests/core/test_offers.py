@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.core import requests as module
 from p2ptrain.core.context import Context
-from p2ptrain.core.manifest import JOINS_MIN
+from p2ptrain.core.manifest import JOINS_MIN, NO_BEARER, Join
 from p2ptrain.core.messages import SEATS_MAX, Announcement, Evidence, JoinRequest, Leave
 from p2ptrain.core.offers import OFFERS_OF_AUTHOR_MAX, ROUNDS_KEPT, Offers, Verdict
 from p2ptrain.core.payloads import Payloads
@@ -18,7 +18,7 @@ from p2ptrain.core.requests import OF_AUTHOR_MAX, Requests
 from p2ptrain.core.state import genesis
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
-from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, line_of, name_of, run_of, signed
+from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, line_of, name_of, plain_manifest, run_of, signed
 
 STATE = genesis(RUN, KEYS[:4], ROOT0)
 LATER = msgspec.structs.replace(STATE, round=1)
@@ -171,7 +171,7 @@ def test_of_a_crowd_at_the_door_half_is_forgotten_in_each_round(monkeypatch: pyt
     for _ in range(20):
         made.by_name.clear()
         assert [made.add(signed(joining(each)), STATE) for each in range(9)] == [True] * 8 + [False]
-        made.prune(STATE)
+        made.prune(STATE, ())
         assert len(made.by_name) == 4
         left |= {*made.by_name}
     assert len(left) == 8
@@ -190,10 +190,27 @@ def test_what_was_granted_or_has_lost_its_meaning_is_forgotten() -> None:
     stays: list[Leave | Evidence] = [Leave(RUN, 1, KEYS[1]), proof]
     waiting: list[Leave | Evidence | JoinRequest] = [*stays, JoinRequest(RUN, 1, b"", KEYS[9])]
     assert all(made.add(signed(message), STATE) for message in waiting)
-    made.prune(genesis(RUN, (*KEYS[:4], KEYS[9]), ROOT0))
+    made.prune(genesis(RUN, (*KEYS[:4], KEYS[9]), ROOT0), ())
     assert made.names(STATE) == tuple(sorted(map(name_of, stays)))
-    made.prune(genesis(RUN, KEYS[2:3], ROOT0))
+    made.prune(genesis(RUN, KEYS[2:3], ROOT0), ())
     assert made.names(STATE) == ()
+
+
+def test_a_join_that_counted_is_not_attested_again_whoever_repeats_it() -> None:
+    """A member could bring back who has left, and use up an invitation once more."""
+    made, run, newcomer = Requests(context()), run_of(), KEYS[9]
+    joins = [JoinRequest(RUN, number, b"", newcomer) for number in range(1, 5)]
+    admits = msgspec.structs.replace(plain_manifest(STATE, run), joins=(Join(newcomer, NO_BEARER, 0, 0),))
+    inside = STATE.after(admits, run)
+    removes = msgspec.structs.replace(plain_manifest(inside, run), leaves=(newcomer,))
+    left = inside.after(removes, run)
+    made.prune(left, (removes, admits))
+    assert [made.add(signed(each), left) for each in joins] == [False, False, True, True]
+    assert made.names(left) == tuple(sorted(map(name_of, joins[2:])))
+    assert made.add(signed(joins[0]), left, asked_for=True)  # a manifest may depend on it
+    assert made.names(left) == tuple(sorted(map(name_of, joins[2:])))
+    made.prune(left, (admits,))  # no memory of the leave: the join has counted all the same
+    assert name_of(joins[0]) not in made.names(left)
 
 
 def proof_against(key: bytes, which: int = 0) -> Evidence:

@@ -72,8 +72,8 @@ def test_what_is_here_is_not_fetched() -> None:
 
 def test_good_and_bad_are_remembered_and_only_of_what_was_wanted() -> None:
     made = wanted()
-    assert (made.arrived(NAME, False), made.is_good(NAME), made.held) == (True, False, {NAME: False})
-    assert (made.arrived(NAME, True), made.held) == (False, {NAME: False})
+    assert (made.arrived(NAME, False, AUTHOR, BYTES), made.is_good(NAME), made.held) == (True, False, {NAME: False})
+    assert (made.arrived(NAME, True, AUTHOR, BYTES), made.held) == (False, {NAME: False})
     made.want(NAME, BYTES, AUTHOR)
     assert emitted(made) == []
 
@@ -89,14 +89,11 @@ def test_only_the_true_author_and_length_are_of_what_is_here() -> None:
     assert (made.known, made.checked(claims[0])) == ({}, None)
 
 
-def test_what_is_bad_is_bad_and_what_has_no_known_length_counts_as_announced() -> None:
+def test_what_is_bad_is_bad_whoever_announced_it() -> None:
     made = wanted()
     claims = offer(), offer(payload_bytes=BYTES + 1)
     made.arrived(NAME, False, AUTHOR, BYTES)
     assert [made.checked(each) for each in claims] == [False, False]
-    made = wanted()
-    made.arrived(NAME, True)
-    assert [made.checked(each) for each in claims] == [True, True]
 
 
 def test_when_all_sources_have_failed_all_are_asked_again_after_a_while() -> None:

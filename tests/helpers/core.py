@@ -235,6 +235,12 @@ class Bench:
         """Delivers an announcement with its payload attached."""
         return self.hear(offer, attachment=payload(offer.author, offer.round, which), good=good)
 
+    def arrives(self, payload: bytes, good: bool = True) -> list[ev.Effect]:
+        """Delivers a payload that was fetched, of the author and length that were announced first."""
+        wanted = self.node.context.payloads.wanted.get(payload)
+        author, size = next(iter(wanted.claims.items())) if wanted else (self.founders[-1], BYTES)
+        return self.do(ev.PayloadArrived(payload, good, author, size))
+
     def train(self, number: int = 1, inline: bool = False) -> list[ev.Effect]:
         body = payload(self.me, number)
         size = len(body) if inline else BYTES

@@ -33,7 +33,7 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import STRANGERS
+from p2ptrain.net.transport import STRANGERS, everyone
 from p2ptrain.node.device import Device
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
@@ -41,7 +41,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
-from p2ptrain.node.strangers import GossipFlood
+from p2ptrain.node.strangers import GossipFlood, messages_of_strangers
 from p2ptrain.store.store import Store
 from tests.helpers.blobs import RUN, Node
 from tests.helpers.core import KEYS, FakeSigner, plain_manifest, run_of, signed
@@ -316,7 +316,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     persistence = LoopPersistence(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     free = TokenBucket(0)
-    server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None)
+    server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None, is_admitted=everyone)
     flood = GossipFlood(lambda: transport.counters().get(STRANGERS, 0))
     edges = Edges(
         RUN, transport, connections, mailboxes, fetching, persistence, served_blobs, server, free, free,
@@ -329,7 +329,8 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         await publish(topic, data)
 
     transport.publish = published  # type: ignore[method-assign]
-    intake = Intake(FakeSigner(ME), device, node.view().is_in, persistence.put)
+    strangers = messages_of_strangers(node.view().is_in, transport.range_of)
+    intake = Intake(FakeSigner(ME), device, node.view().is_in, strangers, persistence.put)
     handled: list[tuple[ev.Event, Any]] = []
     driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]
     started = ev.Started(store.saved(None))

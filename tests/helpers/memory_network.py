@@ -15,12 +15,13 @@ from random import Random
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
+from p2ptrain.net.addresses import address_range
 from p2ptrain.net.transport import (
     FRAME_BYTES_MAX,
     MESSAGE_BYTES_MAX,
     Handler,
     Hear,
-    IsHeard,
+    IsAdmitted,
     Stream,
     TransportError,
     everyone,
@@ -109,7 +110,7 @@ class MemoryTransport:
     def __init__(self, network: Network, key: bytes) -> None:
         self.me = key
         self.heard: dict[str, Hear] = {}
-        self._is_heard: dict[str, IsHeard] = {}
+        self._is_heard: dict[str, IsAdmitted] = {}
         self.kept: frozenset[bytes] = frozenset()  # peers that `keep` was last called with
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}  # by key and author: value and expiry
         self._network = network
@@ -140,10 +141,13 @@ class MemoryTransport:
     async def peers(self) -> dict[bytes, list[str]]:
         return {peer: [self._network.address(peer)] for peer in self._network.linked(self.me)}
 
+    def range_of(self, peer: bytes) -> str:
+        return address_range(self._network.address(peer))
+
     async def keep(self, peers: Collection[bytes]) -> None:
         self.kept = frozenset(peers)
 
-    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard = everyone) -> None:
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsAdmitted = everyone) -> None:
         self._alive()
         assert topic not in self.heard, "a topic has one listener"
         self.heard[topic] = hear
@@ -165,7 +169,7 @@ class MemoryTransport:
         assert protocol not in self._handlers, "a protocol has one handler"
         self._handlers[protocol] = handler
 
-    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+    def prefer(self, is_admitted: IsAdmitted) -> None:
         """There are slots for everyone."""
 
     async def open(self, peer: bytes, protocol: str) -> Stream:
@@ -335,7 +339,11 @@ class MemoryStream:
         pipe.put(bytes(frame))
         self._count(len(frame))
 
-    async def receive(self, bytes_max: int) -> bytes:
+    @property
+    def is_gone(self) -> bool:
+        return bool(self._incoming.broken)
+
+    async def coming(self) -> int:
         pipe = self._incoming
         while True:
             if pipe.broken:
@@ -347,8 +355,15 @@ class MemoryStream:
             elif (wait := pipe.frames[0][1] - asyncio.get_running_loop().time()) > 0:
                 await _pass(wait)
             else:
-                break
-        frame = pipe.take()
+                return len(pipe.frames[0][0])
+
+    async def skip(self) -> None:
+        await self.coming()
+        self._incoming.take()
+
+    async def receive(self, bytes_max: int) -> bytes:
+        await self.coming()
+        frame = self._incoming.take()
         if len(frame) > bytes_max:
             self.abort()
             raise RemoteProtocolError(f"a frame of {len(frame)} bytes; the limit is {bytes_max}")

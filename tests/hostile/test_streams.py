@@ -73,7 +73,7 @@ async def test_a_member_has_its_streams_from_a_real_p2pd_that_a_stranger_has_fil
             await each.send(b"?")
             assert await each.receive(10) == b"?"
         await node.peers()
-        assert node._range_of(stranger.me) == "127.0.0.0/16"
+        assert node.range_of(stranger.me) == "127.0.0.0/16"
         for _ in range(6):
             mine = await member.open(node.me, "/echo/1")
             await mine.send(b"?")

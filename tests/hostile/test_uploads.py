@@ -13,10 +13,12 @@ from p2ptrain.core.wire import encode
 from p2ptrain.net import questions
 from p2ptrain.net.mailbox import HistoryQuery, Mail, Mailboxes, TellHistory
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError, everyone
+from p2ptrain.node.strangers import messages_of_strangers
+from tests.helpers import memory_network
 from tests.helpers.costs import costs
 from tests.helpers.memory_network import Network
-from tests.helpers.net import at, key, skipping_time
+from tests.helpers.net import at, key, skipping_time, until
 
 RUN, HISTORY = bytes(32), b"h" * 500_000
 NODE, MEMBER = key(0), key(1)
@@ -47,9 +49,10 @@ def asked_for_histories(strangers: int, upload: int) -> Counter[str]:
             return received
 
         limit = TokenBucket(upload)
+        is_member = lambda peer: peer == MEMBER  # noqa: E731
         mailboxes = Mailboxes(
             node, RUN, hear, malformed=nothing, history=nothing, no_history=nothing, upload=limit,
-            is_admitted=lambda peer: peer == MEMBER,
+            is_admitted=is_member, strangers=messages_of_strangers(is_member, node.range_of),
         )  # fmt: skip
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(mailboxes)
@@ -59,7 +62,8 @@ def asked_for_histories(strangers: int, upload: int) -> Counter[str]:
                 await each.connect(node.addresses()[0])
                 tell = Mailboxes(
                     each, RUN, nothing, malformed=nothing, no_history=nothing,
-                    history=received_by(key(number)),
+                    history=received_by(key(number)), is_admitted=everyone,
+                    strangers=messages_of_strangers(everyone, each.range_of),
                 )  # fmt: skip
                 others.append(await stack.enter_async_context(tell))
             end = asyncio.get_running_loop().time() + SECONDS
@@ -133,5 +137,31 @@ async def test_what_strangers_ask_is_bounded_for_all_of_them_and_takes_nothing_f
     assert listings < 2 + lasted
     assert cost.loop_seconds / total < 0.001
     assert await asked(network, MEMBER, question)
+    for each in list(network.nodes.values()):
+        await each.close()
+
+
+async def test_strangers_who_do_not_read_their_answers_leave_what_others_may_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Network()
+    node = network.transport(NODE)
+    answered = 0
+
+    def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+        nonlocal answered
+        answered += 1
+        return questions.Config(b"c" * 60_000)
+
+    await questions.serve(node, answer, TokenBucket(0))
+    monkeypatch.setattr(memory_network.Pipe, "is_full", lambda pipe, size: not pipe._waiting)  # until it is read
+    for number in range(1, 100):
+        await network.transport(key(number)).connect(node.addresses()[0])
+    for number in range(2, 100):
+        stream: Stream = await network.nodes[key(number)].open(NODE, questions.PROTOCOL)
+        stream._outgoing.put(encode(questions.AskConfig(RUN)))  # type: ignore[attr-defined]
+    await until(lambda: answered == 98)
+    monkeypatch.undo()
+    assert await asked(network, MEMBER, questions.AskConfig(RUN))
     for each in list(network.nodes.values()):
         await each.close()

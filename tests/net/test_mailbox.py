@@ -23,7 +23,8 @@ from p2ptrain.net.mailbox import (
     TellHistory,
 )
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, TransportError, everyone
+from p2ptrain.node.strangers import messages_of_strangers
 from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import at, key, skipping_time, some_bytes, until
 
@@ -43,7 +44,11 @@ class Ear:
         self.none: list[tuple[bytes, str]] = []
 
     def mailboxes(
-        self, transport: MemoryTransport, upload: TokenBucket | None = None, download: TokenBucket | None = None
+        self,
+        transport: MemoryTransport,
+        upload: TokenBucket | None = None,
+        download: TokenBucket | None = None,
+        is_admitted: IsAdmitted = everyone,
     ) -> Mailboxes:
         return Mailboxes(
             transport,
@@ -54,6 +59,8 @@ class Ear:
             no_history=lambda *each: self.none.append(each),
             upload=upload,
             download=download,
+            is_admitted=is_admitted,
+            strangers=messages_of_strangers(is_admitted, transport.range_of),
         )
 
 
@@ -442,15 +449,14 @@ async def test_what_waits_for_a_peer_is_forgotten_with_it() -> None:
 
 
 @skipping_time
-async def test_an_idle_stream_of_a_stranger_is_closed_early_and_what_it_sends_later_arrives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_idle_stream_of_a_stranger_is_closed_early_and_what_it_sends_later_arrives() -> None:
     network, ear = Network(), Ear()
     a, b, c = (network.transport(each) for each in (A, B, C))
     for each in (b, c):
         await each.connect(a.addresses()[0])
-    async with ear.mailboxes(a) as mailboxes, Ear().mailboxes(b) as member, Ear().mailboxes(c) as stranger:
-        monkeypatch.setattr(mailboxes, "_is_admitted", lambda peer: peer == B)
+    is_member = lambda peer: peer == B  # noqa: E731
+    mine = ear.mailboxes(a, is_admitted=is_member)
+    async with mine as mailboxes, Ear().mailboxes(b) as member, Ear().mailboxes(c) as stranger:
         for each in (member, stranger):
             each.post(A, MessageQuery((NAME,)))
         await at(mailbox.STRANGER_IDLE_SECONDS - 1)

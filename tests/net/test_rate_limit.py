@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.net.rate_limit import PEERS_MAX, PeerBudgets, TokenBucket
+from p2ptrain.net.rate_limit import PEERS_MAX, PeerLimits, TokenBucket
 from tests.helpers.net import at, skipping_time, until
 
 
@@ -126,20 +126,69 @@ async def test_what_is_spent_at_once_is_waited_for_afterwards_and_what_is_given_
     assert not limit.take_now(1_000) or not limit.take_now(1)  # no more than the burst
 
 
+MEMBER = b"a member"
+
+
+def limits_of(**rates: int) -> PeerLimits:
+    """Returns limits under which a stranger's key begins with its address range."""
+    return PeerLimits(lambda peer: peer == MEMBER, lambda peer: peer[:4].hex(), **rates)
+
+
+def strangers_in(place: int, count: int) -> list[bytes]:
+    return [place.to_bytes(4, "big") + number.to_bytes(28, "big") for number in range(count)]
+
+
 @skipping_time
 async def test_strangers_share_a_budget_which_members_do_not_touch() -> None:
-    budgets, start = PeerBudgets(PIECE_BYTES, 2 * PIECE_BYTES), now()
-    strangers = [number.to_bytes(32, "big") for number in range(2 * PEERS_MAX)]
-    assert [budgets.take_now(each, PIECE_BYTES, is_admitted=False) for each in strangers[:4]] == [
+    budgets, start = limits_of(each=PIECE_BYTES, strangers=2 * PIECE_BYTES), now()
+    strangers = [strangers_in(place, 1)[0] for place in range(2 * PEERS_MAX)]
+    assert [budgets.take_now(each, PIECE_BYTES) for each in strangers[:4]] == [
         True,
         True,
         False,
         False,
     ]
-    assert budgets.take_now(b"a member", PIECE_BYTES, is_admitted=True)
-    assert not budgets.take_now(b"a member", PIECE_BYTES, is_admitted=True)
+    assert budgets.take_now(MEMBER, PIECE_BYTES)
+    assert not budgets.take_now(MEMBER, PIECE_BYTES)
     for each in strangers:
-        budgets.take_now(each, 1, is_admitted=False)
-    assert len(budgets._of_peers) == PEERS_MAX
+        budgets.take_now(each, 1)
+    assert len(budgets._of_peers) == len(budgets._of_ranges) == PEERS_MAX
     await at(start + 1)
-    assert budgets.take_now(strangers[-1], PIECE_BYTES - 1, is_admitted=False)
+    assert budgets.take_now(strangers[-1], PIECE_BYTES - 1)
+
+
+@skipping_time
+async def test_a_range_of_addresses_has_all_while_nobody_else_asks_and_leaves_another_its_share() -> None:
+    limits, near, far = limits_of(strangers=64, each=8, burst=1), strangers_in(1, 64), strangers_in(2, 8)
+
+    async def taken(seconds: int, *asking: list[bytes]) -> list[int]:
+        counts, start = [0] * len(asking), now()
+        for tenth in range(1, 10 * seconds + 1):
+            for place, keys in enumerate(asking):
+                counts[place] += sum(limits.take_now(each, 1) for each in keys for _ in range(4))
+            await at(start + tenth / 10)
+        return counts
+
+    assert 10 * 64 <= (await taken(10, near))[0] <= 10 * 64 + 64
+    flooding, honest = await taken(10, near, far)
+    assert min(flooding, honest) >= 10 * 16
+    assert flooding + honest <= 10 * 64 + 32
+    assert (await taken(10, near))[0] + 16 >= 10 * 64
+
+
+@skipping_time
+async def test_admitted_peers_and_strangers_get_their_parts_of_an_upload_limit_that_changes() -> None:
+    upload, stranger = TokenBucket(0), strangers_in(1, 1)[0]
+    limits = PeerLimits(
+        lambda peer: peer == MEMBER, lambda peer: "", strangers=1_000, burst=1, upload=upload, parts=(8, 2)
+    )
+    for rate, of_member, of_stranger in ((0, 0, 1_000), (4_000, 2_000, 500), (2**20, 2**19, 1_000)):
+        upload.set_rate(rate)
+        assert limits.take_now(MEMBER, 0) and limits.take_now(stranger, 0)  # which sees the change
+        await at(now() + 1)
+        for _ in range(2):
+            limits.spend(MEMBER, of_member)
+            limits.spend(stranger, of_stranger)
+        assert limits.seconds_until(MEMBER, of_member) == pytest.approx(2.0 * bool(of_member), rel=0.01)
+        assert limits.seconds_until(stranger, 1) > 0
+        await at(now() + 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,38 @@ async def test_when_no_source_has_a_payload_each_has_failed_and_the_next_fetch_a
         await each.serve(PEER)
         (await each.serve(OTHER)).blobs[BLOB] = MemoryBlob.tree(BODY[:-1] + b"x")
         (await each.serve(THIRD)).blobs[BLOB] = MemoryBlob.tree(BODY)
-        doing(each, ev.Fetch(NAME, PAYLOAD_BYTES, (PEER, FAR, ME, OTHER)), ev.Fetch(NAME, PAYLOAD_BYTES, (THIRD,)))
+        doing(each, ev.Fetch(NAME, PAYLOAD_BYTES, (PEER, FAR, ME, OTHER)))
+        await until(lambda: len(each.node.events) == 4)
+        doing(each, ev.Fetch(NAME, PAYLOAD_BYTES, (PEER, THIRD)))
         await each.heard(ARRIVED)
-        *failed, last = each.node.events
-        assert last == ARRIVED
+        *failed, again, last = each.node.events
+        assert (again.peer, last) == (PEER, ARRIVED)  # type: ignore[union-attr]
         assert all(isinstance(event, ev.FetchFailed) and event.payload == NAME and event.why for event in failed)
         assert sorted(event.peer for event in failed) == sorted([PEER, FAR, ME, OTHER])  # type: ignore[union-attr]
         assert [peer for peer, _ in each.blamed] == [OTHER]
+
+
+@skipping_time
+@pytest.mark.parametrize("is_lie_first", [True, False])
+async def test_who_announces_another_s_payload_and_sends_nothing_does_not_delay_it(
+    is_lie_first: bool, tmp_path: Path
+) -> None:
+    """Each source that says nothing takes up to 20 s, and there may be many liars."""
+    liars = KEYS[4:9]
+    async with bench(tmp_path) as each, each.running():
+        (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
+        for liar in liars:
+            transport = each.network.transport(liar)
+            await transport.serve(each.edges.server.protocol, lambda stream: asyncio.Event().wait())  # type: ignore[arg-type,return-value]
+            await transport.connect(each.edges.transport.addresses()[0])
+        asked_at = asyncio.get_running_loop().time()
+        lies = [ev.Fetch(NAME, PAYLOAD_BYTES, (liar, OTHER)) for liar in liars]
+        true = ev.Fetch(NAME, PAYLOAD_BYTES, (PEER, OTHER))
+        doing(each, *([*lies, true] if is_lie_first else [true, *lies]))
+        await each.heard(ARRIVED)
+        assert asyncio.get_running_loop().time() - asked_at < 1.0
+        await until(lambda: not each.driver._fetching)
+        assert each.store.payloads.get(NAME) == BODY
 
 
 @skipping_time

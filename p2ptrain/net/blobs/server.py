@@ -34,7 +34,7 @@ from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Catalog, Kind, a
 from p2ptrain.net.blobs.shared import Shared
 from p2ptrain.net.blobs.turns import BusyError, Turns
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
 
 __all__ = ["BlobName", "FetchError", "Server"]
 
@@ -149,7 +149,7 @@ class Server:
         *,
         upload: TokenBucket,
         blame: Callable[[bytes, str], None],
-        is_admitted: Callable[[bytes], bool] = lambda peer: True,
+        is_admitted: IsAdmitted,
     ) -> None:
         self.protocol = blob_protocol(run_id)
         self._transport, self._catalog, self._upload, self._blame = transport, catalog, upload, blame

@@ -21,6 +21,7 @@ from p2ptrain.net.libp2p.dht_protocol import BoundedProtocol
 from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.unary import UnaryCalls
+from p2ptrain.net.transport import IsAdmitted
 
 with parts_of_hivemind():
     from hivemind.dht.node import DHTNode
@@ -103,11 +104,12 @@ class Dht:
         me: bytes,
         validator: RecordValidator,
         storage: Storage,
-        is_admitted: Callable[[bytes], bool],
+        is_admitted: IsAdmitted,
+        range_of: Callable[[bytes], str],
         counters: Counter[str],
     ) -> Self:
         calls = await UnaryCalls.start(control)
-        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), is_admitted, counters)
+        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), is_admitted, range_of, counters)
         node = await DHTNode.create(
             p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),
             node_id=protocol.node_id,

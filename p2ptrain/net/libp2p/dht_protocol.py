@@ -27,8 +27,8 @@ from p2ptrain.identity import PeerIdError, id_bytes_of, key_of_bytes
 from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.unary import UnaryCalls
-from p2ptrain.net.rate_limit import PeerBudgets
-from p2ptrain.net.transport import TransportError
+from p2ptrain.net.rate_limit import PeerLimits
+from p2ptrain.net.transport import IsAdmitted, TransportError
 
 with parts_of_hivemind():
     from google.protobuf.message import DecodeError
@@ -51,7 +51,7 @@ REPLACEMENTS_MAX = 20  # peers a bucket of the routing table remembers for when 
 CHECKS_IN_A_ROW = 8  # of signatures, before others have their turn: 0.6 ms
 REQUEST_COST = 2**16  # charged for each request, on top of the bytes of its answer: 0.3 ms of work
 PEER_BYTES_PER_SECOND = 2**18  # 4 requests a second, after a first 16; a node asks another a few times a minute
-STRANGERS_BYTES_PER_SECOND = 2**21  # 32 requests a second
+STRANGERS_DHT_BYTES_PER_SECOND = 2**21  # 32 requests a second
 DICTIONARY_CODE = 0x50  # hivemind's extension type of msgpack for the entries of a key
 
 _ENTRY = tuple[bytes, bytes, float]  # author, value and signature, time of expiry
@@ -101,7 +101,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         validator: RecordValidatorBase,
         storage: DHTLocalStorage,
         cache: DHTLocalStorage,
-        is_admitted: Callable[[bytes], bool],
+        is_admitted: IsAdmitted,
+        range_of: Callable[[bytes], str],
         counters: Counter[str],
     ) -> None:
         super().__init__(_initialized_with_create=True)
@@ -111,8 +112,10 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         self.storage, self.cache, self.record_validator = storage, cache, validator
         self.routing_table = RoutingTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
         self.rpc_semaphore = asyncio.Semaphore(SEARCHING_MAX)
-        self._budgets = PeerBudgets(PEER_BYTES_PER_SECOND, STRANGERS_BYTES_PER_SECOND)
-        self._calls, self._is_admitted, self._counters = calls, is_admitted, counters
+        self._limits = PeerLimits(
+            is_admitted, range_of, each=PEER_BYTES_PER_SECOND, strangers=STRANGERS_DHT_BYTES_PER_SECOND
+        )
+        self._calls, self._counters = calls, counters
 
     # -----------------------------------------------------------------------------------------------
     # Requests of others
@@ -127,12 +130,11 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             key = key_of_bytes(peer_id)
         except PeerIdError as error:
             raise RemoteProtocolError(str(error)) from error
-        is_admitted = self._is_admitted(key)
-        if len(request) > REQUEST_BYTES_MAX or not self._budgets.take_now(key, REQUEST_COST, is_admitted=is_admitted):
+        if len(request) > REQUEST_BYTES_MAX or not self._limits.take_now(key, REQUEST_COST):
             self._counters["DHT requests refused"] += 1
             raise RemoteProtocolError("too large or too many")
         answer: bytes = work(peer_id, request).SerializeToString()
-        if not self._budgets.take_now(key, len(answer), is_admitted=is_admitted):
+        if not self._limits.take_now(key, len(answer)):
             raise RemoteProtocolError("too much")
         return answer
 

@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -39,7 +39,7 @@ from p2ptrain.net.libp2p.streams import Streams
 from p2ptrain.net.libp2p.subscription import Subscription
 from p2ptrain.net.libp2p.supervisor import Supervisor
 from p2ptrain.net.tasks import BACKOFF_SECONDS, OnCrash, Tasks, report_crash
-from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, IsHeard, TransportError, everyone
+from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, IsAdmitted, TransportError, everyone
 
 with parts_of_hivemind():
     from hivemind.dht.routing import DHTID
@@ -216,7 +216,7 @@ class P2pd:
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the second set ends with this p2pd
-        self._streams = Streams(self._counters, self._tasks, _read_opening, self._range_of)
+        self._streams = Streams(self._counters, self._tasks, _read_opening, self.range_of)
         self._sockets = Sockets(directory, self._streams.accept)
         self._control = _Control(self._sockets)
         self._registered: set[str] = set()  # protocols that this p2pd forwards to us
@@ -298,7 +298,13 @@ class P2pd:
 
     async def _start_dht(self) -> Dht:
         return await Dht.start(
-            self._sockets.control, self.me, self._validator, self._storage, self._is_admitted, self._counters
+            self._sockets.control,
+            self.me,
+            self._validator,
+            self._storage,
+            self._is_admitted,
+            self.range_of,
+            self._counters,
         )
 
     def _is_admitted(self, peer: bytes) -> bool:
@@ -363,7 +369,7 @@ class P2pd:
     async def peers(self) -> dict[bytes, list[str]]:
         return await self._peers.connected()
 
-    def _range_of(self, peer: bytes) -> str:
+    def range_of(self, peer: bytes) -> str:
         return self._peers.range_of(peer)
 
     async def keep(self, peers: Collection[bytes]) -> None:
@@ -378,7 +384,7 @@ class P2pd:
     # -------------------------------------------------------------------------------------------------
     # Traffic
 
-    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard = everyone) -> None:
+    async def subscribe(self, topic: str, hear: Hear, is_heard: IsAdmitted = everyone) -> None:
         session = self._session_tasks if self._supervisor.is_up else None
         await self._gossip.subscribe(topic, hear, is_heard, self._tasks, session)
 
@@ -393,7 +399,7 @@ class P2pd:
         if self._supervisor.is_up:  # otherwise registered when p2pd is up
             await self._register(protocol)
 
-    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+    def prefer(self, is_admitted: IsAdmitted) -> None:
         self._streams.prefer(is_admitted)
 
     async def _register(self, protocol: str) -> None:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from typing import Protocol
 
 from p2ptrain.net.tasks import BACKOFF_SECONDS, Tasks
-from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, IsHeard, TransportError
+from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, IsAdmitted, TransportError
 
 MESSAGES_MAX = 1_024  # queued in a topic: one round's, four for each of 256 seats
 QUEUED_BYTES_MAX = 2**26  # in a topic: 64 messages of the largest size
@@ -25,7 +25,7 @@ logger = logging.getLogger("p2ptrain.net")
 class TopicQueue:
     """The queue of received messages of one topic, and its listener."""
 
-    def __init__(self, topic: str, me: bytes, hear: Hear, is_heard: IsHeard, counters: Counter[str]) -> None:
+    def __init__(self, topic: str, me: bytes, hear: Hear, is_heard: IsAdmitted, counters: Counter[str]) -> None:
         self.topic, self.counters = topic, counters
         self._me, self._hear, self._is_heard = me, hear, is_heard
         self.is_subscribed = asyncio.Event()
@@ -78,7 +78,9 @@ class Gossip:
         self._queues: dict[str, TopicQueue] = {}
         self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
 
-    async def subscribe(self, topic: str, hear: Hear, is_heard: IsHeard, tasks: Tasks, session: Tasks | None) -> None:
+    async def subscribe(
+        self, topic: str, hear: Hear, is_heard: IsAdmitted, tasks: Tasks, session: Tasks | None
+    ) -> None:
         """Subscribes. Without a session, when p2pd is down, the topic is subscribed to in the next session."""
         assert topic not in self._queues, f"{topic} already has a listener"
         queue = self._queues[topic] = TopicQueue(topic, self._me, hear, is_heard, self._counters)

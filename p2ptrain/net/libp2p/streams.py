@@ -18,7 +18,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, key_of_bytes, peer_id_of
 from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.tasks import Tasks
-from p2ptrain.net.transport import Handler, TransportError
+from p2ptrain.net.transport import Handler, IsAdmitted, TransportError
 
 STREAMS_MAX, STREAMS_OF_PEER_MAX = 256, 32  # open at a time; no honest peer needs more. 130 MB of buffers
 OPENINGS_MAX = 64  # on top: streams whose peer is not known yet, or that are being closed
@@ -37,7 +37,7 @@ class Streams:
         self.handlers: dict[str, Handler] = {}
         self._counters, self._tasks, self._read_opening = counters, tasks, read_opening
         self._range_of = range_of
-        self.is_admitted: Callable[[bytes], bool] = lambda peer: False
+        self.is_admitted: IsAdmitted = lambda peer: False
         self._open: set[FrameStream] = set()
         self._incoming = 0
         self._incoming_of: dict[bytes, list[FrameStream]] = {}  # by peer, the oldest first
@@ -49,7 +49,7 @@ class Streams:
         self._open.add(stream)
         return stream
 
-    def prefer(self, is_admitted: Callable[[bytes], bool]) -> None:
+    def prefer(self, is_admitted: IsAdmitted) -> None:
         self.is_admitted = is_admitted
 
     def abort(self) -> None:
