@@ -47,7 +47,7 @@ class Ours:
     """The `distro` recipe, without the model around it."""
 
     def __init__(self, shapes: list[tuple[int, ...]], k: int) -> None:
-        self.recipe = RecipeConfig(k=k)
+        self.recipe = RecipeConfig(name="distro", chunk=64, k=k)
         self.layout = Layout(shapes, self.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, self.recipe)
         self.residual = Residual(self.layout, CPU)

@@ -41,14 +41,12 @@ ffn_dim = 256
 sequence_length = 128
 
 [recipe]
-name = "distro"
-k = 32
-sequences_per_pass = 8
-learning_rate = 0.002
-warmup_rounds = 10
+local_steps = 5
+sequences_per_pass = 2
+warmup_rounds = 3
 
 [agreement]
-inline_bytes_max = 16384
+inline_bytes_max = 65536
 stall_seconds = 15
 settle_seconds = 4
 

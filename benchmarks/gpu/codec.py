@@ -55,7 +55,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measures one side. Makes the payloads from the gradients if there are none yet."""
     long = weights.numel() > LONG_PARAMETERS
-    recipe = RecipeConfig(k=k)
+    recipe = RecipeConfig(name="distro", chunk=64, k=k)
     layout = Layout(shapes, recipe.chunk)
     form = PayloadFormat.of(layout, recipe)
     residual = Residual(layout, device)

@@ -176,9 +176,9 @@ IN_A_RUN = {
     "[recipe]\nclip = true": 'FILE: recipe.clip: expected a number, or a fraction in quotes such as "1/3", found true. '
     "Write for instance clip = 1",
     '[recipe]\ndecay = "1/0"': 'FILE: recipe.decay: the denominator is zero, found "1/0". '
-    'Write for instance decay = "999/1000"',
+    'Write for instance decay = "19/20"',
     f'[recipe]\ndecay = "1/{2**53}"': "FILE: recipe.decay: numerator and denominator must stay below 2**53, "
-    f'found "1/{2**53}". Write for instance decay = "999/1000"',
+    f'found "1/{2**53}". Write for instance decay = "19/20"',
     '[recipe]\nouter = "fast"': 'FILE: recipe.outer: "fast" is not valid. Choose "normalised", "mean" or "sign"',
     "[recipe]\nchunk = 48": "FILE: recipe.chunk: 48 is not valid. Choose 8, 16, 32 or 64",
     "protocol = 1": "FILE: protocol: 1 is not valid. Choose 2",
@@ -208,12 +208,13 @@ IN_A_RUN = {
     "Add the one that `p2ptrain data prepare` printed",
     f'[tokenizer]\ndigest = "{KEY}"': 'FILE: tokenizer: only kind = "json" takes a digest. Remove it',
     '[recipe]\nname = "distra"': "FILE: recipe: unknown recipe 'distra'. Use one of distro, demo, local",
-    "[recipe]\nname = 3": 'FILE: recipe.name: expected text in quotes, found 3. Write for instance name = "distro"',
+    "[recipe]\nname = 3": 'FILE: recipe.name: expected text in quotes, found 3. Write for instance name = "local"',
     "[recipe]\nchunk = 8\nk = 33": "FILE: recipe: k = 33 is more than half of the 64 coefficients of a chunk. "
     "Choose at most 32",
-    "[recipe]\nvalue_bits = 2": "FILE: recipe: value_bits = 2. Recipe distro sends only signs, use 1 or recipe demo",
-    "[recipe]\nlocal_steps = 2": "FILE: recipe: local_steps = 2. Recipe distro takes one step per round, "
-    "use passes_per_step or recipe local",
+    '[recipe]\nname = "distro"\nvalue_bits = 2': "FILE: recipe: value_bits = 2. Recipe distro sends only signs, "
+    "use 1 or recipe demo",
+    '[recipe]\nname = "distro"\nlocal_steps = 2': "FILE: recipe: local_steps = 2. Recipe distro takes one step "
+    "per round, use passes_per_step or recipe local",
     '[recipe]\nname = "local"\nsequences_per_pass = 65536\nlocal_steps = 17': "FILE: recipe: sequences_per_pass * "
     "passes_per_step * local_steps = 1114112. Keep it at 1048576 or below",
     "[recipe]\nlearning_rate = 0.1\nweight_decay = 11": "FILE: recipe: learning_rate * weight_decay is above 1. "

@@ -62,7 +62,7 @@ def written_step(outer: str, *, rate: Fraction, peers: int, squares: int, unit: 
 @pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
 def test_the_step_is_the_written_formula_to_the_last_bit(name: str, outer: str) -> None:
     """One unit in the last place of a step shows in few elements of few states: golden roots may miss it."""
-    recipe = RecipeConfig(name=name, outer=outer, value_bits=3 if name == "demo" else 1)
+    recipe = RecipeConfig(chunk=64, k=32, name=name, outer=outer, value_bits=3 if name == "demo" else 1)
     layout = Layout([(128, 64)], 64)
     for peers in (1, 3, 7, 11, 49):
         offered = [contribution(peer, layout, recipe) for peer in range(peers)]
@@ -77,7 +77,7 @@ def test_the_step_is_the_written_formula_to_the_last_bit(name: str, outer: str) 
 
 @pytest.mark.parametrize("outer", ["normalised", "mean", "sign"])
 def test_products_that_leave_negative_zero_are_taken_as_zero(outer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = RecipeConfig(outer=outer)
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, outer=outer)
     layout = Layout([(64, 64)], 64)
     offered = [contribution(1, layout, recipe)]
     flat = torch.full((64, 64), -0.0)
@@ -126,7 +126,7 @@ def test_each_stage_that_is_not_exact_is_found_alone(broken: torch.dtype, monkey
 
 
 def test_an_update_inside_autocast_is_the_same_bits() -> None:
-    recipe = RecipeConfig(outer="mean")
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, outer="mean")
     layout = Layout(SHAPES, 64)
     offered = [contribution(peer, layout, recipe) for peer in range(3)]
     expected = updated(recipe, offered, Fraction(1, 10), flat_weights(1))
@@ -146,7 +146,7 @@ def test_torchs_newer_precision_setting_moves_the_first_stage_to_fp64_too() -> N
 
 @pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
 def test_any_order_and_any_thread_count_give_the_same_bits(name: str, outer: str) -> None:
-    recipe = RecipeConfig(name=name, outer=outer, value_bits=3 if name == "demo" else 1)
+    recipe = RecipeConfig(chunk=64, k=32, name=name, outer=outer, value_bits=3 if name == "demo" else 1)
     layout = Layout(SHAPES, recipe.chunk)
     offered = [contribution(peer, layout, recipe) for peer in range(12)]
     flat = flat_weights(5)
@@ -165,7 +165,7 @@ def test_any_order_and_any_thread_count_give_the_same_bits(name: str, outer: str
 
 @pytest.mark.parametrize("name", ["distro", "demo", "local"])
 def test_any_grouping_gives_the_same_votes(name: str) -> None:
-    recipe = RecipeConfig(name=name, value_bits=3 if name == "demo" else 1)
+    recipe = RecipeConfig(chunk=64, k=32, name=name, value_bits=3 if name == "demo" else 1)
     layout = Layout(SHAPES, recipe.chunk)
     offered = [contribution(peer, layout, recipe) for peer in range(9)]
     scales = scales_of(layout, recipe, offered)
@@ -189,7 +189,7 @@ def test_votes_that_outgrow_16_bits_are_counted_in_32() -> None:
 
 @pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
 def test_updates_are_the_formulas_worked_out_in_floating_point(name: str, outer: str) -> None:
-    recipe = RecipeConfig(name=name, outer=outer, value_bits=3 if name == "demo" else 1, k=16)
+    recipe = RecipeConfig(chunk=64, name=name, outer=outer, value_bits=3 if name == "demo" else 1, k=16)
     layout = Layout([(128, 64)], 64)
     offered = [contribution(peer, layout, recipe) for peer in range(5)]
     before = weights(4, (128, 64))
@@ -224,7 +224,7 @@ def test_updates_are_the_formulas_worked_out_in_floating_point(name: str, outer:
 
 
 def test_normalised_steps_have_the_size_of_the_rate_whatever_the_number_of_peers() -> None:
-    recipe = RecipeConfig(outer="normalised")
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, outer="normalised")
     layout = Layout([(256, 256)], 64)
     for peers in (1, 4, 32):
         flat = torch.zeros(256, 256)
@@ -234,13 +234,13 @@ def test_normalised_steps_have_the_size_of_the_rate_whatever_the_number_of_peers
 
 
 def test_without_contributions_nothing_changes_not_even_by_decay() -> None:
-    recipe = RecipeConfig(weight_decay=Fraction(1))
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, weight_decay=Fraction(1))
     flat = flat_weights(2)
     assert torch.equal(updated(recipe, [], Fraction(1, 2), flat), flat)
 
 
 def test_votes_that_cancel_leave_only_the_decay() -> None:
-    recipe = RecipeConfig(outer="normalised", weight_decay=Fraction(1, 2))
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, outer="normalised", weight_decay=Fraction(1, 2))
     layout = Layout(SHAPES, 64)
     one = contribution(1, layout, recipe)
     flat = flat_weights(2)
@@ -249,18 +249,18 @@ def test_votes_that_cancel_leave_only_the_decay() -> None:
 
 
 def test_decay_comes_before_the_update_and_is_rounded_on_its_own() -> None:
-    recipe = RecipeConfig(outer="sign", weight_decay=Fraction(1, 3))
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, outer="sign", weight_decay=Fraction(1, 3))
     layout = Layout(SHAPES, 64)
     offered = [contribution(1, layout, recipe)]
     flat = flat_weights(2)
     rate = Fraction(1, 7)
-    plain = RecipeConfig(outer="sign")
+    plain = RecipeConfig(name="distro", chunk=64, k=32, outer="sign")
     keep = torch.tensor(float(1 - rate * Fraction(1, 3)), dtype=torch.float32)
     assert torch.equal(updated(recipe, offered, rate, flat), updated(plain, offered, rate, flat * keep))
 
 
 def test_negative_zero_in_the_weights_ends_as_the_same_bits_whatever_the_products_sign() -> None:
-    recipe = RecipeConfig(outer="mean", k=1)
+    recipe = RecipeConfig(name="distro", chunk=64, outer="mean", k=1)
     layout = Layout([(64, 64)], 64)
     for value in (1, -1):
         one = Contribution(np.array([[2 * 64]], np.uint16), np.array([[value]], np.int8))  # the row u = 2
@@ -289,7 +289,7 @@ def test_a_mode_that_flushes_small_numbers_is_refused() -> None:
 
 
 def test_a_coarser_matmul_precision_moves_the_first_stage_to_fp64() -> None:
-    recipe = RecipeConfig()
+    recipe = RecipeConfig(name="distro", chunk=64, k=32)
     layout = Layout(SHAPES, 64)
     offered = [contribution(peer, layout, recipe) for peer in range(3)]
     flat = flat_weights(1)
@@ -304,9 +304,9 @@ def test_a_coarser_matmul_precision_moves_the_first_stage_to_fp64() -> None:
 
 def test_the_bound_of_the_config_keeps_the_largest_swarm_exact() -> None:
     for name, bits in (("distro", 1), ("demo", 4), ("local", 1), ("local", 8)):
-        recipe = RecipeConfig(name=name, value_bits=bits, k=32)
+        recipe = RecipeConfig(chunk=64, name=name, value_bits=bits, k=32)
         assert 1024 * recipe.k * recipe.vote_max * BASIS_PEAK**2 < 2**53
-    assert 65_536 * 32 * RecipeConfig(k=32).vote_max * BASIS_PEAK**2 < 2**53
+    assert 65_536 * 32 * RecipeConfig(name="distro", chunk=64, k=32).vote_max * BASIS_PEAK**2 < 2**53
 
 
 # The state root

@@ -158,7 +158,10 @@ def test_each_kind_of_second_encoding_is_refused_with_its_reason() -> None:
 
 def test_widths_reach_the_targets_and_stay_above_the_entropy() -> None:
     model = Layout([(64 * 40, 64 * 61)], 64)  # 2,440 chunks: 10M parameters
-    bits = {k: PayloadFormat.of(model, RecipeConfig(k=k)).bits_per_coefficient for k in (4, 8, 16, 32, 64, 128)}
+    bits = {
+        k: PayloadFormat.of(model, RecipeConfig(name="distro", chunk=64, k=k)).bits_per_coefficient
+        for k in (4, 8, 16, 32, 64, 128)
+    }
     assert bits[8] <= 11.4
     assert bits[32] <= 9.9
     assert bits == pytest.approx({4: 12.0, 8: 11.125, 16: 10.4375, 32: 9.875, 64: 8.984375, 128: 7.9921875}, abs=1e-3)
@@ -251,7 +254,7 @@ def test_unpacking_takes_at_most_twice_the_memory_of_what_it_gives() -> None:
         ("demo", 32, 3),
         ("distro", 128, 1),
     ):
-        recipe = RecipeConfig(name=name, k=k, value_bits=value_bits)
+        recipe = RecipeConfig(chunk=64, name=name, k=k, value_bits=value_bits)
         layout = Layout([(64 * 40, 64 * 61)], 64)
         form = PayloadFormat.of(layout, recipe)
         payload = pack(contribution(3, layout, recipe), form)
@@ -266,7 +269,7 @@ def test_unpacking_takes_at_most_twice_the_memory_of_what_it_gives() -> None:
 def test_unpacking_ten_million_parameters_takes_less_than_five_milliseconds() -> None:
     """At its best of many, because a busy machine takes breaks; what is refused is refused no later."""
     layout = Layout([(64 * 40, 64 * 61)], 64)
-    recipe = RecipeConfig(k=32)
+    recipe = RecipeConfig(name="distro", chunk=64, k=32)
     form = PayloadFormat.of(layout, recipe)
     good = pack(contribution(1, layout, recipe), form)
     seconds = []

@@ -137,7 +137,7 @@ def test_the_card_says_where_the_model_comes_from(weights: Weights) -> None:
         "| members | 3 when it began; after this round 3 with a vote, 5 admitted |",
         f"| data manifest | `{run.data.manifest}` |",
         "| tokenizer | bytes: a token is a byte of UTF-8 |",
-        "| recipe | distro: sign update, 32 coefficients of 64 x 64, 1 steps a round, learning rate constant,",
+        "| recipe | local: mean update, 256 coefficients of 64 x 64, 10 steps a round, learning rate constant,",
         "AutoModelForCausalLM.from_pretrained(place)",
         "seen up to 33 tokens at once",
     ):

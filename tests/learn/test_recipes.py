@@ -66,7 +66,7 @@ class PlainDeMo:
 @pytest.mark.parametrize("shape", [(128, 192), (100, 97)])
 def test_distro_offers_what_an_independent_demo_would(shape: tuple[int, int]) -> None:
     """Padding included: there the residual of coefficients must be projected, or it drifts from the paper's."""
-    recipe = RecipeConfig(name="distro", k=16, decay=Fraction(9, 10))
+    recipe = RecipeConfig(chunk=64, name="distro", k=16, decay=Fraction(9, 10))
     layout = Layout([shape], 64)
     residual = Residual(layout, CPU)
     reference = PlainDeMo(shape, 16, 0.9)
@@ -88,7 +88,7 @@ def test_distro_offers_what_an_independent_demo_would(shape: tuple[int, int]) ->
 
 
 def test_gradients_of_the_opposite_sign_give_the_opposite_signs_and_zero_gives_no_memory() -> None:
-    recipe = RecipeConfig(name="distro", k=8)
+    recipe = RecipeConfig(chunk=64, name="distro", k=8)
     layout = Layout([(64, 128)], 64)
     one, other = Residual(layout, CPU), Residual(layout, CPU)
     one.add([weights(1, (64, 128))], 0.5)
@@ -104,7 +104,7 @@ def test_what_a_contribution_of_signs_carries_is_gone_from_the_residual() -> Non
     residual = Residual(layout, CPU)
     residual.add([weights(1, (64, 128))], 0.5)
     before = residual.coefficients.clone()
-    offered = residual.take(3, RecipeConfig(k=32))
+    offered = residual.take(3, RecipeConfig(name="distro", chunk=64, k=32))
     places = torch.from_numpy(offered.indices.astype(np.int64))
     assert (residual.coefficients.gather(1, places) == 0).all()
     changed = residual.coefficients != before
@@ -114,7 +114,7 @@ def test_what_a_contribution_of_signs_carries_is_gone_from_the_residual() -> Non
 
 @pytest.mark.parametrize(("name", "value_bits"), [("demo", 1), ("demo", 3), ("demo", 4), ("local", 1)])
 def test_a_scaled_contribution_carries_what_left_the_residual(name: str, value_bits: int) -> None:
-    recipe = RecipeConfig(name=name, k=32, value_bits=value_bits)
+    recipe = RecipeConfig(chunk=64, name=name, k=32, value_bits=value_bits)
     layout = Layout([(64, 128), (192, 64), (30,)], 64)
     residual = Residual(layout, CPU)
     residual.add([weights(1, (64, 128)), weights(2, (192, 64)) / 1000, weights(3, (30,)) * 7], 0.5)
@@ -169,7 +169,10 @@ def test_a_group_without_a_gradient_is_offered_as_next_to_nothing() -> None:
 def test_signs_of_nothing_change_from_round_to_round_and_from_place_to_place() -> None:
     layout = Layout([(64, 64)], 64)
     residual = Residual(layout, CPU)
-    first, second = residual.take(0, RecipeConfig(k=32)), residual.take(1, RecipeConfig(k=32))
+    first, second = (
+        residual.take(0, RecipeConfig(name="distro", chunk=64, k=32)),
+        residual.take(1, RecipeConfig(name="distro", chunk=64, k=32)),
+    )
     assert np.array_equal(first.indices, second.indices)
     assert np.array_equal(first.values, -second.values)
     assert set(first.values.ravel().tolist()) == {1, -1}
@@ -177,7 +180,7 @@ def test_signs_of_nothing_change_from_round_to_round_and_from_place_to_place() -
 
 def test_a_contribution_that_nobody_took_comes_back_value_for_value() -> None:
     layout = Layout([(64, 128)], 64)
-    recipe = RecipeConfig(k=32)
+    recipe = RecipeConfig(name="distro", chunk=64, k=32)
     residual = Residual(layout, CPU)
     residual.add([weights(1, (64, 128))], 0.5)
     before = residual.coefficients.clone()
@@ -195,7 +198,7 @@ def test_a_contribution_that_nobody_took_comes_back_value_for_value() -> None:
 
 def test_contributions_come_back_in_any_order_to_a_later_residual() -> None:
     layout = Layout([(64, 128)], 64)
-    recipe = RecipeConfig(k=32)
+    recipe = RecipeConfig(name="distro", chunk=64, k=32)
     residual = Residual(layout, CPU)
     for number in range(3):
         residual.add([weights(number, (64, 128))], 0.5)
@@ -211,7 +214,12 @@ def test_contributions_come_back_in_any_order_to_a_later_residual() -> None:
 
 def test_local_steps_are_those_of_torchs_adamw() -> None:
     recipe = RecipeConfig(
-        name="local", inner="adamw", inner_weight_decay=Fraction(1, 10), clip=Fraction(1, 2), sequences_per_pass=2
+        name="local",
+        inner="adamw",
+        inner_learning_rate=Fraction(3, 1000),
+        inner_weight_decay=Fraction(1, 10),
+        clip=Fraction(1, 2),
+        sequences_per_pass=2,
     )
     live = live_model()
     local = LocalRecipe(recipe, live, Layout(live.shapes, 64))
@@ -244,7 +252,13 @@ def test_local_steps_are_those_of_torchs_adamw() -> None:
 def test_muons_steps_are_those_of_torchs_muon_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's own always multiplies in bf16
     monkeypatch.setattr(inner, "orthogonalised", lambda each, is_half: orthogonalised(each, is_half=True))
-    recipe = RecipeConfig(name="local", inner="muon", inner_weight_decay=Fraction(1, 10), sequences_per_pass=4)
+    recipe = RecipeConfig(
+        name="local",
+        inner="muon",
+        inner_learning_rate=Fraction(3, 1000),
+        inner_weight_decay=Fraction(1, 10),
+        sequences_per_pass=4,
+    )
     live = live_model()
     local = LocalRecipe(recipe, live, Layout(live.shapes, 64))
     model = Transformer(TINY)
@@ -285,8 +299,12 @@ def test_an_orthogonalised_matrix_has_singular_values_near_one(is_half: bool) ->
 
 def test_accumulated_passes_are_one_step_over_the_whole_batch() -> None:
     once, thrice = live_model(), live_model()
-    whole = once.gradient_step(0, batch(1, 6), [], RecipeConfig(sequences_per_pass=6, clip=Fraction(0)))
-    parts = thrice.gradient_step(0, batch(1, 6), [], RecipeConfig(sequences_per_pass=2, clip=Fraction(0)))
+    whole = once.gradient_step(
+        0, batch(1, 6), [], RecipeConfig(name="distro", chunk=64, k=32, sequences_per_pass=6, clip=Fraction(0))
+    )
+    parts = thrice.gradient_step(
+        0, batch(1, 6), [], RecipeConfig(name="distro", chunk=64, k=32, sequences_per_pass=2, clip=Fraction(0))
+    )
     assert torch.allclose(once.gradient, thrice.gradient, atol=1e-6)
     assert (whole.loss, whole.gradient_norm) == pytest.approx((parts.loss, parts.gradient_norm), rel=1e-5)
     assert whole.tokens == parts.tokens == 96
@@ -295,15 +313,15 @@ def test_accumulated_passes_are_one_step_over_the_whole_batch() -> None:
 
 def test_the_gradient_is_clipped_to_its_norm_and_the_norm_before_is_reported() -> None:
     live = live_model()
-    result = live.gradient_step(0, batch(1), [], RecipeConfig(clip=Fraction(1, 100)))
+    result = live.gradient_step(0, batch(1), [], RecipeConfig(name="distro", chunk=64, k=32, clip=Fraction(1, 100)))
     assert result.gradient_norm > 0.01
     assert float(live.gradient.norm()) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_gradients_and_parameters_stay_views_of_the_flat_tensors() -> None:
     live = live_model()
-    live.gradient_step(0, batch(1), [], RecipeConfig())
-    live.gradient_step(1, batch(2), [], RecipeConfig())
+    live.gradient_step(0, batch(1), [], RecipeConfig(name="distro", chunk=64, k=32))
+    live.gradient_step(1, batch(2), [], RecipeConfig(name="distro", chunk=64, k=32))
     starts = [part.data_ptr() for part in live.parts(live.weights)]
     assert [parameter.data_ptr() for parameter in live.model.parameters()] == starts
     gradients = [parameter.grad.data_ptr() for parameter in live.model.parameters() if parameter.grad is not None]
@@ -315,7 +333,9 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_sequences(poison: floa
     live = live_model()
     live.weights[5] = poison
     with pytest.raises(TrainingError) as caught:
-        live.gradient_step(7, torch.zeros(2, 17, dtype=torch.int64), [40, 41], RecipeConfig())
+        live.gradient_step(
+            7, torch.zeros(2, 17, dtype=torch.int64), [40, 41], RecipeConfig(name="distro", chunk=64, k=32)
+        )
     assert (caught.value.what, caught.value.step, caught.value.positions) == (what, 7, [40, 41])
     assert (live.gradient == 0).all()
 
@@ -324,17 +344,17 @@ def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is(monkeypatch: 
     live = live_model()
     live.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(TrainingError, match="the gradient is not finite in step 0"):
-        live.gradient_step(0, batch(1), [1], RecipeConfig())
+        live.gradient_step(0, batch(1), [1], RecipeConfig(name="distro", chunk=64, k=32))
     assert (live.gradient == 0).all()
 
 
 def test_a_recipe_is_chosen_by_name() -> None:
     live = live_model()
     layout = Layout(live.shapes, 64)
-    kinds = {name: type(make_recipe(RecipeConfig(name=name), live, layout)) for name in RECIPES}
+    kinds = {name: type(make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, layout)) for name in RECIPES}
     assert kinds == {"distro": GradientRecipe, "demo": GradientRecipe, "local": LocalRecipe}
     for name in RECIPES:
-        assert make_recipe(RecipeConfig(name=name), live, layout).agreed.numel() == live.weights.numel()
+        assert make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, layout).agreed.numel() == live.weights.numel()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -345,14 +365,16 @@ def test_a_recipe_is_chosen_by_name() -> None:
     ("name", "by"), [("distro", "adamw"), ("demo", "adamw"), ("local", "adamw"), ("local", "muon")]
 )
 def test_a_recipe_takes_the_memory_that_is_told_of_it(name: str, by: str) -> None:
-    run = RunConfig(name="x", model=TINY, recipe=RecipeConfig(name=name, inner=by))  # type: ignore[arg-type]
+    run = RunConfig(name="x", model=TINY, recipe=RecipeConfig(chunk=64, k=32, name=name, inner=by))  # type: ignore[arg-type]
     live = live_model()
     recipe = make_recipe(run.recipe, live, Layout(live.shapes, 64))
     own = [each for each in vars(recipe).values() if isinstance(each, torch.Tensor) and each is not live.weights]
     saved = sum(each.nbytes for each in recipe.state().values() if each.dim())
     need = need_of(run)
     assert sum(each.nbytes for each in own) + saved == need.optimizer
-    least = need_of(run.model_copy(update={"recipe": RecipeConfig(name="distro")}))
+    least = need_of(
+        run.model_copy(update={"recipe": RecipeConfig(name="distro", chunk=run.recipe.chunk, k=run.recipe.k)})
+    )
     scaled = need.checkpoint - least.checkpoint
     assert scaled == saved
 
@@ -386,7 +408,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, short = live_model(), live_model()
-    recipe = RecipeConfig(sequences_per_pass=6)
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, sequences_per_pass=6)
     expected = whole.gradient_step(0, batch(1, 6), [], recipe)
     tried = failing_above(short, 2, error)
     found = short.gradient_step(0, batch(1, 6), [], recipe)
@@ -403,7 +425,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_with_half_of_the_sequences(
 def test_parts_of_different_sizes_weigh_as_much_as_they_have_sequences() -> None:
     whole, parts = live_model(), live_model()
     parts.sequences_per_pass = 4
-    recipe = RecipeConfig(sequences_per_pass=5)
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, sequences_per_pass=5)
     losses = [live.gradient_step(0, batch(1, 5), [], recipe).loss for live in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     torch.testing.assert_close(whole.gradient, parts.gradient)
@@ -413,7 +435,7 @@ def test_where_not_one_sequence_fits_it_is_said_with_the_settings_that_help() ->
     live = live_model()
     failing_above(live, 0, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(MemoryShortError, match=r"one sequence of 16 tokens does not fit: .* are free\. device\."):
-        live.gradient_step(0, batch(1), [], RecipeConfig())
+        live.gradient_step(0, batch(1), [], RecipeConfig(name="distro", chunk=64, k=32))
     assert (live.gradient == 0).all()
 
 
@@ -421,4 +443,4 @@ def test_another_mistake_is_no_lack_of_memory() -> None:
     live = live_model()
     failing_above(live, 0, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        live.gradient_step(0, batch(1), [], RecipeConfig())
+        live.gradient_step(0, batch(1), [], RecipeConfig(name="distro", chunk=64, k=32))

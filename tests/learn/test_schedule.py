@@ -14,12 +14,23 @@ from hypothesis import strategies as st
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn.schedule import exact_float, learning_rate
 
-CONSTANT = RecipeConfig(learning_rate=Fraction(1, 1000), warmup_rounds=4)
+CONSTANT = RecipeConfig(name="distro", learning_rate=Fraction(1, 1000), warmup_rounds=4)
 LINEAR = RecipeConfig(
-    learning_rate=Fraction(1, 1000), schedule="linear", warmup_rounds=4, rounds=10, final_ratio=Fraction(1, 10)
+    name="distro",
+    learning_rate=Fraction(1, 1000),
+    schedule="linear",
+    warmup_rounds=4,
+    rounds=10,
+    final_ratio=Fraction(1, 10),
 )
 WSD = RecipeConfig(
-    learning_rate=Fraction(1, 1000), schedule="wsd", warmup_rounds=2, rounds=10, decay_rounds=4, final_ratio=Fraction(0)
+    name="distro",
+    learning_rate=Fraction(1, 1000),
+    schedule="wsd",
+    warmup_rounds=2,
+    rounds=10,
+    decay_rounds=4,
+    final_ratio=Fraction(0),
 )
 
 rationals = st.builds(Fraction, st.integers(1, 2**53 - 1), st.integers(1, 2**53 - 1))
@@ -33,6 +44,7 @@ def recipes(draw: st.DrawFn) -> RecipeConfig:
     decay_rounds = draw(st.integers(1, 50)) if schedule == "wsd" else 0
     stable_rounds = draw(st.integers(1, 50))
     return RecipeConfig(
+        name="distro",
         learning_rate=draw(rationals),
         schedule=schedule,
         warmup_rounds=warmup_rounds,
