@@ -1,6 +1,7 @@
 """The recipes' learning beside what others do: held-out loss against steps, against bytes, and against time on a line.
 
-    python benchmarks/learning.py [--size quick|0.8m|10m] [--only WORDS] [--json FILE] [--plot FILE] [--processes N]
+    python benchmarks/learning.py [--size quick|0.8m|10m] [--only WORDS] [--json FILE] [--figures FILE]
+        [--plot FILE] [--processes N]
 
 Simulated peers in one process take real gradients on a real corpus, the text that every Python carries, each on its own
 shard; every contribution of ours goes through the real codec, and the real exact aggregate applies it. Other systems
@@ -338,24 +339,32 @@ def line_seconds(result: dict[str, Any], steps: int, mbit: int, step_seconds: fl
     return steps * step_seconds + rounds * (result["peers"] - 1) * result["payload_bytes"] * 8 / (mbit * 1e6)
 
 
+def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each method at its best rate, the lowest loss first."""
+    rows = []
+    for method, runs in by_method(results).items():
+        losses = [one["validation_loss"] for one in runs if one["validation_loss"] is not None]
+        if losses:
+            row = {"method": method, "family": setting_of(runs[0]).family, "seeds": len(losses)}
+            row |= {name: runs[0][name] for name in ("k", "rate", "parameters", "steps", "bytes_per_peer_step")}
+            row["seconds"] = {str(mbit): line_seconds(runs[0], runs[0]["steps"], mbit) for mbit in LINES_MBIT}
+            row["deviation"] = statistics.stdev(losses) if len(losses) > 1 else None
+            rows.append(row | {"loss": statistics.mean(losses)})
+    return sorted(rows, key=lambda row: row["loss"])
+
+
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
         f"{'loss':>6} {'+-':>6} {'seeds':>5} {'rate':>7} {'bytes/step':>11} {'fp32/ours':>9} "
         + " ".join(f"{f'{mbit} Mbit/s':>11}" for mbit in LINES_MBIT)
         + "  method"
     ]
-    rows = []
-    for method, runs in by_method(results).items():
-        losses = [one["validation_loss"] for one in runs if one["validation_loss"] is not None]
-        if not losses:
-            continue
-        first, size = runs[0], runs[0]["bytes_per_peer_step"]
-        spread = statistics.stdev(losses) if len(losses) > 1 else math.nan
-        on_lines = " ".join(f"{line_seconds(first, first['steps'], mbit):9,.0f} s" for mbit in LINES_MBIT)
-        mean = statistics.mean(losses)
-        text = f"{mean:6.3f} {spread:6.3f} {len(losses):5} {first['rate']:>7} {size:11,.0f} "
-        rows.append((mean, f"{text}{4 * first['parameters'] / size:9,.0f} {on_lines}  {method}"))
-    return "\n".join(lines + [row for _, row in sorted(rows)])
+    for row in summary(results):
+        size, spread = row["bytes_per_peer_step"], math.nan if row["deviation"] is None else row["deviation"]
+        on_lines = " ".join(f"{seconds:9,.0f} s" for seconds in row["seconds"].values())
+        text = f"{row['loss']:6.3f} {spread:6.3f} {row['seeds']:5} {row['rate']:>7} {size:11,.0f} "
+        lines.append(f"{text}{4 * row['parameters'] / size:9,.0f} {on_lines}  {row['method']}")
+    return "\n".join(lines)
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -388,6 +397,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="quick", help="how large the model is, and how long it trains")
     parser.add_argument("--json", type=Path, help="where every run is kept; those that are there are not run again")
     parser.add_argument("--plot", type=Path, default=Path("out/learning.png"), help="where the plot goes")
+    parser.add_argument("--figures", type=Path, help="where the table goes as JSON, for `make pictures`")
     parser.add_argument("--only", action="append", metavar="WORDS", help="only methods described with these words")
     parser.add_argument("--seeds", type=int, default=3, help="of each family's winner")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -407,6 +417,8 @@ def main() -> None:
     print(table(shown))
     print(f"{len(shown)} runs, {time.perf_counter() - start:.0f} s")
     plot(shown, arguments.plot)
+    if arguments.figures:
+        arguments.figures.write_text(json.dumps(summary(shown), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -109,35 +109,36 @@ def loss_over_bytes(path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    found = json.loads(FIGURES.read_text())
+    rows = json.loads(FIGURES.read_text())
     figure, axes = pyplot.subplots(figsize=(8, 4.4), dpi=110, layout="constrained")
-    for place, (family, rows) in enumerate(_families(found["results"]).items()):
-        rows.sort(key=lambda row: row["bytes_per_step"])
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["family"].endswith(", 4 peers") and "late" not in row["family"]:
+            families.setdefault(row["family"].removesuffix(", 4 peers"), []).append(row)
+    for place, (family, points) in enumerate(sorted(families.items())):
+        if family.startswith("full"):
+            lowest = min(row["loss"] for row in points)
+            label = (
+                f"{points[0]['method'].split(',')[0]} with full synchronisation, {4 * points[0]['parameters']:,} bytes"
+            )
+            axes.axhline(lowest, color=f"C{place}", linestyle=":", label=label)
+            continue
+        points.sort(key=lambda row: row["bytes_per_peer_step"])
         axes.errorbar(
-            [row["bytes_per_step"] for row in rows],
-            [row["loss"] for row in rows],
-            yerr=[row["deviation"] or 0.0 for row in rows],
+            [row["bytes_per_peer_step"] for row in points],
+            [row["loss"] for row in points],
+            yerr=[row["deviation"] or 0.0 for row in points],
             color=f"C{place}", marker="o", capsize=3, linewidth=1.2, label=family,
+            linestyle="-" if family == "local muon" else "none",
         )  # fmt: skip
-        for row in rows:
-            at = (row["bytes_per_step"], row["loss"])
-            axes.annotate(row["label"], at, xytext=row["label_at"], textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
-    axes.margins(x=0.12)
     axes.set_xlabel("bytes that a peer uploads for each step")
-    axes.set_ylabel("validation loss, nats a byte")
-    axes.set_title(found["what"], fontsize=9)
+    axes.set_ylabel("held-out loss, nats a byte")
+    axes.set_title(f"{rows[0]['parameters']:,} parameters, {rows[0]['steps']} steps, 4 simulated peers", fontsize=9)
     axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7, ncols=2)
     figure.savefig(path, pil_kwargs={"optimize": True})
     pyplot.close(figure)
-
-
-def _families(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    families: dict[str, list[dict[str, Any]]] = {}
-    for row in results:
-        families.setdefault(row["family"], []).append(row)
-    return families
 
 
 if __name__ == "__main__":
