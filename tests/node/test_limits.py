@@ -104,7 +104,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     with caplog.at_level("INFO"):
         refuse_too_large(run, config_of(0))
     assert "run large needs about" in caplog.text, "what it takes is told before it is taken"
-    assert "weights 3 MB + gradient 3 MB + residual 3 MB + activations" in caplog.text
+    assert "weights 3 MB + gradient 3 MB + residual 3 MB + inner state 7 MB + activations" in caplog.text
     refuse_too_large(run, config_of(main.needed))
     with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large needs about .*weights .* Raise it"):
         refuse_too_large(run, config_of(main.needed - 1))
