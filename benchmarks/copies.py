@@ -127,7 +127,8 @@ async def a_device(preset: str, place: Path) -> tuple[RunConfig, TokenDataset, D
     tokenizer = load_tokenizer(None)
     prepare(place / "data", [text], embedded=False, tokenizer=tokenizer, held_out=0, progress=lambda *_: None)
     name = manifest_digest((place / "data" / "manifest.json").read_bytes())
-    raw = {"name": "copies", "model": {"preset": preset, "vocab_size": 256}, "recipe": {"sequences_per_pass": 1}}
+    recipe = {"name": "distro", "sequences_per_pass": 1}
+    raw = {"name": "copies", "model": {"preset": preset, "vocab_size": 256}, "recipe": recipe}
     data = TokenDataset.open(place / "data", name)
     device = await Device.open(RunConfig.model_validate(raw), DeviceConfig(name="cpu", autocast="off"), data, PEER)
     trained = device.trainer

@@ -1,8 +1,8 @@
 """Processor time of an inner step, AdamW's and Muon's, beside that of the gradient it follows.
 
-    OMP_NUM_THREADS=1 python benchmarks/inner_steps.py [--sizes 1m 10m 100m] [--sequences 4] [--turns 5]
+    OMP_NUM_THREADS=1 python benchmarks/inner_steps.py [--sizes 1m 10m 100m] [--sequences 4] [--turns 5] [--half]
 
-One thread, fp32, the presets' sequence lengths. The gradient's time grows with the sequences of a step and Muon's does
+One thread, the presets' sequence lengths. The gradient's time grows with the sequences of a step and Muon's does
 not: at the batch sizes of real training its share vanishes. Medians of turns, in which all are measured once.
 """
 
@@ -20,12 +20,12 @@ from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
 
 
-def measure(preset: str, sequences: int, turns: int) -> dict[str, float]:
+def measure(preset: str, sequences: int, turns: int, is_half: bool) -> dict[str, float]:
     """Returns the seconds of a gradient, and of a step of each inner optimizer."""
     config = ModelConfig(preset=preset)
     model = Transformer(config)
     initialise(model, 0)
-    live = LiveModel(model, autocast=False)
+    live = LiveModel(model, autocast=is_half)
     recipe = RecipeConfig(sequences_per_pass=sequences)
     batch = torch.randint(256, (sequences, config.sequence_length + 1), generator=torch.Generator().manual_seed(1))
     seconds: dict[str, list[float]] = {"gradient": [], "adamw": [], "muon": []}
@@ -48,10 +48,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["1m", "10m", "100m"])
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--half", action="store_true", help="in bf16")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for preset in arguments.sizes:
-        found = measure(preset, arguments.sequences, arguments.turns)
+        found = measure(preset, arguments.sequences, arguments.turns, arguments.half)
         gradient = found["gradient"]
         print(
             f"{found['parameters']:12,} parameters, {arguments.sequences} sequences: "

@@ -346,7 +346,7 @@ def test_the_speed_of_the_swarm_is_that_of_what_was_taken(tmp_path: Path) -> Non
     watched = Watched(tmp_path)
     assert watched.rounds.swarm_tokens_per_second is None
     watched.round()
-    tokens = 8 * 256  # a step of one pass of eight sequences
+    tokens = 10 * 8 * 256  # ten steps of one pass of eight sequences
     assert watched.rounds.swarm_tokens_per_second == 4 * tokens / 17.0
 
 
