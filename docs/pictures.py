@@ -24,7 +24,7 @@ PICTURES = ROOT / "docs" / "pictures"
 FIGURES = ROOT / "benchmarks" / "figures" / "learning.json"
 NODES, ROUNDS = 4, 150  # on the page when the picture is taken
 SCREEN = {"width": 1_200, "height": 1_180}
-COLOURS = 128  # of the picture's palette: a flat page needs no more, and weighs a third
+PALETTE = 128  # colours of the picture: a flat page needs no more, and weighs a third
 START_SECONDS, MINUTES = 300.0, 15.0
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -95,7 +95,7 @@ def photograph(url: str, path: Path) -> None:
         page.screenshot(path=path)
         browser.close()
     with Image.open(path) as image:
-        image.convert("RGB").quantize(COLOURS).save(path, optimize=True)
+        image.convert("RGB").quantize(PALETTE).save(path, optimize=True)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -109,6 +109,7 @@ def loss_over_bytes(path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
+    colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
     rows = json.loads(FIGURES.read_text())
     figure, axes = pyplot.subplots(figsize=(8, 4.4), dpi=110, layout="constrained")
     families: dict[str, list[dict[str, Any]]] = {}
@@ -121,16 +122,28 @@ def loss_over_bytes(path: Path) -> None:
             label = (
                 f"{points[0]['method'].split(',')[0]} with full synchronisation, {4 * points[0]['parameters']:,} bytes"
             )
-            axes.axhline(lowest, color=f"C{place}", linestyle=":", label=label)
+            axes.axhline(lowest, color=colours[2 * place % 20 + place // 10], linestyle=":", label=label)
             continue
         points.sort(key=lambda row: row["bytes_per_peer_step"])
+        sizes, losses = [row["bytes_per_peer_step"] for row in points], [row["loss"] for row in points]
+        bars = [row["deviation"] or 0.0 for row in points]
         axes.errorbar(
-            [row["bytes_per_peer_step"] for row in points],
-            [row["loss"] for row in points],
-            yerr=[row["deviation"] or 0.0 for row in points],
-            color=f"C{place}", marker="o", capsize=3, linewidth=1.2, label=family,
-            linestyle="-" if family == "local muon" else "none",
-        )  # fmt: skip
+            sizes,
+            losses,
+            bars,
+            color=colours[2 * place % 20 + place // 10],
+            marker="o",
+            capsize=3,
+            linestyle="",
+            label=family,
+        )
+        if family == "local muon":
+            best = [row for row in points if row["loss"] <= min(losses[: points.index(row) + 1])]
+            axes.plot(
+                [row["bytes_per_peer_step"] for row in best],
+                [row["loss"] for row in best],
+                color=colours[2 * place % 20 + place // 10],
+            )
     axes.set_xscale("log")
     axes.set_xlabel("bytes that a peer uploads for each step")
     axes.set_ylabel("held-out loss, nats a byte")
