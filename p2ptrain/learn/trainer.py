@@ -138,6 +138,11 @@ class Trainer:
         self._lock = Lock()  # guards `_unpacked`: payloads are checked while a round trains
         self._trained: int | None = None  # the round whose steps are done but not contributed yet
 
+    @property
+    def drift(self) -> float | None:
+        """Norm of what the last round's local steps moved, over that of the weights; None without local steps."""
+        return self.recipe.drift
+
     def positions_for(self, round_number: int, place: int, places: int) -> Positions:
         """Returns the sequences that `train` uses, in its order."""
         recipe = self.run.recipe

@@ -60,14 +60,15 @@ class Device:
         self.loss: float | None = None  # mean of the last round trained here
         self.step = 0  # within the current training
         self.steps = 0  # of the last round trained here
+        self.drift: float | None = None  # how far they moved the weights, as a share of their norm
         self.training_seconds = 0.0
         self.tokens = 0
         self.not_finite = 0  # trainings that failed because a loss or gradient was not finite
         self.adopted = 0  # states adopted
         self.trained = 0  # the number of the last training that the trainer's state includes
         self._to_repeat: deque[Trained] = deque()
-        # Name and payload of each repeated training, by round, while its contribution is kept.
-        self._repeated: dict[int, tuple[Trained, bytes, bytes]] = {}
+        # Name, payload and steps of each repeated training, by round, while its contribution is kept.
+        self._repeated: dict[int, tuple[Trained, bytes, bytes, int]] = {}
         self._wrong: tuple[int, list[bytes]] | None = None  # the round of a wrong state, and its leaves
         self.is_stopping = False  # training ends after the current step
         self.threads = threads  # of torch, for the next training; 0: unchanged
@@ -142,9 +143,9 @@ class Device:
     ) -> tuple[bytes, bytes, Trained | None]:
         self._repeat()
         if number in self._repeated:  # the node was killed between training and announcing it
-            before, name, payload = self._repeated[number]
+            before, name, payload, steps = self._repeated[number]
             if (before.base_round, before.place, before.places) == (self.trainer.round, place, places):
-                self.steps = before.steps or self.trainer.run.recipe.local_steps
+                self.steps = steps
                 return name, payload, None
         _use_threads(self.threads)
         payload = self._train_now(number, place, places, outstanding)
@@ -178,11 +179,13 @@ class Device:
             self._to_repeat.clear()
             return
         name = payload_digest(payload)
-        self._repeated[each.round] = each, name, payload
+        self._repeated[each.round] = each, name, payload, self.steps
         if name.hex() != each.payload:
             log.warning("the training of round %d came out differently than before the restart", each.round)
 
-    def _train_now(self, number: int, place: int, places: int, outstanding: frozenset[int], steps: int = 0) -> bytes:
+    def _train_now(
+        self, number: int, place: int, places: int, outstanding: frozenset[int], steps: int | None = None
+    ) -> bytes:
         for kept in self.trainer.kept_rounds:
             if kept not in outstanding:  # from a checkpoint; the node ended before it was announced or returned
                 self._give_back(kept)
@@ -197,6 +200,7 @@ class Device:
             raise
         payload = authored(self.me, self.trainer.contribute(number))
         self.loss, self.steps = sum(result.loss for result in results) / len(results), len(results)
+        self.drift = self.trainer.drift
         tokens = sum(result.tokens for result in results)
         seconds = perf_counter() - before - self._rested
         self._rates.append(tokens / max(seconds, 1e-9))
@@ -208,14 +212,17 @@ class Device:
         self._repeated.pop(number, None)
         self.trainer.restore(number)
 
-    def _note_step(self, number: int, steps: int, result: StepResult) -> bool:
-        """Rests if it has to, and returns whether to take another step; `steps`: of a training that is repeated."""
+    def _note_step(self, number: int, steps: int | None, result: StepResult) -> bool:
+        """Rests if it has to, and returns whether to take another step.
+
+        steps: of a training that is repeated, 0 if all; None: as many as fit the pace
+        """
         self.step += 1
         if self.is_stopping:
             raise StoppedError("the node ends")
         now, percent = perf_counter(), self.percent
         self._owed, self._stepped_at = rest_seconds(now - self._stepped_at, percent), now
-        goes_on = self.step != steps if steps else self._takes_another(number, now)
+        goes_on = self._takes_another(number, now) if steps is None else self.step != steps
         if goes_on and percent < 100 and self.step < self.trainer.run.recipe.local_steps:
             self._rested += self._rest(self._owed)
             self._owed, self._stepped_at = 0.0, perf_counter()
