@@ -10,9 +10,9 @@ where that time goes. `overlap`: the same with `overlap_rounds = 1`, and the sha
 three times. `bytes`: four nodes with payloads of 1 MB, and with tiny ones. `sizes`: tiny models, from 4 to 24 nodes:
 bytes, pace and memory a node. `slow`: one of four nodes is ten times slower (`p2ptrain limit --percent 10`) in a run
 with ten local steps, of which it takes as many as fit: the share of rounds that take its contribution, tokens over what
-the four would train alone, and the length of a round beside that of the three without it. --passes: passes of a
-training step, so that it takes 2-4 s. --keep: do not remove the nodes' directories, whose logs daemon_logs.py reads.
---quick: see that it runs.
+the four would train alone, the share of time in which rounds waited for it alone, and the length of a round beside that
+of the three without it (which have the whole machine). --passes: passes of a training step, so that it takes 2-4 s.
+--keep: do not remove the nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
 
 The phases of a round come from the daemons' logs (daemon_logs.py). Bytes are those of the TCP connections of each p2pd,
 as the kernel counts them (`ss -tinp`), before headers of TCP and IP.
@@ -203,7 +203,11 @@ def slow(arguments: argparse.Namespace) -> dict[str, Any]:
         swarm.nodes.remove(last)
         assert last.process is not None
         last.process.wait(START_SECONDS)
+        last_of_four = swarm.round
         found["without"] = over_rounds(swarm, arguments.rounds, {})
+        swarm.stop()
+        lives = [life_in(node.directory) for node in (*swarm.nodes, last)]
+        found["slow"]["waited for it alone"] = round(waited_alone(lives, last_of_four), 4)
     for name, row in found.items():
         if isinstance(row, dict):
             print(f"  {name:<8}" + "  ".join(f"{key} {value}" for key, value in row.items()))
@@ -211,6 +215,21 @@ def slow(arguments: argparse.Namespace) -> dict[str, Any]:
     found["round over that without it"] = round(longer, 3)
     print(f"  a round takes {longer:.3f} of one without the slow node")
     return found
+
+
+def waited_alone(lives: list[Life], last: int) -> float:
+    """Returns the share of time in which rounds up to this one waited only for the last of these nodes."""
+    *others, slow_one = lives
+    waited = whole = 0.0
+    for number, manifest in slow_one.manifests.items():
+        began = min((life.asked_to_train[number] for life in lives if number in life.asked_to_train), default=None)
+        by = [life.trained[number] for life in others if number in life.trained]
+        if began is None or not WARM_UP_ROUNDS < number <= last or len(by) < len(others):
+            continue
+        whole += slow_one.decided[number] - began
+        if slow_one.key in {taken.author for taken in manifest.taken}:
+            waited += max(0.0, slow_one.trained.get(number, 0.0) - max(by))
+    return waited / whole
 
 
 def over_rounds(swarm: Swarm, rounds: int, shares: dict[str, float]) -> dict[str, Any]:
