@@ -295,19 +295,11 @@ class Status(Answer):
             text="Counts of other events, by name; the names come from the code."
         )
     ] = Field(description="counts of events, by name, since this start")  # fmt: skip
-    staleness: Annotated[
-        dict[str, int],
-        Figure(
-            "contributions by rounds of delay",
-            metric="taken_contributions",
-            kind="counter",
-            label="staleness_rounds",
-            text="Contributions that rounds took, by the rounds between the state they were trained from and that one.",
-        ),
-    ] = Field(
-        description="contributions that rounds took since this start, by the number of rounds between the state that "
-        "they were trained from and the round: 0 if none lies between"
-    )
+    staleness: Annotated[dict[str, int], Figure(
+        "contributions by rounds of delay", metric="taken_contributions", kind="counter", label="staleness_rounds",
+        text="Contributions that rounds took, by the rounds between the state they were trained from and that one.",
+    )] = Field(description="contributions that rounds took since this start, by the number of rounds between the state "
+               "that they were trained from and the round: 0 if none lies between")  # fmt: skip
     observed: Annotated[
         dict[str, int],
         Figure(
