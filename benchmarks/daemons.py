@@ -1,15 +1,18 @@
 """The cost of real daemons on one machine: time from training to the next state, time to join, bytes, memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/daemons.py [apply] [overlap] [join] [bytes] [sizes] [--rounds N] [--passes N]
-        [--nodes N ...] [--keep] [--json FILE] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/daemons.py [apply] [overlap] [join] [bytes] [sizes] [slow] [--rounds N]
+        [--passes N] [--nodes N ...] [--keep] [--json FILE] [--quick]
 
 Each node is `p2ptrain start` or `p2ptrain join` in a process of its own with its own p2pd, training on one thread.
 `apply`: four nodes, 1M parameters: from the last announcement of a round to the last node that has applied it, and
 where that time goes. `overlap`: the same with `overlap_rounds = 1`, and the share of time in which a node trains.
 `join`: a fourth node joins three, from the start of its process to the first manifest that takes a contribution of its;
 three times. `bytes`: four nodes with payloads of 1 MB, and with tiny ones. `sizes`: tiny models, from 4 to 24 nodes:
-bytes, pace and memory a node. --passes: passes of a training step, so that it takes 2-4 s. --keep: do not remove the
-nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
+bytes, pace and memory a node. `slow`: one of four nodes is ten times slower (`p2ptrain limit --percent 10`) in a run
+with ten local steps, of which it takes as many as fit: the share of rounds that take its contribution, tokens over what
+the four would train alone, the share of time in which rounds waited for it alone, and the length of a round beside that
+of the three without it (which have the whole machine). --passes: passes of a training step, so that it takes 2-4 s.
+--keep: do not remove the nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
 
 The phases of a round come from the daemons' logs (daemon_logs.py). Bytes are those of the TCP connections of each p2pd,
 as the kernel counts them (`ss -tinp`), before headers of TCP and IP.
@@ -37,6 +40,7 @@ import psutil
 from daemon_logs import WARM_UP_ROUNDS, Life, life_in, report_phases
 
 from p2ptrain.demo import DemoNode
+from p2ptrain.node.control import ask
 
 RUN = """\
 name = "benchmark"
@@ -53,10 +57,12 @@ probation_rounds = 1
 ONE_MILLION = 'preset = "1m"'
 TINY = "dim = 64\nlayers = 2\nheads = 2\nkv_heads = 2\nffn_dim = 128\nsequence_length = 64"
 LARGE_PAYLOADS = "dim = 256\nlayers = 8\nheads = 4\nkv_heads = 2\nffn_dim = 512\nsequence_length = 32"
-PARTS = ("apply", "overlap", "join", "bytes", "sizes")
+PARTS = ("apply", "overlap", "join", "bytes", "sizes", "slow")
 START_SECONDS = 240.0  # until a node answers: two dozen imports of torch share two cores
 ROUND_SECONDS = 120.0  # without a new round something is broken
 STOP_SECONDS = 20.0
+LOCAL_STEPS = 10
+PERCENT = 10  # of its time in which the slow node trains
 POLL_SECONDS = 0.5
 
 
@@ -179,6 +185,80 @@ def measure_rounds(arguments: argparse.Namespace, agreement: str) -> dict[str, A
     result["training_shares"] = shares
     print("share of time in which a node trains: " + ", ".join(f"{share:.1%}" for share in shares))
     return result
+
+
+# ---------------------------------------------------------------------------------------------------
+# A slow node
+
+
+def slow(arguments: argparse.Namespace) -> dict[str, Any]:
+    settings = recipe(arguments.passes, name='"local"', local_steps=LOCAL_STEPS, inner_learning_rate='"1/200"')
+    found: dict[str, Any] = {"local_steps": LOCAL_STEPS, "percent": PERCENT}
+    with swarm_of(4, arguments.keep, recipe=settings) as swarm:
+        swarm.start()
+        *_, last = swarm.nodes
+        ask(last.directory, {"do": "limit", "percent": PERCENT})
+        found["slow"] = over_rounds(swarm, arguments.rounds, {last.name: PERCENT / 100})
+        last.end(signal.SIGTERM)
+        swarm.nodes.remove(last)
+        assert last.process is not None
+        last.process.wait(START_SECONDS)
+        last_of_four = swarm.round
+        found["without"] = over_rounds(swarm, arguments.rounds, {})
+        swarm.stop()
+        lives = [life_in(node.directory) for node in (*swarm.nodes, last)]
+        found["slow"]["waited for it alone"] = round(waited_alone(lives, last_of_four), 4)
+    for name, row in found.items():
+        if isinstance(row, dict):
+            print(f"  {name:<8}" + "  ".join(f"{key} {value}" for key, value in row.items()))
+    longer = found["slow"]["round seconds"] / found["without"]["round seconds"]
+    found["round over that without it"] = round(longer, 3)
+    print(f"  a round takes {longer:.3f} of one without the slow node")
+    return found
+
+
+def waited_alone(lives: list[Life], last: int) -> float:
+    """Returns the share of time in which rounds up to this one waited only for the last of these nodes."""
+    *others, slow_one = lives
+    waited = whole = 0.0
+    for number, manifest in slow_one.manifests.items():
+        began = min((life.asked_to_train[number] for life in lives if number in life.asked_to_train), default=None)
+        by = [life.trained[number] for life in others if number in life.trained]
+        if began is None or not WARM_UP_ROUNDS < number <= last or len(by) < len(others):
+            continue
+        whole += slow_one.decided[number] - began
+        if slow_one.key in {taken.author for taken in manifest.taken}:
+            waited += max(0.0, slow_one.trained.get(number, 0.0) - max(by))
+    return waited / whole
+
+
+def over_rounds(swarm: Swarm, rounds: int, shares: dict[str, float]) -> dict[str, Any]:
+    """Lets rounds pass; `shares` are the nodes' shares of the time in which they may train, 1 if not named."""
+    swarm.pass_rounds(WARM_UP_ROUNDS)
+
+    def look() -> list[dict[str, float]]:
+        keys = ("tokens", "training_seconds", "applied_round")
+        taken = [node.status["counters"].get("contributions taken", 0) for node in swarm.nodes]
+        return [{key: node.status[key] for key in keys} | {"taken": count}
+                for node, count in zip(swarm.nodes, taken, strict=True)]  # fmt: skip
+
+    before, began = look(), monotonic()
+    swarm.pass_rounds(rounds)
+    took, after = monotonic() - began, look()
+    since = [{key: now[key] - then[key] for key in now} for then, now in zip(before, after, strict=True)]
+    alone = sum(
+        each["tokens"] / each["training_seconds"] * shares.get(node.name, 1.0)
+        for node, each in zip(swarm.nodes, since, strict=True)
+        if each["training_seconds"]
+    )
+    return {
+        "round seconds": round(took / since[0]["applied_round"], 2),
+        "share of rounds with a contribution of each": [
+            round(each["taken"] / each["applied_round"], 3) for each in since
+        ],
+        "tokens a round of each": [round(each["tokens"] / each["applied_round"]) for each in since],
+        "tokens over those alone": round(sum(each["tokens"] for each in since) / took / alone, 3),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -403,6 +483,8 @@ def main() -> None:
                 found[part] = join(arguments)
             case "bytes":
                 found[part] = bytes_(arguments)
+            case "slow":
+                found[part] = slow(arguments)
             case _:
                 found[part] = sizes(arguments)
         if arguments.json:

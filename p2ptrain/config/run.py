@@ -25,7 +25,10 @@ from p2ptrain.errors import ConfigError, RemoteProtocolError
 PROTOCOL_VERSION: Final = 2
 # Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
-LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {("recipe", "inner"): "adamw"}
+LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
+    ("recipe", "inner"): "adamw",
+    ("recipe", "local_steps_min"): 0,
+}
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
@@ -136,21 +139,23 @@ _ONE_GRADIENT: dict[str, object] = {  # retuned on small models (LOG.md); their 
     "chunk": 32,
     "k": 8,
     "local_steps": 1,
+    "local_steps_min": 0,
     "inner": "adamw",
     "learning_rate": Fraction(1, 1000),
 }
+_NO_FEWER = Limit(0, "takes one step per round, never fewer", "use 0 or recipe local")
 RECIPES: dict[str, RecipeSpec] = {
     "distro": RecipeSpec(
         kind="gradient",
         is_scaled=False,
         defaults=_ONE_GRADIENT | {"value_bits": 1, "outer": "sign"},
-        limits={"value_bits": _SIGNS_ALONE, "local_steps": _ONE_STEP},
+        limits={"value_bits": _SIGNS_ALONE, "local_steps": _ONE_STEP, "local_steps_min": _NO_FEWER},
     ),
     "demo": RecipeSpec(
         kind="gradient",
         is_scaled=True,
         defaults=_ONE_GRADIENT | {"value_bits": 3, "outer": "normalised"},
-        limits={"value_bits": _FOUR_BITS, "local_steps": _ONE_STEP},
+        limits={"value_bits": _FOUR_BITS, "local_steps": _ONE_STEP, "local_steps_min": _NO_FEWER},
     ),
     "local": RecipeSpec(
         kind="local",
@@ -176,7 +181,10 @@ class RecipeConfig(Section):
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
     sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
     passes_per_step: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
-    local_steps: int = Field(10, ge=1, le=65_536, description="steps of a round")
+    local_steps: int = Field(10, ge=1, le=65_536, description="steps of a round, at most")
+    local_steps_min: int = Field(
+        1, ge=0, le=65_536, description="fewest steps of a round, on a machine slower than most; 0: always local_steps"
+    )
     inner: Literal["muon", "adamw"] = Field("muon", description="optimizer of the local steps")
     inner_learning_rate: Rational = Field(
         Fraction(1, 100), ge=0, description="highest rate of the local steps, of both optimizers"
@@ -226,6 +234,10 @@ class RecipeConfig(Section):
         for key, limit in self.spec.limits.items():
             if (value := getattr(self, key)) > limit.most:
                 raise ValueError(f"{key} = {value}: recipe {self.name} {limit.why}, {limit.fix}")
+        if self.local_steps_min > self.local_steps:
+            raise ValueError(
+                f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}: lower it"
+            )
         if self.learning_rate * self.weight_decay > 1:
             raise ValueError("learning_rate * weight_decay is above 1: weights would change sign, lower weight_decay")
         if self.schedule == "constant" and (self.decay_rounds or self.rounds):

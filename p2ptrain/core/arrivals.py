@@ -6,6 +6,10 @@ contribution counts with its true time. The deadline is the members' median arri
 absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Authors that are expected later, or were
 silent last time, are not waited for, so a straggler or a crash costs the others nothing. A member never heard from
 gets three times the median, once: with less, empty rounds would pass before every slow contribution.
+
+The pace of a swarm whose machines take fewer local steps where they are slow (pace.py) is the median of the arrivals
+that there would have been, had everyone taken all of them; otherwise fewer steps would make the pace faster, and a
+faster pace steps fewer. The numbers of steps are claims; less than half of them cannot move a median beyond the others.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ class Arrivals:
         self.starts: dict[int, float] = {}
         self.offsets: dict[bytes, float] = {}
         self.noted: dict[bytes, int] = {}  # by author: the newest round, so that repeats do not count
+        self.steps: dict[bytes, int] = {}  # by author: local steps behind that contribution, as claimed
+        self.count = 0  # contributions noted
 
     def begin(self, number: int, now: float) -> None:
         """Records the start of a round."""
@@ -36,11 +42,12 @@ class Arrivals:
         if len(self.starts) > STARTS_MAX:
             del self.starts[min(self.starts)]
 
-    def note(self, author: bytes, number: int, now: float) -> None:
-        """Records the arrival of a contribution."""
+    def note(self, author: bytes, number: int, now: float, steps: int = 0) -> None:
+        """Records the arrival of a contribution, and how many local steps it claims."""
         if number <= self.noted.get(author, 0):  # only the first arrival counts: anyone can repeat it later
             return
-        self.noted[author] = number
+        self.noted[author], self.steps[author] = number, steps
+        self.count += 1
         start = self.starts.get(number)
         if start is not None:
             self.offsets[author] = now - start
@@ -58,6 +65,7 @@ class Arrivals:
         kept = set(authors)
         self.offsets = {author: offset for author, offset in self.offsets.items() if author in kept}
         self.noted = {author: number for author, number in self.noted.items() if author in kept}
+        self.steps = {author: steps for author, steps in self.steps.items() if author in kept}
 
     def patience(self, members: Iterable[bytes]) -> tuple[float | None, float]:
         """Returns how long after a round's start to wait for known members (None if there are none) and for others."""
@@ -68,6 +76,19 @@ class Arrivals:
         deviation = median(abs(offset - middle) for offset in known)
         usual = min(middle + max(DEVIATIONS * deviation, SLACK * middle), STRANGERS * middle)
         return usual, STRANGERS * middle
+
+    def pace(self, others: Iterable[bytes], steps_max: int) -> float | None:
+        """Returns how long after a round's start the median of the others would contribute, if all took all steps.
+
+        None if half of them or fewer have been heard. A claim of no steps, or of more than there are, counts as all.
+        """
+        found, count = [], 0
+        for other in others:
+            count += 1
+            offset, steps = self.offsets.get(other, SILENT), self.steps.get(other, 0)
+            if 0.0 < offset < SILENT:  # 0: of a round that had not begun here
+                found.append(offset * steps_max / steps if 0 < steps < steps_max else offset)
+        return median(found) if 2 * len(found) > count else None
 
     def is_in_time(self, author: bytes, members: Iterable[bytes]) -> bool:
         """Whether the author's last contribution was early enough to wait for its next one."""

@@ -286,6 +286,14 @@ class Train(Struct, frozen=True, tag=True):
     unsettled: tuple[int, ...] = ()  # rounds whose own contribution may still be taken, or is yet to be applied
 
 
+class Pace(Struct, frozen=True, tag=True):
+    """Let the training of this round take as many steps as fit (pace.py). Both times are from now."""
+
+    round: int
+    usual: float = 0.0  # seconds until the others usually contribute; 0: they have, or the round is over
+    last: float = 0.0  # seconds until they wait no longer
+
+
 class Apply(Struct, frozen=True, tag=True):
     """Apply a manifest, whose payloads are all here, and forget this node's contributions that it takes."""
 
@@ -346,6 +354,7 @@ Effect: TypeAlias = (
     | Ask
     | Fetch
     | Train
+    | Pace
     | Apply
     | Return
     | NoteWrongState

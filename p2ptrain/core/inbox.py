@@ -197,7 +197,7 @@ class Inbox:
                 arrivals = node.context.arrivals
                 if message.round > arrivals.noted.get(author, 0):  # not just a repetition by a peer
                     self.context.tallies.of(author).late += 1
-                    arrivals.note(author, message.round, self.context.now)
+                    arrivals.note(author, message.round, self.context.now, message.steps)
                     node.here.heard_late(author)
             return
         self._offer(sender, received, asked_for, payload_good)
@@ -248,7 +248,7 @@ class Inbox:
             context.tallies.refuse(message.author, Refusal.BAD_PAYLOAD)
             context.reputation.note(message.author, Reason.MALFORMED, context.now)
             return
-        node.context.arrivals.note(message.author, message.round, context.now)
+        node.context.arrivals.note(message.author, message.round, context.now, message.steps)
         if is_ripe or node.chain.state.may_take(message, node.context.offers.staleness):
             node.here.offer_held(message.author)
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context
-from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Return, Train, TrainingFinished
+from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Pace, Return, Train, TrainingFinished
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
+from p2ptrain.core.pace import pace_of
 from p2ptrain.core.round import Round
 
 REPLAY_ROUNDS_MAX = 32  # above this, fetching the state is cheaper than fetching every round's payloads; a guess
@@ -41,6 +42,8 @@ class Training:
     base_root: bytes
     began: float
     is_useful: bool = True  # False once its base is no longer on our chain
+    is_paced: bool = False  # the device knows the others' pace
+    is_over: bool = False  # and that its round has passed
 
 
 class LocalWork:
@@ -52,7 +55,7 @@ class LocalWork:
         self.roots = {applied_round: applied_root} if applied_root else {}  # our own, by round
         self.applying: Manifest | None = None
         self.training: Training | None = None
-        self.training_seconds = 0.0  # duration of our last training
+        self.training_seconds = 0.0  # of our last training, or of its least steps if it might have taken fewer
         self.passed = (b"", 0)  # branch and round that we skipped last, because we would have been too late
         self.passed_until = 0.0  # until then, skip it even if nobody else has contributed
         self.look_at: float | None = None  # when to reconsider training
@@ -135,6 +138,7 @@ class LocalWork:
             elif self.applying is None and self.applied_round < self.chain.state.round:
                 self._apply_next()
         self._train()
+        self._tell_pace()
 
     def _apply_next(self) -> None:
         state = self.chain.state
@@ -265,6 +269,28 @@ class LocalWork:
             return True
         return any(context.offers.has_from(author, state) for author in context.offers.by_author)
 
+    def _tell_pace(self) -> None:
+        """Tells the device the others' pace once it is known, and when the round of the training is over."""
+        training, context = self.training, self.context
+        recipe, arrivals = context.run.recipe, context.arrivals
+        if training is None or training.is_over or not recipe.local_steps_min:
+            return
+        number, state = training.round, self.chain.state
+        if not training.is_useful or number <= state.round:
+            self.training = replace(training, is_over=True)
+            context.emit(Pace(number))
+        elif not training.is_paced and number in arrivals.starts:
+            others = [key for key in state.members if key != context.me]
+            if (seconds := arrivals.pace(others, recipe.local_steps)) is not None:
+                self.training = replace(training, is_paced=True)
+                context.emit(pace_of(number, arrivals.starts[number], seconds, context.now))
+
+    @property
+    def arrivals_counted(self) -> int:
+        """The arrivals so far, while the next one may let us tell the pace."""
+        is_waiting = self.training is not None and not self.training.is_paced
+        return self.context.arrivals.count if is_waiting and self.context.run.recipe.local_steps_min else 0
+
     def finished(self, event: TrainingFinished, here: Round) -> None:
         """Announces the trained contribution, if it may still be taken."""
         training = self.training
@@ -272,7 +298,9 @@ class LocalWork:
             return
         self.training = None
         state, context = self.chain.state, self.context
-        self.training_seconds = context.now - training.began
+        recipe, seconds = context.run.recipe, context.now - training.began
+        fewest = (recipe.local_steps_min or recipe.local_steps) / (event.steps or recipe.local_steps)
+        self.training_seconds = seconds * min(1.0, fewest)
         announcement = Announcement(
             state.branch,
             event.round,
@@ -309,7 +337,7 @@ class LocalWork:
         self.context.payloads.mine(announcement)
         self.context.offers.add(received)
         context.tallies.of(context.me).offered += 1
-        self.context.arrivals.note(context.me, event.round, context.now)
+        self.context.arrivals.note(context.me, event.round, context.now, event.steps)
         context.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
 

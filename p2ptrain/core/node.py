@@ -163,6 +163,7 @@ class Node:
             agreement.timer,
             agreement.views[agreement.view].proposal,
             len(self.context.requests.by_name),
+            self.work.arrivals_counted,
             self.context.payloads.deadline,
             catching_up.deadline,
             catching_up.is_behind,

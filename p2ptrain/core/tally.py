@@ -19,6 +19,7 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import ADMITTED_MAX
 
 AUTHORS_MAX = 2 * ADMITTED_MAX  # admitted authors, and as many former ones
+STALENESS_MAX = 64  # rounds that are told apart; more count as these
 
 
 class Refusal(Enum):
@@ -43,6 +44,7 @@ class Tallies:
 
     def __init__(self) -> None:
         self.by_author: dict[bytes, Tally] = {}
+        self.staleness: dict[int, int] = {}  # contributions applied, by the rounds between their base and their round
 
     def of(self, author: bytes) -> Tally:
         tally = self.by_author.get(author)
@@ -58,6 +60,8 @@ class Tallies:
         """Counts the contributions that a manifest applies."""
         for taken in manifest.taken:
             self.of(taken.author).applied += 1
+            rounds = min(max(0, manifest.round - 1 - taken.base_round), STALENESS_MAX)
+            self.staleness[rounds] = self.staleness.get(rounds, 0) + 1
 
     def forget(self, admitted: Container[bytes]) -> None:
         """Drops enough authors that are no longer admitted to leave room for those that are."""
@@ -67,4 +71,7 @@ class Tallies:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of each buffer."""
-        return {"authors tallied": (len(self.by_author), AUTHORS_MAX)}
+        return {
+            "authors tallied": (len(self.by_author), AUTHORS_MAX),
+            "staleness counted": (len(self.staleness), STALENESS_MAX + 1),
+        }

@@ -151,6 +151,11 @@ class NodeView:
         return dict(sorted(self._node.context.counters.items()))
 
     @property
+    def staleness(self) -> dict[int, int]:
+        """How many contributions rounds took since the start, by the rounds between their base and that round."""
+        return dict(sorted(self._node.context.tallies.staleness.items()))
+
+    @property
     def observed(self) -> dict[str, int]:
         """How often each reason (reputation.py) was noted since the start."""
         return dict(sorted(self._node.context.reputation.counters().items()))

@@ -159,6 +159,7 @@ class Recipe(Protocol):
 
     residual: Residual
     agreed: Tensor  # [parameters] the flat master weights, which the trainer updates in place
+    drift: float | None  # norm of what the last round's steps moved, over that of the weights; None: they move nothing
 
     def begin(self, round_number: int) -> None:
         """Starts a round from the agreed weights."""
@@ -185,6 +186,7 @@ class GradientRecipe:
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live
         self.agreed = live.weights  # only the agreed update ever changes them
+        self.drift: float | None = None  # the steps move nothing
         self.residual = Residual(layout, live.weights.device)
 
     def begin(self, round_number: int) -> None:
@@ -213,6 +215,7 @@ class LocalRecipe:
         self.residual = Residual(layout, live.weights.device)
         self.inner = INNER_OPTIMIZERS[config.inner](config, live)
         self.rate = 0.0
+        self.drift: float | None = None
         self._is_moved = False  # whether the live weights are how far this round's steps have moved
 
     def begin(self, round_number: int) -> None:
@@ -228,6 +231,8 @@ class LocalRecipe:
     def end(self) -> None:
         torch.sub(self.agreed, self.live.weights, out=self.live.weights)
         self._is_moved = True
+        moved, base = (float(torch.linalg.vector_norm(each)) for each in (self.live.weights, self.agreed))
+        self.drift = moved / base if base else None
 
     def contribute(self, round_number: int) -> Contribution:
         assert self._is_moved, "a round's steps end before they are contributed"

@@ -138,6 +138,11 @@ class Trainer:
         self._lock = Lock()  # guards `_unpacked`: payloads are checked while a round trains
         self._trained: int | None = None  # the round whose steps are done but not contributed yet
 
+    @property
+    def drift(self) -> float | None:
+        """Norm of what the last round's local steps moved, over that of the weights; None without local steps."""
+        return self.recipe.drift
+
     def positions_for(self, round_number: int, place: int, places: int) -> Positions:
         """Returns the sequences that `train` uses, in its order."""
         recipe = self.run.recipe
@@ -150,9 +155,12 @@ class Trainer:
         round_number: int,
         place: int,
         places: int,
-        on_step: Callable[[StepResult], None] = lambda result: None,
+        on_step: Callable[[StepResult], bool | None] = lambda result: None,
     ) -> list[StepResult]:
-        """Takes the round's local steps as the node at `place` of `places` in the roster."""
+        """Takes the round's local steps as the node at `place` of `places` in the roster.
+
+        `on_step` is called after each; if it returns False, that was the last one.
+        """
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
         positions = self.positions_for(round_number, place, places)
@@ -164,7 +172,8 @@ class Trainer:
             with told("training", self.device):
                 batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
                 results.append(self.recipe.local_step(step, batch, chosen.tolist()))
-            on_step(results[-1])
+            if on_step(results[-1]) is False:
+                break
         self.recipe.end()
         self._trained = round_number
         return results

@@ -6,7 +6,7 @@ of training.
 
 After a restart the trainer is at its checkpoint, and the core has it apply the rounds since then. The trainings in
 between are repeated, each from the state it started from, so that the residual, which this node has not sent yet,
-is the same bit for bit.
+is the same bit for bit: with as many steps as they took then, whatever the swarm's pace is now (core/pace.py).
 
 If a state came out wrong, the digests of its pieces are kept until its round has been applied again from a correct
 state: then the log can name the wrong pieces, even if no peer has kept the state of that round.
@@ -19,6 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter, sleep
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ import torch
 
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
+from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult
@@ -57,20 +59,25 @@ class Device:
         self.trainer, self.me = trainer, me
         self.loss: float | None = None  # mean of the last round trained here
         self.step = 0  # within the current training
+        self.steps = 0  # of the last round trained here
+        self.drift: float | None = None  # how far they moved the weights, as a share of their norm
         self.training_seconds = 0.0
         self.tokens = 0
         self.not_finite = 0  # trainings that failed because a loss or gradient was not finite
         self.adopted = 0  # states adopted
         self.trained = 0  # the number of the last training that the trainer's state includes
         self._to_repeat: deque[Trained] = deque()
-        # Name and payload of each repeated training, by round, while its contribution is kept.
-        self._repeated: dict[int, tuple[Trained, bytes, bytes]] = {}
+        # Name, payload and steps of each repeated training, by round, while its contribution is kept.
+        self._repeated: dict[int, tuple[Trained, bytes, bytes, int]] = {}
         self._wrong: tuple[int, list[bytes]] | None = None  # the round of a wrong state, and its leaves
         self.is_stopping = False  # training ends after the current step
         self.threads = threads  # of torch, for the next training; 0: unchanged
         self.percent = 100  # share of the training time in which the device works; it rests between steps
         self._stepped_at = 0.0  # when the last step ended
         self._owed = self._rested = 0.0  # seconds of rest still due, and taken in this training
+        self._began = 0.0  # when this training did
+        self._pace = (-1, 0.0, 0.0)  # a round, and when the others usually contribute to it, and no longer wait
+        self._is_cut = False  # whether this training ended before all local steps
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = thread or ThreadPoolExecutor(1, "trainer")
         self._check_thread = ThreadPoolExecutor(1, "check")
@@ -87,6 +94,11 @@ class Device:
 
     def set_percent(self, percent: int) -> None:
         self.percent = percent
+
+    def keep_pace(self, number: int, usual: float, last: float) -> None:
+        """Lets the training of this round take as many steps as fit; `usual` and `last` are seconds from now."""
+        now = perf_counter()
+        self._pace = number, now + usual, now + last
 
     def stop_training(self) -> None:
         self.is_stopping = True
@@ -131,15 +143,17 @@ class Device:
     ) -> tuple[bytes, bytes, Trained | None]:
         self._repeat()
         if number in self._repeated:  # the node was killed between training and announcing it
-            before, name, payload = self._repeated[number]
+            before, name, payload, steps = self._repeated[number]
             if (before.base_round, before.place, before.places) == (self.trainer.round, place, places):
+                self.steps = steps
                 return name, payload, None
         _use_threads(self.threads)
         payload = self._train_now(number, place, places, outstanding)
         self.trained += 1
         base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload)
         threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_per_pass
-        noted = Trained(self.trained, number, base, place, places, still, name.hex(), threads, sequences)
+        steps = self.steps if self._is_cut else 0
+        noted = Trained(self.trained, number, base, place, places, still, name.hex(), threads, sequences, steps)
         return name, payload, noted
 
     def repeat(self, trainings: Iterable[Trained], last: int) -> None:
@@ -159,31 +173,34 @@ class Device:
         _use_threads(each.threads)
         self.trainer.live.set_sequences_per_pass(each.sequences_per_pass)
         try:
-            payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding))
+            payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding), each.steps)
         except (DataError, MemoryShortError, TrainingError) as error:
             log.warning("the training of round %d cannot be repeated: %s", each.round, error)
             self._to_repeat.clear()
             return
         name = payload_digest(payload)
-        self._repeated[each.round] = each, name, payload
+        self._repeated[each.round] = each, name, payload, self.steps
         if name.hex() != each.payload:
             log.warning("the training of round %d came out differently than before the restart", each.round)
 
-    def _train_now(self, number: int, place: int, places: int, outstanding: frozenset[int]) -> bytes:
+    def _train_now(
+        self, number: int, place: int, places: int, outstanding: frozenset[int], steps: int | None = None
+    ) -> bytes:
         for kept in self.trainer.kept_rounds:
             if kept not in outstanding:  # from a checkpoint; the node ended before it was announced or returned
                 self._give_back(kept)
-        self.step = 0
+        self.step, self._is_cut = 0, False
         self._rest(self._owed - (perf_counter() - self._stepped_at))  # idle time since the last round counts
         self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
-        before = self._stepped_at
+        before = self._began = self._stepped_at
         try:
-            results = self.trainer.train(number, place, places, self._note_step)
+            results = self.trainer.train(number, place, places, partial(self._note_step, number, steps))
         except TrainingError:
             self.not_finite += 1
             raise
         payload = authored(self.me, self.trainer.contribute(number))
-        self.loss = sum(result.loss for result in results) / len(results)
+        self.loss, self.steps = sum(result.loss for result in results) / len(results), len(results)
+        self.drift = self.trainer.drift
         tokens = sum(result.tokens for result in results)
         seconds = perf_counter() - before - self._rested
         self._rates.append(tokens / max(seconds, 1e-9))
@@ -195,15 +212,31 @@ class Device:
         self._repeated.pop(number, None)
         self.trainer.restore(number)
 
-    def _note_step(self, result: StepResult) -> None:
+    def _note_step(self, number: int, steps: int | None, result: StepResult) -> bool:
+        """Rests if it has to, and returns whether to take another step.
+
+        steps: of a training that is repeated, 0 if all; None: as many as fit the pace
+        """
         self.step += 1
         if self.is_stopping:
             raise StoppedError("the node ends")
         now, percent = perf_counter(), self.percent
         self._owed, self._stepped_at = rest_seconds(now - self._stepped_at, percent), now
-        if percent < 100 and self.step < self.trainer.run.recipe.local_steps:
+        goes_on = self._takes_another(number, now) if steps is None else self.step != steps
+        if goes_on and percent < 100 and self.step < self.trainer.run.recipe.local_steps:
             self._rested += self._rest(self._owed)
             self._owed, self._stepped_at = 0.0, perf_counter()
+        self._is_cut = not goes_on and self.step < self.trainer.run.recipe.local_steps
+        return goes_on
+
+    def _takes_another(self, number: int, now: float) -> bool:
+        paced, usual, last = self._pace
+        if paced != number:
+            return True
+        recipe, worked = self.trainer.run.recipe, now - self._began - self._rested
+        step_seconds = worked / self.step * 100 / self.percent  # with the rest that follows it
+        least, most = recipe.local_steps_min, recipe.local_steps
+        return takes_another(self.step, least, most, step_seconds, usual - now, last - now)
 
     def _rest(self, seconds: float) -> float:
         """Leaves the device idle, unless the node is ending. Returns the seconds it took."""

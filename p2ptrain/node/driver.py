@@ -74,6 +74,7 @@ class Driver:
             ev.SendHistory: self._send_history,
             ev.Fetch: self._fetch,
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
+            ev.Pace: lambda effect: device.keep_pace(effect.round, effect.usual, effect.last),
             ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
             ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
             ev.Persist: lambda effect: None,  # the record is on the disk by now
@@ -255,7 +256,7 @@ class Driver:
         run = self.node.view().run
         attachment = payload if run.agreement.is_inline(len(payload)) else b""
         loss = min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
-        self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, run.recipe.local_steps, loss))
+        self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, self.device.steps, loss))
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""

@@ -122,6 +122,7 @@ def status_of(daemon: Running) -> Status:
         | dict(driver.counters)
         | edges.mailboxes.counters()
         | {"trainings not finite": device.not_finite, "damaged files": edges.persistence.store.damaged_files},
+        staleness={str(rounds): count for rounds, count in view.staleness.items()},
         observed=view.observed,
     )
 

@@ -128,6 +128,8 @@ class Recorder:
             bulk_bytes_sent=int(since["blobs sent"]),
             bulk_bytes_received=int(since["blobs received"]),
             loss=self.device.loss if tokens else None,
+            steps=self.device.steps if tokens else 0,
+            drift=self.device.drift if tokens else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
             late=contributions.late,

@@ -295,6 +295,11 @@ class Status(Answer):
             text="Counts of other events, by name; the names come from the code."
         )
     ] = Field(description="counts of events, by name, since this start")  # fmt: skip
+    staleness: Annotated[dict[str, int], Figure(
+        "contributions by rounds of delay", metric="taken_contributions", kind="counter", label="staleness_rounds",
+        text="Contributions that rounds took, by the rounds between the state they were trained from and that one.",
+    )] = Field(description="contributions that rounds took since this start, by the number of rounds between the state "
+               "that they were trained from and the round: 0 if none lies between")  # fmt: skip
     observed: Annotated[
         dict[str, int],
         Figure(
@@ -423,6 +428,12 @@ class RoundRecord(Answer, Stored):
     bulk_bytes_received: Count = Field(description="the part for payloads, states and data")
     loss: Annotated[float | None, Figure("loss", "nats a token", "last_round_loss_nats", tracked="mine/loss")] = Field(
         description="mean over the training done here, nats a token; null: there was none"
+    )
+    steps: Annotated[Count, Figure("steps", tracked="mine/steps", skips_zero=True)] = Field(
+        0, description="optimizer steps of the training done here; a slow machine takes fewer (recipe.local_steps_min)"
+    )
+    drift: Annotated[float | None, Figure("drift", "share", tracked="mine/drift")] = Field(
+        None, ge=0, description="how far those steps moved the weights, over their norm; null: no local steps"
     )
     tokens: Annotated[Count, Figure("tokens", "tokens", tracked="mine/tokens")] = Field(description="trained on here")
     tokens_per_second: Annotated[

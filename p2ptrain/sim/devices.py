@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.pace import takes_another
 from p2ptrain.digest import digest
 from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.disk import SavedState
@@ -38,17 +39,34 @@ class Devices:
             raise Violation(f"node {node.index} trains from round {effect.base_round} and has {node.state.round}")
         accelerator.begin_training(effect)
         seconds = training.seconds * accelerator.pace * (1.0 + training.spread * self.rng.uniform(-0.5, 0.5))
-        self.cluster.calendar.timer(node, self.cluster.calendar.now + seconds, self._trained, node, effect)
+        recipe, calendar = self.cluster.setup.run_config.recipe, self.cluster.calendar
+        if recipe.local_steps_min:
+            step_seconds = seconds / recipe.local_steps
+            calendar.timer(node, calendar.now + step_seconds, self._stepped, node, effect, 1, step_seconds)
+        else:
+            calendar.timer(node, calendar.now + seconds, self._trained, node, effect, recipe.local_steps)
 
-    def _trained(self, node: SimNode, effect: ev.Train) -> None:
+    def keep_pace(self, node: SimNode, effect: ev.Pace) -> None:
+        node.accelerator.keep_pace(effect, self.cluster.calendar.now)
+
+    def _stepped(self, node: SimNode, effect: ev.Train, done: int, step_seconds: float) -> None:
+        """Takes the next step, if it fits the swarm's pace."""
+        recipe, calendar = self.cluster.setup.run_config.recipe, self.cluster.calendar
+        usual, last = node.accelerator.seconds_left(effect.round, calendar.now)
+        if takes_another(done, recipe.local_steps_min, recipe.local_steps, step_seconds, usual, last):
+            calendar.timer(node, calendar.now + step_seconds, self._stepped, node, effect, done + 1, step_seconds)
+        else:
+            self._trained(node, effect, done)
+
+    def _trained(self, node: SimNode, effect: ev.Train, steps: int) -> None:
         cluster, accelerator = self.cluster, node.accelerator
         if accelerator.stalled_until > cluster.calendar.now:
-            cluster.calendar.timer(node, accelerator.stalled_until, self._trained, node, effect)
+            cluster.calendar.timer(node, accelerator.stalled_until, self._trained, node, effect, steps)
             return
         accelerator.end_training()
         name, payload = self.payloads.make(node, effect.round, effect.base_round)
         node.held_payloads.add(name)
-        cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment))
+        cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment, steps))
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Calls `action` once the node's device has finished this job and those queued before it."""

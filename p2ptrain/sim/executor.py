@@ -47,6 +47,7 @@ class Executor:
             ev.Ask: self._ask,
             ev.Fetch: self.payloads.fetch,
             ev.Train: self.devices.train,
+            ev.Pace: self.devices.keep_pace,
             ev.Apply: self.devices.apply,
             ev.Return: self._return,
             ev.Persist: lambda node, effect: None,  # already written by the queue

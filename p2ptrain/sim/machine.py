@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from p2ptrain.core.effect_queue import EffectQueue
-from p2ptrain.core.events import CatchUp, Effect, Event, Train
+from p2ptrain.core.events import CatchUp, Effect, Event, Pace, Train
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.node import Node
 from p2ptrain.digest import digest
@@ -98,6 +98,7 @@ class Accelerator:
 
     pace: float  # this machine's slowness: a factor on the scenario's seconds
     training: Train | None = None
+    paced: tuple[Pace, float] | None = None  # the last pace, and when it was told
     catching: CatchUp | None = None  # the last attempt
     stalled_until: float = 0.0
     busy_until: float = 0.0  # applying and fetching take turns
@@ -107,6 +108,16 @@ class Accelerator:
 
     def end_training(self) -> None:
         self.training = None
+
+    def keep_pace(self, pace: Pace, now: float) -> None:
+        self.paced = pace, now
+
+    def seconds_left(self, number: int, now: float) -> tuple[float, float]:
+        """Returns how long the others usually still take to contribute to a round, and how long they wait then."""
+        if self.paced is None or self.paced[0].round != number:
+            return NEVER, NEVER
+        pace, told_at = self.paced
+        return pace.usual - (now - told_at), pace.last - (now - told_at)
 
     def begin_catching_up(self, effect: CatchUp) -> None:
         self.catching = effect
@@ -120,7 +131,7 @@ class Accelerator:
         self.stalled_until = max(self.stalled_until, until)
 
     def reset(self) -> None:
-        self.training, self.busy_until = None, 0.0
+        self.training, self.paced, self.busy_until = None, None, 0.0
 
 
 @dataclass(slots=True)

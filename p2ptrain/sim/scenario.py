@@ -264,7 +264,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     training: Workload = Workload()
     links: Links = Links()
     disk: Durability = Durability()
-    agreement: dict[str, Any] = {}  # keys of the run's config
+    recipe: dict[str, Any] = {}  # keys of the run's config: with `local_steps`, `training.seconds` are for all of them
+    agreement: dict[str, Any] = {}
     admission: dict[str, Any] = {}
     admission_keys: Nodes = []  # nodes whose keys are in `admission.keys`: those that may invite, or the allowlist
     fault: list[AnyFault] = []
@@ -274,7 +275,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """The run's config. Nodes have different keys with each seed."""
         keys = [node_key(seed, index).hex() for index in self.pick(self.admission_keys)]
         admission = {**self.admission, "keys": keys} if keys else self.admission
-        return RunConfig.model_validate({"name": "simulated", "agreement": self.agreement, "admission": admission})
+        sections = {"recipe": self.recipe, "agreement": self.agreement, "admission": admission}
+        return RunConfig.model_validate({"name": "simulated", **sections})
 
     @cached_property
     def end_of_faults(self) -> float:

@@ -1,9 +1,9 @@
 """The diary: the trainings since the last checkpoints, so that a restart can repeat them.
 
 A checkpoint is made every few rounds, but each training changes the residual, which the node has not sent yet. For
-each training only the inputs are recorded, before its contribution is announced: round, base, place, and which earlier
-contributions could still be taken. Training from the same state on the same data gives the same bits on the same
-machine; the payload's digest shows whether it did. The agreed updates in between are in the log.
+each training only the inputs are recorded, before its contribution is announced: round, base, place, how many steps it
+took, and which earlier contributions could still be taken. Training from the same state on the same data gives the same
+bits on the same machine; the payload's digest shows whether it did. The agreed updates in between are in the log.
 
 Each training is one line, synced. Trainings after a damaged line are not repeated: then a part of the last
 contributions is sent twice, and nothing else is lost.
@@ -44,6 +44,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     # Both change the order of sums, and therefore the bits.
     threads: Count = 0  # of torch; 0: not recorded
     sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not recorded, or no limit
+    steps: Count = 0  # 0: all local steps
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

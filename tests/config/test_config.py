@@ -215,6 +215,9 @@ IN_A_RUN = {
     "use 1 or recipe demo",
     '[recipe]\nname = "distro"\nlocal_steps = 2': "FILE: recipe: local_steps = 2. Recipe distro takes one step "
     "per round, use passes_per_step or recipe local",
+    '[recipe]\nname = "distro"\nlocal_steps_min = 1': "FILE: recipe: local_steps_min = 1. Recipe distro takes one step "
+    "per round, never fewer, use 0 or recipe local",
+    "[recipe]\nlocal_steps_min = 11": "FILE: recipe: local_steps_min = 11 is above local_steps = 10. Lower it",
     '[recipe]\nname = "local"\nsequences_per_pass = 65536\nlocal_steps = 17': "FILE: recipe: sequences_per_pass * "
     "passes_per_step * local_steps = 1114112. Keep it at 1048576 or below",
     "[recipe]\nlearning_rate = 0.1\nweight_decay = 11": "FILE: recipe: learning_rate * weight_decay is above 1. "

@@ -129,6 +129,15 @@ def test_a_later_key_is_left_out_at_its_neutral_value(monkeypatch: pytest.Monkey
     assert RunConfig.from_canonical(other.canonical()) == other
 
 
+def test_a_run_from_before_fewer_steps_takes_all_of_them_and_a_new_one_need_not() -> None:
+    new = RunConfig.model_validate({"name": "a", "recipe": {"name": "local"}})
+    assert (new.recipe.local_steps_min, new.recipe.local_steps) == (1, 10)
+    before = new.canonical().replace(b'"local_steps_min":1,', b"")
+    assert before != new.canonical()
+    old = RunConfig.from_canonical(before)
+    assert (old.recipe.local_steps_min, old.canonical()) == (0, before)
+
+
 def test_every_key_changes_the_run_id() -> None:
     run = RunConfig(name="a").sealed(manifest=KEY, initial_root=KEY, founders=[KEY])
     changed = {
@@ -195,6 +204,7 @@ def test_the_largest_config_fits_its_limit() -> None:
     largest["data"] = {"manifest": KEY}
     largest["recipe"] |= {"name": "local", "schedule": "wsd", "value_bits": 1}
     largest["recipe"] |= {"warmup_rounds": 2**39, "decay_rounds": 2**39, "passes_per_step": 4, "local_steps": 4}
+    largest["recipe"] |= {"local_steps_min": 4}
     largest["admission"] |= {"policy": "allowlist", "keys": tuple(f"{index:064x}" for index in range(640))}
     founders = [f"{index:064x}" for index in range(256)]
     run = RunConfig.model_validate(largest).sealed(manifest=KEY, initial_root=KEY, founders=founders)

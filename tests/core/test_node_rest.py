@@ -25,6 +25,13 @@ SWARMS: dict[str, dict[str, Any]] = {
     "large payloads": {"nodes": 4, "rounds": 6, "training": {"payload_bytes": 200_000}, "links": {"loss": 0.1}},
     "joins": {"nodes": 4, "rounds": 12, "fault": [{"kind": "join", "at": 5, "count": 2}]},
     "leaves": {"nodes": 5, "rounds": 12, "fault": [{"kind": "leave", "at": 5, "nodes": [1]}]},
+    "fewer steps": {
+        "nodes": 5,
+        "rounds": 12,
+        "training": {"slow": [{"nodes": [4], "times": 10}]},
+        "recipe": {"name": "local", "local_steps": 10},
+        "fault": [{"kind": "crash", "at": 5, "nodes": [1], "until": 20}],
+    },
     "kills": {"nodes": 4, "rounds": 9, "fault": [{"kind": "crash", "at": 5, "nodes": [1, 2], "until": 30}]},
     "sleep": {"nodes": 4, "rounds": 9, "fault": [{"kind": "sleep", "at": 5, "nodes": [1], "until": 90}]},
     "halves": {

@@ -152,8 +152,13 @@ def line_of(
     return steps
 
 
-def run_of(agreement: dict[str, Any] | None = None, admission: dict[str, Any] | None = None) -> RunConfig:
-    return RunConfig.model_validate({"name": "test", "agreement": agreement or {}, "admission": admission or {}})
+def run_of(
+    agreement: dict[str, Any] | None = None,
+    admission: dict[str, Any] | None = None,
+    recipe: dict[str, Any] | None = None,
+) -> RunConfig:
+    sections = {"agreement": agreement or {}, "admission": admission or {}, "recipe": recipe or {}}
+    return RunConfig.model_validate({"name": "test", **sections})
 
 
 class Bench:
@@ -168,8 +173,9 @@ class Bench:
         peers: bool = True,
         start: bool = True,
         seed: int = 0,
+        recipe: dict[str, Any] | None = None,
     ) -> None:
-        self.run = run_of(agreement, admission)
+        self.run = run_of(agreement, admission, recipe)
         self.founders = KEYS[:size]
         self.me = KEYS[me]  # a newcomer, if it is beyond the founders
         self.others = tuple(key for key in self.founders if key != self.me)

@@ -68,6 +68,7 @@ class ChainTrainer:
         self.dataset = dataset
         self.round, self.state = 0, STATE
         self.device = "cpu"
+        self.drift = 0.25
         self.live = SimpleNamespace(sequences_per_pass=0, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()

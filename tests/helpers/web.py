@@ -123,6 +123,7 @@ STATUS: dict[str, Any] = {
         "trainings not finite": 6,
         "damaged files": 3,
     },
+    "staleness": {"0": 8, "2": 1},
     "observed": {"late": 3},
     "same_model": {
         "verdict": "same",
@@ -166,6 +167,8 @@ def a_round(number: int) -> dict[str, Any]:
         "bulk_bytes_sent": 100,
         "bulk_bytes_received": 200,
         "loss": 2.5,
+        "steps": 10,
+        "drift": 0.02,
         "tokens": 512,
         "tokens_per_second": 512.0,
         "late": 0,

@@ -239,6 +239,7 @@ def test_local_steps_are_those_of_torchs_adamw() -> None:
     assert not torch.allclose(live.weights, local.agreed, atol=1e-3)
     moved = local.agreed - live.weights
     local.end()
+    assert local.drift == pytest.approx(np.linalg.norm(moved.numpy()) / np.linalg.norm(local.agreed.numpy()), rel=1e-5)
     local.contribute(0)
     expected = Residual(Layout(live.shapes, 64), CPU)
     expected.add(live.parts(moved), 0.95)

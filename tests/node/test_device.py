@@ -15,7 +15,7 @@ from p2ptrain.core.messages import payload_digest
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.node.device import Device
-from p2ptrain.store.diary import Trained
+from p2ptrain.store.diary import Diary, Trained
 from tests.helpers.trainer import RECIPES, embedded, make
 
 ROUNDS = 7
@@ -91,6 +91,64 @@ def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
     assert caplog.text == ""
     for life in (whole, again):
         life.close()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_training_of_fewer_steps_is_repeated_with_as_many_whatever_the_pace_is_then(
+    steps: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole, checkpoint = Life(dataset, "local"), tmp_path / "checkpoint"
+    whole.device.trainer.save(checkpoint)
+    for number in (1, 2, 3):
+        takes = iter([True] * (steps - 1) + [False])
+        if number != 2:
+            whole.device._takes_another = lambda *_, takes=takes: next(takes)  # type: ignore[method-assign, misc]
+        else:
+            del whole.device._takes_another
+            whole.device.keep_pace(number, 1e6, 1e6)
+        whole.train(number)
+        assert whole.device.steps == (4 if number == 2 else steps)
+        if number != 3:  # of which only the training was noted
+            whole.apply(number)
+    assert [each.steps for each in whole.diary] == [steps, 0, steps]
+
+    again = Life(dataset, "local")
+    again.device.trainer.load(checkpoint)
+    again.device.repeat(whole.diary, 3)
+    again.payloads = dict(whole.payloads)
+    for number in (1, 2):
+        again.device.keep_pace(number, 0.0, 0.0)
+        again.apply(number)
+    again.device.keep_pace(3, 1e6, 1e6)
+    again.train(3)
+    assert again.device.steps == steps
+    assert again.payloads == whole.payloads
+    assert again.save(tmp_path / "again") == whole.save(tmp_path / "whole")
+    assert caplog.text == ""
+    for life in (whole, again):
+        life.close()
+
+
+def test_a_diary_that_says_no_steps_is_of_trainings_of_all_of_them(tmp_path: Path) -> None:
+    """As releases wrote them in whose runs a round had a fixed number."""
+    path = tmp_path / "diary.jsonl"
+    Diary(path).note(Trained(1, 1, 0, 0, 1, (), payload_digest(b"some").hex(), 1, 4))
+    assert b"steps" not in path.read_bytes()
+    Diary(path).note(Trained(2, 2, 1, 0, 1, (), payload_digest(b"others").hex(), 1, 4, 3))
+    assert [each.steps for each in Diary(path).entries] == [0, 3]
+
+
+def test_a_training_ends_after_the_last_step_that_fits_the_pace(dataset: TokenDataset) -> None:
+    life = Life(dataset, "local", local_steps_min=2)
+    life.device.keep_pace(2, 0.0, 0.0)  # of another round
+    life.train(1)
+    assert (life.device.steps, life.diary[-1].steps) == (4, 0)
+    life.apply(1)
+    life.device.keep_pace(2, 0.0, 0.0)
+    life.train(2)
+    assert (life.device.steps, life.diary[-1].steps) == (2, 2)
+    life.close()
 
 
 def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, caplog: pytest.LogCaptureFixture) -> None:

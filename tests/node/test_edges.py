@@ -406,6 +406,22 @@ async def test_data_that_finds_no_room_makes_the_round_fail_and_not_the_node(
 
 
 @skipping_time
+async def test_the_device_is_told_the_pace_while_it_trains_and_the_steps_that_it_took_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each, each.running():
+        told: list[tuple[int, float, float]] = []
+        monkeypatch.setattr(each.driver.device, "keep_pace", lambda *pace: told.append(pace))
+        train = each.trainer.train
+        monkeypatch.setattr(each.trainer, "train", lambda *arguments: 3 * train(*arguments))
+        doing(each, ev.Train(1, 0, 1, 4), ev.Pace(1, 2.0, 3.0))
+        await until(lambda: bool(each.node.events))
+        assert told == [(1, 2.0, 3.0)]
+        [finished] = each.node.events
+        assert isinstance(finished, ev.TrainingFinished) and finished.steps == 3
+
+
+@skipping_time
 async def test_a_round_in_training_ends_with_the_node(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running() as task:
         doing(each, ev.Train(1, 0, 1, 4))

@@ -41,6 +41,7 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
     watched = Watched(tmp_path)
     watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent blobs": 350, "received blobs": 460}
     watched.device.loss, watched.device.tokens, watched.device.training_seconds = 2.5, 640, 8.0
+    watched.device.steps, watched.device.drift = 3, 0.02
     watched.round()
     entry = watched.bench.node.chain.entry(1)
     assert entry is not None
@@ -62,6 +63,8 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
         bulk_bytes_sent=300,
         bulk_bytes_received=400,
         loss=2.5,
+        steps=3,
+        drift=0.02,
         tokens=640,
         tokens_per_second=80.0,
         late=0,
@@ -81,6 +84,7 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
     first, second = watched.rounds.last()
     assert (first.round, first.bytes_sent, first.tokens) == (1, 1_000, 640)
     assert (second.round, second.bytes_sent, second.tokens, second.loss) == (2, 0, 0, None)
+    assert (second.steps, second.drift) == (0, None)
     assert (second.tokens_per_second, second.seconds) == (0.0, 17.0)
 
 
@@ -122,6 +126,21 @@ def test_a_state_that_was_applied_on_a_line_that_was_left_is_no_round(tmp_path: 
 
 # ---------------------------------------------------------------------------------------------------
 # Peers
+
+
+def test_contributions_are_counted_by_the_rounds_that_they_waited() -> None:
+    bench = Bench(agreement={"staleness_rounds_max": 2})
+    bench.decide()
+    bench.now += 10.0
+    *others, late = bench.others
+    offers = tuple(announced(key, 2, inline=True, branch=bench.state.branch) for key in others)
+    stale = announced(late, 2, inline=True, branch=bench.state.branch, base_round=0, base_root=root_of(0))
+    for offer in (*offers, stale):
+        bench.hear_offer(offer)
+    bench.train(2)
+    assert bench.node.view().staleness == {0: 4}
+    bench.agree((*offers, stale, announced(bench.me, 2, branch=bench.state.branch)))
+    assert bench.node.view().staleness == {0: 7, 1: 1}
 
 
 def test_contributions_are_counted_by_what_became_of_them(tmp_path: Path) -> None:

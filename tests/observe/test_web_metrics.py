@@ -55,6 +55,7 @@ async def test_the_metrics_are_the_status() -> None:
     assert values(found["p2ptrain_tolerated_members"], "fault") == {"liar": 0, "crash": 0}
     outcomes = values(found["p2ptrain_contributions"], "outcome")
     assert outcomes == {"taken": 5, "expired": 0, "too_late": 1, "failed": 0}
+    assert values(found["p2ptrain_taken_contributions"], "staleness_rounds") == {"0": 8, "2": 1}
     assert values(found["p2ptrain_peer_faults"], "reason") == {
         each.value: 3 * (each.value == "late") for each in Reason
     }
