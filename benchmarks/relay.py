@@ -277,7 +277,8 @@ def line_of(arguments: argparse.Namespace) -> Line:
         line = replace(line, jitter_seconds=arguments.jitter / 1_000)
     if arguments.loss is not None:
         line = replace(line, loss=arguments.loss / 100)
-    if line.up_megabits <= 0 or line.delay_seconds < 0 or line.jitter_seconds < 0 or not 0 <= line.loss < 1:
+    is_possible = line.up_megabits > 0 and line.delay_seconds >= 0 and line.jitter_seconds >= 0 and 0 <= line.loss < 1
+    if not is_possible:  # nor is what is not a number
         raise SystemExit("--rate must be above 0, --delay and --jitter 0 or more, --loss from 0 to below 100")
     return line
 

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5] [--line dsl | --rate 20 --delay 100 --loss 0]
         [--run FILE] [--keep] [--json FILE]
 
-Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun. Time
-counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the first
-node saves its state, which all have; its loss on held-out text is computed when the last minute is over. Bytes are all
-that a host sends and receives. The share of time in which a node trains counts from when all were members.
+Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun.
+Time counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the
+first node saves its state, which all have; its loss on held-out text is computed when the last minute is over. Bytes
+are all that a host sends and receives. The share of time in which a node trains counts from when all were members.
 
 --run: a run's config; without it 1.0M parameters on the text that every Python carries, with recipe `local`.
 """
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from daemon_logs import life_in, report_phases
 from daemons import START_SECONDS, Swarm
 from relay import Hosts, add_line_options, address, hosts_on, line_of, why_impossible
 from torch import Tensor
@@ -59,7 +61,7 @@ probation_rounds = 1
 """
 PORT = 4001
 LOOK_SECONDS = 1.0
-EVALUATED = 256  # held-out sequences
+EVALUATED = 128  # held-out sequences
 LATE_SECONDS = 0.005  # beyond this the relay, and not the line, held packets up
 
 
@@ -106,7 +108,7 @@ def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> flo
 def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
     """Trains, and returns what there is to tell after each of the minutes."""
     began, first = monotonic(), swarm.nodes[0]
-    whole: tuple[float, list[float], dict[str, Any]] | None = None  # when all were members, and what was so then
+    whole: tuple[float, int, list[float], dict[str, Any]] | None = None  # when all were members, and what was so then
     first.start()
     swarm.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
     for _ in range(swarm.size - 1):
@@ -117,7 +119,7 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
             sleep(LOOK_SECONDS)
             swarm.look()
             if whole is None and all(len(node.status.get("roster", ())) == swarm.size for node in swarm.nodes):
-                whole = monotonic(), swarm.training_seconds(), swarm.hosts.counts()
+                whole = monotonic(), swarm.round, swarm.training_seconds(), swarm.hosts.counts()
         number = ask(first.directory, {"do": "checkpoint"})["round"]
         config = NodeConfig.model_validate({"storage": {"directory": str(first.directory)}})
         saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
@@ -144,10 +146,13 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
         "bytes_until_whole": None,
     }
     if whole is not None:
-        at, before, counts = whole
+        at, since, before, counts = whole
         shares = [(late - early) / (ended - at) for early, late in zip(before, trained, strict=True)]
         until = {name: [host[f"{name}_bytes"] for host in counts["hosts"]] for name in ("sent", "received")}
         found |= {"whole_seconds": at - began, "training_shares": shares, "bytes_until_whole": until}
+        if (last := swarm.round) > since + 2:
+            lives = [life_in(node.directory) for node in swarm.nodes]
+            found["phases"] = report_phases(lives, since + 2, last)
     return found | {"relay": relay}
 
 
@@ -170,7 +175,7 @@ def load_run(path: Path | None) -> tuple[str, RunConfig]:
 def tell(found: dict[str, Any]) -> None:
     line = found["line"]
     print(
-        f"{found['system']}, {found['nodes']} nodes, {line['down_megabits']:g} down and {line['up_megabits']:g} Mbit/s up, "
+        f"{found['system']}, {found['nodes']} nodes, {line['down_megabits']:g} and {line['up_megabits']:g} Mbit/s, "
         f"{1_000 * line['delay_seconds']:g} ms, {line['loss']:.1%} of packets lost"
     )
     print(" minutes   held-out loss   MB sent by a node (the most)   received")
@@ -209,6 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no host outlives us
     line, (text, _) = line_of(chosen), load_run(chosen.run)
     if why := why_impossible():
         print(f"no hosts here: {why}")

@@ -20,7 +20,7 @@ class Line:
     loss: float = 0.0  # share of packets
 
     def as_links(self) -> dict[str, float]:
-        """Returns keys of a scenario's `links`. Its loss is of messages, which on a real line are sent again: harsher."""
+        """Returns keys of a scenario's `links`, where messages are lost, that a real line would send again."""
         return {
             "latency_seconds": self.delay_seconds,
             "jitter_seconds": self.jitter_seconds,
