@@ -71,14 +71,27 @@ class Homes(Swarm):
     def __init__(self, directory: Path, run: str, hosts: Hosts) -> None:
         self.hosts = hosts
         super().__init__(directory, run, len(hosts.namespaces))
+        self.trained: dict[str, list[tuple[float, float]]] = {}  # by node: when its time of training grew, and to what
 
     def make(self, arguments: list[str]) -> DemoNode:
         node, place = super().make(arguments), self.named - 1
         node.listen, node.prefix = f"/ip4/{address(place)}/tcp/{PORT}", tuple(self.hosts.prefix(place))
         return node
 
-    def training_seconds(self) -> list[float]:
-        return [float(node.status.get("training_seconds", 0.0)) for node in self.nodes]
+    def look(self) -> None:
+        super().look()
+        for node in self.nodes:
+            told, seconds = self.trained.setdefault(node.name, []), node.status.get("training_seconds", 0.0)
+            if not told or told[-1][1] != seconds:
+                told.append((monotonic(), seconds))
+
+    def training_share(self, node: DemoNode, since: float) -> float | None:
+        """Returns the share of time in which a node trained, between the ends of two trainings; None if it had none."""
+        told = [each for each in self.trained[node.name] if each[0] >= since]
+        if len(told) < 2:
+            return None
+        (began, before), (ended, after) = told[0], told[-1]
+        return (after - before) / (ended - began)
 
 
 @contextmanager
@@ -108,7 +121,7 @@ def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> flo
 def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
     """Trains, and returns what there is to tell after each of the minutes."""
     began, first = monotonic(), swarm.nodes[0]
-    whole: tuple[float, int, list[float], dict[str, Any]] | None = None  # when all were members, and what was so then
+    whole: tuple[float, int, dict[str, Any]] | None = None  # when all were members, the round, what hosts had sent
     first.start()
     swarm.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
     for _ in range(swarm.size - 1):
@@ -119,7 +132,7 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
             sleep(LOOK_SECONDS)
             swarm.look()
             if whole is None and all(len(node.status.get("roster", ())) == swarm.size for node in swarm.nodes):
-                whole = monotonic(), swarm.round, swarm.training_seconds(), swarm.hosts.counts()
+                whole = monotonic(), swarm.round, traffic(swarm.hosts)
         number = ask(first.directory, {"do": "checkpoint"})["round"]
         config = NodeConfig.model_validate({"storage": {"directory": str(first.directory)}})
         saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
@@ -127,7 +140,7 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
         marks.append({"minutes": minute, "seconds": monotonic() - began, "round": number} | traffic(swarm.hosts))
         print(f"{minute:g} minutes: round {number}", flush=True)
     swarm.look()
-    ended, trained, relay = monotonic(), swarm.training_seconds(), swarm.hosts.counts()
+    relay = swarm.hosts.counts()
     statuses = [node.status for node in swarm.nodes]
     swarm.stop()
     dataset = TokenDataset.open(find_dataset(config, saved.run.data.manifest), saved.run.data.manifest)
@@ -146,9 +159,8 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
         "bytes_until_whole": None,
     }
     if whole is not None:
-        at, since, before, counts = whole
-        shares = [(late - early) / (ended - at) for early, late in zip(before, trained, strict=True)]
-        until = {name: [host[f"{name}_bytes"] for host in counts["hosts"]] for name in ("sent", "received")}
+        at, since, until = whole
+        shares = [swarm.training_share(node, at) for node in swarm.nodes]
         found |= {"whole_seconds": at - began, "training_shares": shares, "bytes_until_whole": until}
         if (last := swarm.round) > since + 2:
             lives = [life_in(node.directory) for node in swarm.nodes]
@@ -195,9 +207,10 @@ def tell_more(found: dict[str, Any]) -> None:
     if found["whole_seconds"] is None:
         print("some nodes never became members")
         return
-    until, shares = found["bytes_until_whole"]["sent"], ", ".join(f"{each:.1%}" for each in found["training_shares"])
+    until, shares = found["bytes_until_whole"]["sent"], found["training_shares"]
     print(f"all were members after {found['whole_seconds']:.0f} s and {statistics.mean(until) / 1e6:.2f} MB each")
-    print(f"rounds {min(found['rounds'])}; share of time in which a node trained since: {shares}")
+    told = ", ".join("unknown" if each is None else f"{each:.1%}" for each in shares)
+    print(f"rounds {min(found['rounds'])}; share of time in which a node trained since: {told}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

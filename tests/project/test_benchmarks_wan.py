@@ -6,7 +6,9 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,16 +185,34 @@ def test_the_report_tells_loss_bytes_and_whether_the_relay_kept_up(capsys: pytes
     assert "rounds 9; share of time in which a node trained since: 90.0%, 80.0%" in told
     wan.tell(report(relay={"mean_late_seconds": 0.02}))
     wan.tell_more(report(whole_seconds=None))
+    wan.tell_more(report(training_shares=[0.9, None]))
     told = capsys.readouterr().out
     assert "held packets up" in told
     assert "never became members" in told
+    assert "since: 90.0%, unknown" in told
+
+
+def test_the_share_of_training_counts_whole_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wan = load("wan")
+    hosts = SimpleNamespace(namespaces=[None], prefix=lambda place: ["on", str(place)])
+    swarm = wan.Homes(tmp_path, "", hosts)
+    (node,) = swarm.nodes
+    assert (node.listen, node.prefix) == ("/ip4/11.78.0.1/tcp/4001", ("on", "0"))
+    monkeypatch.setattr(wan.Swarm, "look", lambda swarm: None)
+    for now, seconds in [(0, 0.0), (9, 5.0), (10, 5.0), (20, 14.0), (25, 14.0), (30, 23.0), (39, 23.0)]:
+        monkeypatch.setattr(wan, "monotonic", lambda now=now: now)
+        node.status = {"training_seconds": seconds}
+        swarm.look()
+    assert swarm.training_share(node, 0) == pytest.approx(23 / 30)
+    assert swarm.training_share(node, 10) == pytest.approx(0.9)
+    assert swarm.training_share(node, 21) is None
 
 
 # ---------------------------------------------------------------------------------------------------
 # The rival
 
 
-def test_a_comparison_that_was_broken_off_goes_on(tmp_path: Any) -> None:
+def test_a_comparison_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     rival = load("against_hivemind")
     path = tmp_path / "runs.json"
     rival.Done(path).add({"mode": "local", "rate": 0.01, "marks": []})
