@@ -138,7 +138,9 @@ class Peers:
                     continue
 
     def weights(self, number: int) -> list[np.ndarray[Any, Any]]:
-        return [np.load(self.directory / f"{place}.{number}.npy") for place in range(self.size)]
+        """Returns the weights that peers had after a minute; one that had not started by then has none."""
+        paths = [self.directory / f"{place}.{number}.npy" for place in range(self.size)]
+        return [np.load(path) for path in paths if path.exists()]
 
 
 def measure(hosts: Hosts, run: RunConfig, variant: Variant, dataset: Path, minutes: list[float], keep: bool) -> Any:
@@ -169,6 +171,7 @@ def measure(hosts: Hosts, run: RunConfig, variant: Variant, dataset: Path, minut
         data = TokenDataset.open(dataset, run.data.manifest)
         for number, mark in enumerate(marks):
             found = peers.weights(number)
+            assert found, f"no peer had started after {mark['minutes']:g} minutes:\n{peers.log(0)}"
             losses = [loss_of(each, run, data) for each in (*found, np.mean(found, axis=0))]
             mark |= {"losses": losses[:-1], "loss_of_mean": losses[-1], "loss": min(losses)}
     finally:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import hivemind
@@ -47,9 +48,20 @@ def optimizer_of(settings: dict[str, Any], dht: Any, model: Transformer, recipe:
         state_averaging_compression=codec,
         load_state_compression=Float16Compression(),
         tracker_opts={"min_refresh_period": 0.2},  # a peer tells its progress as often as that
+        averager_opts={"request_timeout": settings["matchmaking"] / 3},  # hivemind warns of deadlocks if it is longer
         verbose=True,
         **own,
     )
+
+
+def keep_weights(settings: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    """Writes the weights when a minute is over, whatever hivemind does or waits for then."""
+    for number, seconds in enumerate(settings["seconds"]):
+        sleep(max(0.0, settings["began"] + seconds - monotonic()))
+        weights = torch.cat([each.detach().reshape(-1) for each in parameters]).numpy()
+        path = Path(settings["out"]) / f"{settings['place']}.{number}.npy"
+        np.save(path.with_suffix(".partial.npy"), weights)
+        path.with_suffix(".partial.npy").replace(path)
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -65,18 +77,18 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     optimizer = optimizer_of(settings, dht, model, recipe)
     length, step, trained, began = config.sequence_length, 0, 0.0, settings["began"]
     place, peers, parameters = settings["place"], settings["peers"], list(model.parameters())
-    for number, seconds in enumerate(settings["seconds"]):
-        while monotonic() < began + seconds:
-            at = monotonic()
-            positions = shard(0, step, place, peers, recipe.sequences_per_pass, dataset.sequences(length))
-            model.loss(torch.from_numpy(dataset.batch(positions, length))).backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(parameters, float(recipe.clip))
-            trained += monotonic() - at
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-        weights = torch.cat([each.detach().reshape(-1) for each in parameters])
-        np.save(Path(settings["out"]) / f"{place}.{number}.npy", weights.numpy())
+    keeping = threading.Thread(target=keep_weights, args=(settings, parameters), daemon=True)
+    keeping.start()
+    while monotonic() < began + settings["seconds"][-1]:
+        at = monotonic()
+        positions = shard(0, step, place, peers, recipe.sequences_per_pass, dataset.sequences(length))
+        model.loss(torch.from_numpy(dataset.batch(positions, length))).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(parameters, float(recipe.clip))
+        trained += monotonic() - at
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+    keeping.join()
     epochs = optimizer.local_epoch
     told = {"steps": step, "epochs": epochs, "training_share": trained / (monotonic() - began)}
     optimizer.shutdown()
