@@ -77,8 +77,8 @@ class Swarm:
         self.directory = directory
         path = directory / "run.toml"
         path.write_text(run)
-        self.nodes = [DemoNode("node 1", directory / "node1", ["start", str(path)])]
-        self.size, self.named = size, 1
+        self.size, self.named = size, 0
+        self.nodes = [self.make(["start", str(path)])]
 
     def start(self) -> None:
         """Starts the swarm, and waits until all nodes are members."""
@@ -89,11 +89,14 @@ class Swarm:
             self.add()
         self.until(self._is_whole, START_SECONDS)
 
+    def make(self, arguments: list[str]) -> DemoNode:
+        """Makes the next node, with a directory of its own."""
+        self.named += 1
+        return DemoNode(f"node {self.named}", self.directory / f"node{self.named}", arguments)
+
     def add(self) -> DemoNode:
         """Starts another node that joins."""
-        self.named += 1
-        directory = self.directory / f"node{self.named}"
-        node = DemoNode(f"node {self.named}", directory, ["join", "--bootstrap", self.address])
+        node = self.make(["join", "--bootstrap", self.address])
         self.nodes.append(node)
         node.start()
         return node

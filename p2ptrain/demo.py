@@ -75,6 +75,8 @@ class DemoNode:
     status: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     sent_before: int = 0  # bytes sent before it was killed
+    listen: str = LISTEN
+    prefix: tuple[str, ...] = ()  # before its command, which it has to become
 
     @property
     def log(self) -> Path:
@@ -91,7 +93,7 @@ class DemoNode:
         command += ["--data-dir", str(self.directory)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(  # noqa: S603
-                [*command, "--listen", LISTEN, "--log-format", "text"],
+                [*self.prefix, *command, "--listen", self.listen, "--log-format", "text"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **own}, start_new_session=True,
             )  # fmt: skip
 

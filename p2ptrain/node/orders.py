@@ -8,6 +8,7 @@ socket (control.py).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -18,6 +19,8 @@ from p2ptrain.node.limits import MachineLimits
 
 RATE_MAX = 10**12  # bytes a second, as in the config
 SAVES_MAX = 3  # attempts to save a state while rounds go on
+CORE_SECONDS = 10.0  # for the core to hear of a round that the trainer has applied; it may have other events to handle
+LOOK_SECONDS = 0.02
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -72,6 +75,7 @@ async def save_now(driver: Driver) -> int:
     """Saves the current state and returns its round."""
     persistence, device, view = driver.edges.persistence, driver.device, driver.node.view()
     for _ in range(SAVES_MAX):
+        await _let_the_core_hear(driver)
         number = device.trainer.round
         entry, root = view.entry(number), view.roots.get(number)
         if entry is None or not root:
@@ -82,3 +86,11 @@ async def save_now(driver: Driver) -> int:
         if any(each.round == number for each in persistence.store.checkpoints.present()):
             return number
     raise DataError("the state was not saved; see the daemon's log")
+
+
+async def _let_the_core_hear(driver: Driver) -> None:
+    """Waits until the core knows of what the trainer has applied: only then is there a root to save it by."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + CORE_SECONDS
+    while driver.device.trainer.round > driver.node.view().applied_round and loop.time() < until:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_SECONDS)

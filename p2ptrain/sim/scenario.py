@@ -4,6 +4,7 @@ A scenario has a sentence that says what it shows, a swarm, a network, faults an
 It is written as TOML and read strictly, so that a typo is an error and not a fault that never happened. Times are
 virtual seconds since the start. Nodes are numbered from 0; those that join later get the next numbers. A key
 for nodes takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
+`links.line` names a line of lines.py, whose values hold where `links` gives none.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from p2ptrain.core.roster import tolerated_by
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim.keys import node_key
 from p2ptrain.sim.liars import KINDS
+from p2ptrain.sim.lines import LINES
 
 FILE_BYTES_MAX = 2**20  # a scenario is a page of text
 NODES_MAX = 4_096  # four times as many as a run admits
@@ -339,7 +341,7 @@ def load_scenario(path: Path, nodes: int | None = None) -> Scenario:
 def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
     """Makes a scenario from the table in a file."""
     try:
-        scenario = msgspec.convert(table, Scenario)
+        scenario = msgspec.convert(_with_line(table, source), Scenario)
     except msgspec.ValidationError as error:
         raise _mistake(str(error), source) from error
     try:
@@ -351,6 +353,18 @@ def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
     except ConfigError as error:
         raise ConfigError(error.problem, source=source, key=error.key, fix=error.fix) from error
     return scenario
+
+
+def _with_line(table: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Replaces `links.line` by that line's values; keys beside it go first."""
+    links = table.get("links")
+    if not isinstance(links, dict) or "line" not in links:
+        return table
+    own = dict(links)
+    name = own.pop("line")
+    if not isinstance(name, str) or name not in LINES:
+        raise ConfigError(f"no line is {name!r}", source=source, key="links.line", fix=f"Choose {', '.join(LINES)}")
+    return {**table, "links": LINES[name].as_links() | own}
 
 
 def _check_nodes(scenario: Scenario) -> None:
@@ -414,7 +428,8 @@ def _keys_at(key: str) -> list[str]:
         found = [get_type_hints(kind)[part] for kind in kinds if part in get_type_hints(kind)]
         kinds = [inner for hint in found for inner in _structs_in(hint)]
     names = {name for kind in kinds for name in kind.__struct_fields__}
-    return sorted(names | ({"kind"} if any(issubclass(kind, Fault) for kind in kinds) else set()))
+    names |= {"kind"} if any(issubclass(kind, Fault) for kind in kinds) else set()
+    return sorted(names | ({"line"} if Links in kinds else set()))
 
 
 def _structs_in(hint: Any) -> list[type[Struct]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import jsonschema_rs
 import pytest
 
 from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.core.events import Applied
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.node.orders import RATE_MAX
 from p2ptrain.observe.build import unreadiness_of
@@ -118,6 +120,27 @@ async def test_a_checkpoint_is_made_when_it_is_asked_for(tmp_path: Path) -> None
         present = {each.round for each in node.daemon.edges.persistence.store.checkpoints.present()}
         assert saved in present
         await go_on(made)
+
+
+@skipping_time
+async def test_a_checkpoint_of_a_round_that_the_core_has_not_heard_of_yet_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlapping rounds that is usual: the round before is applied while the order waits for the training."""
+    async with swarm(tmp_path) as made:
+        node = made.nodes[0]
+        await made.reach(3)
+        driver, held = node.daemon.driver, []
+        give = driver.give
+        monkeypatch.setattr(driver, "give", lambda each: held.append(each) if isinstance(each, Applied) else give(each))
+        await until(lambda: bool(held))
+        asked = asyncio.create_task(node.daemon.answer({"do": "checkpoint"}))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        monkeypatch.undo()
+        give(held[0])
+        assert (await asked)["round"] >= held[0].round
 
 
 @skipping_time

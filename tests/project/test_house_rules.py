@@ -52,6 +52,7 @@ LAYERS = {
     **{leaf: set() for leaf in LEAVES},
 }
 HIVEMIND_USERS = {PurePosixPath(f"p2ptrain/net/libp2p/{name}.py") for name in ("p2pd", "unary", "dht", "dht_protocol")}
+HIVEMIND_USERS.add(PurePosixPath("benchmarks/hivemind_peer.py"))  # trains with it, to compare
 # What reads a clock, draws at random, waits, or touches the world outside the arguments.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "http", "importlib", "io", "logging", "mmap",

@@ -11,9 +11,10 @@ import pytest
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim import liars
 from p2ptrain.sim.checkers import standard
+from p2ptrain.sim.lines import LINES
 from p2ptrain.sim.outcome import history, rate, simulate
 from p2ptrain.sim.report import plot, summary
-from p2ptrain.sim.scenario import Expect, Scenario, load_scenario, scenario_of, to_toml
+from p2ptrain.sim.scenario import Expect, Links, Scenario, load_scenario, scenario_of, to_toml
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -76,6 +77,9 @@ def table(**changes: Any) -> dict[str, Any]:
     [
         ({"node": 3}, "node: unknown key. Did you mean nodes?"),
         ({"links": {"los": 0.1}}, "links.los: unknown key. Did you mean loss?"),
+        ({"links": {"lin": "dsl"}}, "links.lin: unknown key. Did you mean line?"),
+        ({"links": {"line": "dls"}}, "links.line: no line is 'dls'. Choose wifi, dsl, fibre,"),
+        ({"links": {"line": ["dsl"]}}, "links.line: no line is ['dsl']. Choose wifi, dsl, fibre,"),
         (
             {"fault": [{"kind": "crash", "at": 1, "nodes": [0], "unti": 3}]},
             "fault[0].unti: unknown key. Did you mean until?",
@@ -141,6 +145,12 @@ def test_a_file_that_is_no_scenario_is_refused(text: str, complaint: str, tmp_pa
         load_scenario(tmp_path / "s.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_scenario(tmp_path / "none.toml")
+
+
+def test_a_named_line_gives_what_the_scenario_does_not() -> None:
+    scenario = scenario_of(table(links={"line": "dsl", "loss": 0.25}))
+    assert scenario.links == Links(**{**LINES["dsl"].as_links(), "loss": 0.25})
+    assert scenario.links.bytes_per_second == 1_250_000
 
 
 @pytest.mark.parametrize("name", NAMES)

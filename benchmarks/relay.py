@@ -1,0 +1,287 @@
+"""Hosts on one machine, joined by a line with a rate, a delay and losses, where `tc netem` is missing.
+
+Each host is a network namespace with a TUN device. One process, this file's, reads the packets that hosts send, and
+writes each to the device of the host that it is for, when the line would have brought it: it waits for the sender's
+uplink, then for the delay, then for the receiver's downlink. Before either link is a queue of one round trip, at least
+100 ms long; what comes while it is full is dropped, and so is what the line loses. Packets keep their order.
+
+All bytes that a host sends and receives are counted, IP's headers too: what its daemon, p2pd and kernel send, with
+gossip's copies and what is sent again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import gc
+import heapq
+import json
+import os
+import random
+import select
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import monotonic, process_time
+from typing import Any
+
+from p2ptrain.sim.lines import LINES, Line
+
+NETWORK = "11.78.0"  # public, like a home's: nothing here leaves the machine
+DEVICE = "line0"
+DEFAULT = Line(20.0, 20.0, 0.1)
+QUEUE_SECONDS_MIN = 0.1
+PACKET_BYTES_MAX = 2_048  # the devices' MTU is 1,500
+BURST = 32  # packets read from one device before another's turn
+STDIN, STDOUT = 0, 1
+TUNSETIFF, IFF_TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
+CLONE_NEWNET = 0x40000000
+TUN = Path("/dev/net/tun")
+NAMESPACES = Path("/run/netns")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The process that carries packets
+
+
+@dataclass(slots=True)
+class Counts:
+    """Packets and bytes of a host, and packets that did not arrive."""
+
+    sent_bytes: int = 0
+    sent_packets: int = 0
+    received_bytes: int = 0
+    lost_packets: int = 0  # sent by it, and lost by the line
+    dropped_packets: int = 0  # before its uplink or its downlink
+
+
+class Relay:
+    """Carries packets between devices."""
+
+    def __init__(self, devices: Sequence[int], line: Line, seed: int) -> None:
+        self.devices, self.line, self.rng = devices, line, random.Random(seed)  # noqa: S311
+        self.place_of = {address_bytes(place): place for place in range(len(devices))}
+        self.counts = [Counts() for _ in devices]
+        self.up_free, self.down_free, self.last = ([0.0] * len(devices) for _ in range(3))  # by host: when
+        self.under_way: list[tuple[float, int, int, bytes, bool]] = []  # when, number, to, packet, left the downlink
+        self.number = 0
+        self.late_seconds = self.latest_seconds = 0.0  # in all, and the most
+
+    def serve(self) -> None:
+        """Carries until stdin ends; a line on stdin asks for the counts."""
+        poll = select.epoll()
+        places = {device: place for place, device in enumerate(self.devices)}
+        for each in (STDIN, *self.devices):
+            poll.register(each, select.EPOLLIN)
+        while True:
+            for each, _ in poll.poll(max(0.0, self.under_way[0][0] - monotonic()) if self.under_way else None):
+                if each != STDIN:
+                    self.take(places[each])
+                elif not os.read(STDIN, 4_096):
+                    return
+                else:
+                    os.write(STDOUT, json.dumps(self.report()).encode() + b"\n")
+            self.deliver()
+
+    def take(self, source: int) -> None:
+        """Reads what a host sends, and sends it on its way."""
+        device, counts, line, draw = self.devices[source], self.counts[source], self.line, self.rng.random
+        byte_seconds, queue = 8e-6 / line.up_megabits, queue_seconds(line)
+        now = monotonic()
+        for _ in range(BURST):
+            try:
+                packet = os.read(device, PACKET_BYTES_MAX)
+            except BlockingIOError:
+                return
+            target = self.place_of.get(packet[16:20])
+            if target is None or packet[0] >> 4 != 4:
+                continue
+            counts.sent_packets += 1
+            counts.sent_bytes += len(packet)
+            begins = max(now, self.up_free[source])
+            if begins - now > queue:
+                counts.dropped_packets += 1
+                continue
+            self.up_free[source] = leaves = begins + len(packet) * byte_seconds
+            if draw() < line.loss:
+                counts.lost_packets += 1
+                continue
+            arrives = leaves + line.delay_seconds + 2 * line.jitter_seconds * draw()
+            self.last[source] = arrives = max(arrives, self.last[source])
+            self.number += 1
+            heapq.heappush(self.under_way, (arrives, self.number, target, packet, False))
+
+    def deliver(self) -> None:
+        """Brings what is due through the receivers' downlinks."""
+        now, under_way, line = monotonic(), self.under_way, self.line
+        byte_seconds, queue = 8e-6 / line.down_megabits, queue_seconds(line)
+        while under_way and under_way[0][0] <= now:
+            at, number, target, packet, has_left = heapq.heappop(under_way)
+            counts = self.counts[target]
+            if not has_left:
+                begins = max(at, self.down_free[target])
+                if begins - at > queue:
+                    counts.dropped_packets += 1
+                    continue
+                self.down_free[target] = at = begins + len(packet) * byte_seconds
+                if at > now:
+                    heapq.heappush(under_way, (at, number, target, packet, True))
+                    continue
+            with suppress(OSError):  # the host has gone, or reads nothing
+                os.write(self.devices[target], packet)
+                counts.received_bytes += len(packet)
+            self.late_seconds += now - at
+            self.latest_seconds = max(self.latest_seconds, now - at)
+
+    def report(self) -> dict[str, Any]:
+        late = {"mean_late_seconds": self.late_seconds / max(1, self.number), "latest_seconds": self.latest_seconds}
+        return {"hosts": [asdict(each) for each in self.counts], "processor_seconds": process_time(), **late}
+
+
+def queue_seconds(line: Line) -> float:
+    """Returns the length of the queues: a product of bandwidth and delay, as routers have it by the old rule."""
+    return max(QUEUE_SECONDS_MIN, 2 * line.delay_seconds)
+
+
+def address(place: int) -> str:
+    return f"{NETWORK}.{place + 1}"
+
+
+def address_bytes(place: int) -> bytes:
+    return bytes(map(int, address(place).split(".")))
+
+
+def open_device(namespace: str) -> int:
+    """Makes a TUN device in a namespace, where it stays while it is open here."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (NAMESPACES / namespace).open() as there, Path("/proc/self/ns/net").open() as here:
+        for place in (there, here):
+            if libc.setns(place.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"no way into {place.name}")
+            if place is there:
+                device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
+                fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN_WITHOUT_HEADER))
+    return device
+
+
+def carry(settings: dict[str, Any]) -> None:
+    """Makes the devices, says so, and carries packets."""
+    gc.disable()  # nothing here has cycles
+    with suppress(PermissionError):
+        os.nice(-10)  # a line does not slow down when processors are busy
+    devices = [open_device(each) for each in settings["namespaces"]]
+    os.write(STDOUT, b"ready\n")
+    Relay(devices, Line(**settings["line"]), settings["seed"]).serve()
+
+
+# ---------------------------------------------------------------------------------------------------
+# The hosts, as benchmarks see them
+
+
+class Hosts:
+    """Hosts that a relay joins."""
+
+    def __init__(self, size: int, line: Line, seed: int = 1) -> None:
+        from tests.helpers.namespaces import PREFIX, Namespace  # noqa: PLC0415  # the relay itself needs none of it
+
+        self.line = line
+        self.namespaces = [Namespace(f"{PREFIX}-{os.getpid()}-line{place}") for place in range(size)]
+        settings = {"namespaces": [each.name for each in self.namespaces], "line": asdict(line), "seed": seed}
+        self.process = subprocess.Popen(  # noqa: S603
+            [sys.executable, __file__, json.dumps(settings)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        if self._line() != b"ready\n":
+            self.close()
+            raise OSError("the relay did not start")
+        for place, each in enumerate(self.namespaces):
+            each.run("sysctl", "-q", "net.ipv6.conf.all.disable_ipv6=1")  # no chatter of neighbours
+            each.ip("address", "add", f"{address(place)}/24", "dev", DEVICE)
+            each.ip("link", "set", DEVICE, "up")
+
+    def _line(self) -> bytes:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def prefix(self, place: int) -> list[str]:
+        """Returns the prefix that makes a command run on a host."""
+        return list(self.namespaces[place].prefix)
+
+    def counts(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"?\n")
+        found: dict[str, Any] = json.loads(self._line())
+        return found
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextmanager
+def hosts_on(line: Line, size: int, seed: int = 1) -> Iterator[Hosts]:
+    """Makes hosts, and removes them at the end."""
+    from tests.helpers.namespaces import made  # noqa: PLC0415
+
+    with made(lambda: Hosts(size, line, seed)) as hosts:
+        try:
+            yield hosts
+        finally:
+            hosts.close()
+
+
+def why_impossible() -> str:
+    """Returns why there can be no hosts here; empty if there can."""
+    if shutil.which("ip") is None or shutil.which("sysctl") is None:
+        return "needs ip and sysctl"
+    if os.geteuid():
+        return "needs root"
+    if not TUN.exists():
+        return f"needs {TUN}"
+    try:
+        with hosts_on(DEFAULT, 1):
+            return ""
+    except (OSError, AssertionError) as error:
+        return f"this machine allows no network namespace with a TUN device: {error}"
+
+
+# ---------------------------------------------------------------------------------------------------
+# The options of benchmarks
+
+
+def add_line_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the line of each node: a named one, or 20 Mbit/s both ways and 100 ms")
+    group.add_argument("--line", choices=LINES)
+    group.add_argument("--rate", type=float, metavar="MBIT", help="up and down, in Mbit/s")
+    group.add_argument("--delay", type=float, metavar="MS", help="one way, from any node to any other")
+    group.add_argument("--jitter", type=float, metavar="MS", help="mean of what comes on top of the delay")
+    group.add_argument("--loss", type=float, metavar="PERCENT", help="of packets")
+
+
+def line_of(arguments: argparse.Namespace) -> Line:
+    """Returns the named line, or the usual one, with what the other options change."""
+    line = LINES[arguments.line] if arguments.line else DEFAULT
+    if arguments.rate is not None:
+        line = replace(line, up_megabits=arguments.rate, down_megabits=arguments.rate)
+    if arguments.delay is not None:
+        line = replace(line, delay_seconds=arguments.delay / 1_000)
+    if arguments.jitter is not None:
+        line = replace(line, jitter_seconds=arguments.jitter / 1_000)
+    if arguments.loss is not None:
+        line = replace(line, loss=arguments.loss / 100)
+    is_possible = line.up_megabits > 0 and line.delay_seconds >= 0 and line.jitter_seconds >= 0 and 0 <= line.loss < 1
+    if not is_possible:  # nor is what is not a number
+        raise SystemExit("--rate must be above 0, --delay and --jitter 0 or more, --loss from 0 to below 100")
+    return line
+
+
+if __name__ == "__main__":
+    carry(json.loads(sys.argv[1]))

@@ -1,0 +1,246 @@
+"""Real daemons on a line between homes: what they have learned after some minutes, and what that cost in bytes.
+
+    OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5] [--line dsl | --rate 20 --delay 100 --loss 0]
+        [--run FILE] [--keep] [--json FILE]
+
+Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun.
+Time counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the
+first node saves its state, which all have; its loss on held-out text is computed when the last minute is over. Bytes
+are all that a host sends and receives. The share of time in which a node trains counts from when all were members.
+
+--run: a run's config; without it 1.0M parameters on the text that every Python carries, with recipe `local`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import torch
+from daemon_logs import life_in, report_phases
+from daemons import START_SECONDS, Swarm
+from relay import Hosts, add_line_options, address, hosts_on, line_of, why_impossible
+from torch import Tensor
+
+from p2ptrain.config import NodeConfig, RunConfig, load_run_config
+from p2ptrain.demo import DemoNode
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.export import load_model
+from p2ptrain.learn.model import Transformer
+from p2ptrain.node.control import ask
+from p2ptrain.node.find import find_dataset
+from p2ptrain.node.saved import find_model, though_pruned
+
+RUN = """\
+name = "wan"
+[model]
+preset = "1m"
+[recipe]
+name = "local"
+inner = "muon"
+local_steps = 10
+k = 256
+inner_learning_rate = 0.01
+sequences_per_pass = 4
+warmup_rounds = 3
+[admission]
+probation_rounds = 1
+"""
+PORT = 4001
+LOOK_SECONDS = 1.0
+EVALUATED = 128  # held-out sequences
+LATE_SECONDS = 0.005  # beyond this the relay, and not the line, held packets up
+
+
+class Homes(Swarm):
+    """A swarm with a host for each node."""
+
+    def __init__(self, directory: Path, run: str, hosts: Hosts) -> None:
+        self.hosts = hosts
+        super().__init__(directory, run, len(hosts.namespaces))
+        self.trained: dict[str, list[tuple[float, float]]] = {}  # by node: when its time of training grew, and to what
+
+    def make(self, arguments: list[str]) -> DemoNode:
+        node, place = super().make(arguments), self.named - 1
+        node.listen, node.prefix = f"/ip4/{address(place)}/tcp/{PORT}", tuple(self.hosts.prefix(place))
+        return node
+
+    def look(self) -> None:
+        super().look()
+        for node in self.nodes:
+            told, seconds = self.trained.setdefault(node.name, []), node.status.get("training_seconds", 0.0)
+            if not told or told[-1][1] != seconds:
+                told.append((monotonic(), seconds))
+
+    def training_share(self, node: DemoNode, since: float) -> float | None:
+        """Returns the share of time in which a node trained, between the ends of two trainings; None if it had none."""
+        told = [each for each in self.trained[node.name] if each[0] >= since]
+        if len(told) < 2:
+            return None
+        (began, before), (ended, after) = told[0], told[-1]
+        return (after - before) / (ended - began)
+
+
+@contextmanager
+def homes_on(hosts: Hosts, run: str, keep: bool) -> Iterator[Homes]:
+    directory = Path(tempfile.mkdtemp(prefix="p2ptrain-wan-"))
+    swarm = Homes(directory, run, hosts)
+    try:
+        yield swarm
+    finally:
+        swarm.stop()
+        if keep:
+            print(f"kept: {directory}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> float:
+    """Returns the mean loss on held-out text, in nats a token."""
+    count, total = min(EVALUATED, dataset.held_out_sequences(length)), 0.0
+    with torch.no_grad():
+        for positions in np.array_split(np.arange(count), -(-count // 16)):
+            batch: Tensor = torch.from_numpy(dataset.held_out_batch(positions, length))
+            total += float(model.loss(batch)) * len(positions)
+    return total / count
+
+
+def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
+    """Trains, and returns what there is to tell after each of the minutes."""
+    began, first = monotonic(), swarm.nodes[0]
+    whole: tuple[float, int, dict[str, Any]] | None = None  # when all were members, the round, what hosts had sent
+    first.start()
+    swarm.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
+    for _ in range(swarm.size - 1):
+        swarm.add()
+    marks, models = [], []
+    for minute in sorted(minutes):
+        while monotonic() < began + 60 * minute:
+            sleep(LOOK_SECONDS)
+            swarm.look()
+            if whole is None and all(len(node.status.get("roster", ())) == swarm.size for node in swarm.nodes):
+                whole = monotonic(), swarm.round, traffic(swarm.hosts)
+        number = ask(first.directory, {"do": "checkpoint"})["round"]
+        config = NodeConfig.model_validate({"storage": {"directory": str(first.directory)}})
+        saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
+        models.append(load_model(saved.weights, torch.device("cpu")))
+        marks.append({"minutes": minute, "seconds": monotonic() - began, "round": number} | traffic(swarm.hosts))
+        print(f"{minute:g} minutes: round {number}", flush=True)
+    swarm.look()
+    relay = swarm.hosts.counts()
+    statuses = [node.status for node in swarm.nodes]
+    swarm.stop()
+    dataset = TokenDataset.open(find_dataset(config, saved.run.data.manifest), saved.run.data.manifest)
+    for mark, model in zip(marks, models, strict=True):
+        mark["loss"] = held_out_loss(model, dataset, saved.run.model.sequence_length)
+    found: dict[str, Any] = {
+        "system": "p2ptrain",
+        "parameters": sum(each.numel() for each in models[0].parameters()),
+        "recipe": saved.run.recipe.model_dump(mode="json"),
+        "marks": marks,
+        "rounds": [status["applied_round"] for status in statuses],
+        "payload_bytes": statuses[0]["payload_bytes"],
+        "tokens": [status["tokens"] for status in statuses],
+        "whole_seconds": None,  # from the start until all were members
+        "training_shares": None,
+        "bytes_until_whole": None,
+    }
+    if whole is not None:
+        at, since, until = whole
+        shares = [swarm.training_share(node, at) for node in swarm.nodes]
+        found |= {"whole_seconds": at - began, "training_shares": shares, "bytes_until_whole": until}
+        if (last := swarm.round) > since + 2:
+            lives = [life_in(node.directory) for node in swarm.nodes]
+            found["phases"] = report_phases(lives, since + 2, last)
+    return found | {"relay": relay}
+
+
+def traffic(hosts: Hosts) -> dict[str, Any]:
+    """Returns all bytes that the hosts have sent and received."""
+    counts = hosts.counts()["hosts"]
+    return {name: [each[f"{name}_bytes"] for each in counts] for name in ("sent", "received")}
+
+
+def load_run(path: Path | None) -> tuple[str, RunConfig]:
+    """Returns the run's text and its config."""
+    if path is None:
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(RUN)
+            file.flush()
+            return RUN, load_run_config(Path(file.name))
+    return path.read_text(), load_run_config(path)
+
+
+def tell(found: dict[str, Any]) -> None:
+    line = found["line"]
+    print(
+        f"{found['system']}, {found['nodes']} nodes, {line['down_megabits']:g} and {line['up_megabits']:g} Mbit/s, "
+        f"{1_000 * line['delay_seconds']:g} ms, {line['loss']:.1%} of packets lost"
+    )
+    print(" minutes   held-out loss   MB sent by a node (the most)   received")
+    for mark in found["marks"]:
+        sent, received = mark["sent"], mark["received"]
+        print(
+            f"{mark['minutes']:8g} {mark['loss']:15.3f} {statistics.mean(sent) / 1e6:12.2f} ({max(sent) / 1e6:.2f})"
+            f" {statistics.mean(received) / 1e6:22.2f}"
+        )
+    relay, late = found["relay"], ""
+    if relay["mean_late_seconds"] > LATE_SECONDS:
+        late = "; the processor held packets up, not only the line"
+    print(f"packets arrived {1e3 * relay['mean_late_seconds']:.1f} ms late on average{late}")
+
+
+def tell_more(found: dict[str, Any]) -> None:
+    if found["whole_seconds"] is None:
+        print("some nodes never became members")
+        return
+    until, shares = found["bytes_until_whole"]["sent"], found["training_shares"]
+    print(f"all were members after {found['whole_seconds']:.0f} s and {statistics.mean(until) / 1e6:.2f} MB each")
+    told = ", ".join("unknown" if each is None else f"{each:.1%}" for each in shares)
+    print(f"rounds {min(found['rounds'])}; share of time in which a node trained since: {told}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what the comparison has, too."""
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--minutes", type=float, nargs="+", default=[2.0, 5.0])
+    parser.add_argument("--run", type=Path, metavar="FILE")
+    parser.add_argument("--keep", action="store_true", help="keep the nodes' directories and logs")
+    parser.add_argument("--json", type=Path)
+    add_line_options(parser)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no host outlives us
+    line, (text, _) = line_of(chosen), load_run(chosen.run)
+    if why := why_impossible():
+        print(f"no hosts here: {why}")
+        return 1
+    with hosts_on(line, chosen.nodes) as hosts, homes_on(hosts, text, chosen.keep) as swarm:
+        found = measure(swarm, chosen.minutes)
+    found |= {"nodes": chosen.nodes, "line": asdict(line), "load": os.getloadavg()}
+    if chosen.json:
+        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+    tell(found)
+    tell_more(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The benchmarks on a line between homes: what the relay does to packets, options, rivals, reports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.config import ModelConfig, RecipeConfig
+from p2ptrain.learn.inner import INNER_OPTIMIZERS
+from p2ptrain.learn.live import LiveModel
+from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.sim.lines import LINES, Line
+from tests.helpers.benchmarks import load
+
+QUICK = Line(8.0, 8.0, 0.0)  # a byte a microsecond
+
+
+def packet(relay: Any, target: int, size: int = 1_000, number: int = 0) -> bytes:
+    """Returns the start of an IPv4 packet, and bytes up to its size."""
+    head = bytes([0x45, *bytes(15)]) + relay.address_bytes(target)
+    return (head + number.to_bytes(4, "big")).ljust(size, b".")
+
+
+class Ends:
+    """Two hosts of a relay, whose devices are sockets."""
+
+    def __init__(self, line: Line) -> None:
+        self.relay = load("relay")
+        self.pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+        for pair in self.pairs:
+            for end in pair:
+                end.setblocking(False)
+        self.under_test = self.relay.Relay([ours.fileno() for ours, _ in self.pairs], line, 1)
+
+    def send(self, *packets: bytes) -> None:
+        for each in packets:
+            self.pairs[0][1].send(each)
+            self.under_test.take(0)
+
+    def received(self) -> list[int]:
+        """Delivers all that is under way, and returns the numbers of what the second host got."""
+        found = []
+        while self.under_test.under_way:
+            self.under_test.deliver()
+            while True:
+                try:
+                    found.append(int.from_bytes(self.pairs[1][1].recv(2_048)[20:24], "big"))
+                except BlockingIOError:
+                    break
+        return found
+
+    def close(self) -> None:
+        for pair in self.pairs:
+            for end in pair:
+                end.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[[Line], Ends]]:
+    made: list[Ends] = []
+
+    def make(line: Line) -> Ends:
+        made.append(Ends(line))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_packets_wait_for_the_uplink_and_then_for_the_delay(ends: Callable[[Line], Ends]) -> None:
+    net = ends(Line(8.0, 8.0, 0.5))
+    began = monotonic()
+    net.send(*(packet(net.relay, 1, 1_000, number) for number in range(10)))
+    arrivals = [at for at, *_ in sorted(net.under_test.under_way)]
+    assert began + 0.501 <= arrivals[0] < monotonic() + 0.501
+    assert arrivals[-1] >= began + 0.51, "ten packets of a millisecond each"
+
+
+def test_packets_arrive_once_in_their_order_and_are_counted(ends: Callable[[Line], Ends]) -> None:
+    net = ends(Line(8_000.0, 8.0, 0.001, jitter_seconds=0.01))
+    net.send(*(packet(net.relay, 1, 100, number) for number in range(50)))
+    assert net.received() == list(range(50))
+    sender, receiver = net.under_test.counts
+    assert (sender.sent_packets, sender.sent_bytes, receiver.received_bytes) == (50, 5_000, 5_000)
+    assert net.under_test.report()["hosts"][1]["received_bytes"] == 5_000
+
+
+@pytest.mark.parametrize("line", [Line(8_000.0, 0.8, 0.0), Line(0.8, 8_000.0, 0.0)], ids=["uplink", "downlink"])
+def test_what_comes_while_a_queue_is_full_is_dropped(line: Line, ends: Callable[[Line], Ends]) -> None:
+    net = ends(line)
+    began = monotonic()
+    net.send(*(packet(net.relay, 1, 1_000, number) for number in range(100)))
+    left_meanwhile = 100 * (monotonic() - began)
+    received = net.received()  # a packet takes 10 ms, and the queue is 100 ms long
+    assert 10 <= len(received) <= 12 + left_meanwhile
+    assert sum(each.dropped_packets for each in net.under_test.counts) == 100 - len(received)
+
+
+def test_the_line_loses_its_share(ends: Callable[[Line], Ends]) -> None:
+    net = ends(Line(80_000.0, 80_000.0, 0.0, loss=0.3))
+    total = 0
+    for _ in range(100):
+        net.send(*(packet(net.relay, 1, 24) for _ in range(10)))
+        total += len(net.received())
+    assert 600 < total < 800
+    assert net.under_test.counts[0].lost_packets == 1_000 - total
+
+
+def test_packets_for_nobody_go_nowhere(ends: Callable[[Line], Ends]) -> None:
+    net = ends(QUICK)
+    net.send(packet(net.relay, 9), bytes([0x60, *bytes(39)]), b"short")
+    assert net.under_test.under_way == []
+    assert net.under_test.counts[0].sent_packets == 0
+
+
+def test_the_relay_ends_with_its_stdin(ends: Callable[[Line], Ends], monkeypatch: pytest.MonkeyPatch) -> None:
+    net = ends(QUICK)
+    reading, writing = os.pipe()
+    monkeypatch.setattr(net.relay, "STDIN", reading)
+    os.close(writing)
+    net.under_test.serve()
+    os.close(reading)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Options and reports
+
+
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    load("relay").add_line_options(parser)
+    return parser.parse_args(given)
+
+
+def test_a_line_is_a_named_one_or_given_in_numbers_or_both() -> None:
+    line_of = load("relay").line_of
+    assert line_of(options()) == Line(20.0, 20.0, 0.1)
+    assert line_of(options("--line", "lte")) == LINES["lte"]
+    asked = options("--rate", "5", "--delay", "30", "--jitter", "4", "--loss", "2")
+    assert line_of(asked) == Line(5.0, 5.0, 0.03, 0.004, 0.02)
+    assert line_of(options("--line", "dsl", "--delay", "80")) == Line(50.0, 10.0, 0.08, 0.002)
+
+
+@pytest.mark.parametrize(
+    "given", [("--rate", "0"), ("--rate", "nan"), ("--delay", "-1"), ("--loss", "100"), ("--loss", "nan")]
+)
+def test_a_line_that_cannot_be_is_refused(given: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit, match="--rate must be above 0"):
+        load("relay").line_of(options(*given))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_every_named_line_is_possible(name: str) -> None:
+    assert load("relay").line_of(options("--line", name)) == LINES[name]
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    mark = {"minutes": 2.0, "seconds": 120.4, "round": 9, "loss": 2.5, "sent": [4 * 10**6, 10**6], "received": [0, 0]}
+    line = {"down_megabits": 20.0, "up_megabits": 20.0, "delay_seconds": 0.1, "jitter_seconds": 0.0, "loss": 0.01}
+    relay = {"mean_late_seconds": 0.001, "latest_seconds": 0.1, "processor_seconds": 1.0, "hosts": []}
+    own = {"system": "p2ptrain", "nodes": 2, "line": line, "marks": [mark], "relay": relay, "rounds": [9, 10]}
+    shares = {"whole_seconds": 40.0, "training_shares": [0.9, 0.8], "bytes_until_whole": {"sent": [2 * 10**6, 0]}}
+    return own | shares | changes
+
+
+def test_the_report_tells_loss_bytes_and_whether_the_relay_kept_up(capsys: pytest.CaptureFixture[str]) -> None:
+    wan = load("wan")
+    wan.tell(report())
+    wan.tell_more(report())
+    told = capsys.readouterr().out
+    assert "2 nodes, 20 and 20 Mbit/s, 100 ms, 1.0% of packets lost" in told
+    assert "2.500         2.50 (4.00)" in told
+    assert "held packets up" not in told
+    assert "all were members after 40 s and 1.00 MB each" in told
+    assert "rounds 9; share of time in which a node trained since: 90.0%, 80.0%" in told
+    wan.tell(report(relay={"mean_late_seconds": 0.02}))
+    wan.tell_more(report(whole_seconds=None))
+    wan.tell_more(report(training_shares=[0.9, None]))
+    told = capsys.readouterr().out
+    assert "held packets up" in told
+    assert "never became members" in told
+    assert "since: 90.0%, unknown" in told
+
+
+def test_the_share_of_training_counts_whole_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wan = load("wan")
+    hosts = SimpleNamespace(namespaces=[None], prefix=lambda place: ["on", str(place)])
+    swarm = wan.Homes(tmp_path, "", hosts)
+    (node,) = swarm.nodes
+    assert (node.listen, node.prefix) == ("/ip4/11.78.0.1/tcp/4001", ("on", "0"))
+    monkeypatch.setattr(wan.Swarm, "look", lambda swarm: None)
+    for now, seconds in [(0, 0.0), (9, 5.0), (10, 5.0), (20, 14.0), (25, 14.0), (30, 23.0), (39, 23.0)]:
+        monkeypatch.setattr(wan, "monotonic", lambda now=now: now)
+        node.status = {"training_seconds": seconds}
+        swarm.look()
+    assert swarm.training_share(node, 0) == pytest.approx(23 / 30)
+    assert swarm.training_share(node, 10) == pytest.approx(0.9)
+    assert swarm.training_share(node, 21) is None
+
+
+# ---------------------------------------------------------------------------------------------------
+# The rival
+
+
+def test_a_comparison_that_was_broken_off_goes_on(tmp_path: Path) -> None:
+    rival = load("against_hivemind")
+    path = tmp_path / "runs.json"
+    rival.Done(path).add({"mode": "local", "rate": 0.01, "marks": []})
+    again = rival.Done(path)
+    assert again.find({"mode": "local", "rate": 0.01}) is not None
+    assert again.find({"mode": "local", "rate": 0.02}) is None
+    again.add({"mode": "local", "rate": 0.02})
+    assert len(rival.Done(path).runs) == 2
+    assert rival.Done(None).runs == []
+
+
+@pytest.mark.parametrize("inner", ["muon", "adamw"])
+def test_the_rival_has_our_inner_optimizers(inner: str) -> None:
+    theirs = load("torch_inner")
+    config = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24, sequence_length=16)
+    recipe = RecipeConfig(name="local", inner=inner, inner_weight_decay="1/100")  # type: ignore[arg-type]
+    one, other = Transformer(config), Transformer(config)
+    initialise(one, 1)
+    initialise(other, 1)
+    live = LiveModel(one, autocast=False)
+    ours = INNER_OPTIMIZERS[inner](recipe, live)
+    rival = theirs.Inner(other.parameters(), theirs.hidden_matrices(other, inner), recipe, 0.01)
+    random = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        batch = torch.randint(0, 256, (2, 17), generator=random)
+        live.gradient.zero_()
+        one.loss(batch).backward()  # type: ignore[no-untyped-call]
+        other.zero_grad()
+        other.loss(batch).backward()  # type: ignore[no-untyped-call]
+        ours.step(0.01)
+        rival.step()
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
