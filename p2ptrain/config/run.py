@@ -25,7 +25,7 @@ from p2ptrain.errors import ConfigError, RemoteProtocolError
 PROTOCOL_VERSION: Final = 2
 # Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
-LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {("recipe", "inner"): "adamw"}
+LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {("recipe", "inner"): "adamw", ("eval", "every_rounds"): 0}
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
@@ -355,6 +355,22 @@ class AdmissionConfig(Section):
         return self
 
 
+class EvalConfig(Section):
+    """Looking at what the model has learned. Nothing that is agreed depends on it."""
+
+    every_rounds: int = Field(
+        50,
+        ge=0,
+        le=2**20,
+        description="rounds between two measurements of the held-out loss, by three members; 0: none. "
+        "Below 20 they may take more than 1 % of a node's time",
+    )
+
+    def is_due(self, round_number: int) -> bool:
+        """Whether the weights after this round are looked at."""
+        return self.every_rounds > 0 and round_number % self.every_rounds == 0
+
+
 class RunConfig(Section):
     """One shared training effort; the digest of its canonical encoding is the run's id."""
 
@@ -374,6 +390,7 @@ class RunConfig(Section):
     state: StateConfig = StateConfig()
     agreement: AgreementConfig = AgreementConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -396,6 +396,7 @@ class Node:
         self.context.emit(ev.Persist(ev.Certified(step, state, trunk)))
         if not isinstance(step, Beginning):
             self.context.tallies.take(step.manifest)
+            self.context.claims.take(step.manifest, self.context.offers)
         self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
 
     def _leave_branch(self) -> None:
@@ -409,6 +410,7 @@ class Node:
         context, state = self.context, self.chain.state
         self.catching_up.advanced()
         self.context.offers.prune(state)
+        self.context.claims.begin(state, self.context.offers)
         self.context.requests.prune(state)
         self._keep_payloads()
         admitted = state.place
@@ -490,7 +492,7 @@ class Node:
         owners: tuple[Any, ...] = (
             context.offers, context.payloads, context.requests, context.arrivals, self.chain, self.here, self.work,
             self.repair, self.catching_up, self.regrouping, self.inbox, context.reputation,
-            context.tallies, *([self.trust] if self.trust else []),
+            context.tallies, context.claims, *([self.trust] if self.trust else []),
         )  # fmt: skip
         found = {name: limit for owner in owners for name, limit in owner.limits().items()}
         found["connected peers"] = (len(context.peers), PEERS_MAX)

@@ -26,6 +26,7 @@ from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.reputation import Reason
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
+from p2ptrain.observe.learning import LearningFigures
 from p2ptrain.visible import few
 
 log = logging.getLogger("p2ptrain.observe")
@@ -137,6 +138,9 @@ class Mine(Stored):
     tokens: Annotated[Count, Figure("tokens trained on, over all starts", "tokens")] = Field(
         0, description="trained on by this node, whether or not the contributions were taken"
     )
+    swarm_tokens: Annotated[Count, Figure("tokens of the swarm, over all starts", "tokens")] = Field(
+        0, description="behind the contributions that rounds took while this node was running, as their authors claim"
+    )
     training_seconds: Annotated[float, Figure("time of training, over all starts", "seconds")] = Field(
         0.0, ge=0, description="spent training here"
     )
@@ -163,7 +167,7 @@ class SameModel(Part):
     text: str = Field(description="what was signed, for people")
 
 
-class Status(Answer):
+class Status(Answer, LearningFigures):
     """The node's status."""
 
     release: str = Field(description="of p2ptrain, as in `p2ptrain --version`")
@@ -191,6 +195,8 @@ class Status(Answer):
     loss: Annotated[float | None, Figure("loss", "nats a token", "loss_nats")] = Field(
         description="mean over the last round trained here, nats a token; null: none yet"
     )
+    text: str = Field(description="a line that the model wrote here after `text_round`; empty: none since the start")
+    text_round: Count
     step: Count = Field(description="optimizer steps done in the current training")
     tokens: Annotated[Count, Figure("tokens", "tokens", kind="counter")] = Field(
         description="trained on since this start"
@@ -387,7 +393,7 @@ class PeerList(Answer):
     me: Peer = Field(description="this node itself, as far as the fields apply")
 
 
-class RoundRecord(Answer, Stored):
+class RoundRecord(Answer, LearningFigures, Stored):
     """A round that this node has applied.
 
     Its four phases add up to the time since the previous round was applied. Bytes, tokens and late contributions are
@@ -423,6 +429,9 @@ class RoundRecord(Answer, Stored):
     bulk_bytes_received: Count = Field(description="the part for payloads, states and data")
     loss: Annotated[float | None, Figure("loss", "nats a token", "last_round_loss_nats", tracked="mine/loss")] = Field(
         description="mean over the training done here, nats a token; null: there was none"
+    )
+    swarm_tokens: Annotated[Count, Figure("tokens of the swarm", "tokens")] = Field(
+        0, description="behind the contributions that it took, as their authors claim"
     )
     tokens: Annotated[Count, Figure("tokens", "tokens", tracked="mine/tokens")] = Field(description="trained on here")
     tokens_per_second: Annotated[

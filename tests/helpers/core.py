@@ -84,6 +84,7 @@ def announced(
         "payload_bytes": len(body) if inline else BYTES,
         "steps": 1,
         "loss": 2_500_000,
+        "held_out": 0,
     }
     return Announcement(branch=branch, round=number, author=author, **(fields | changes))
 
@@ -152,8 +153,12 @@ def line_of(
     return steps
 
 
-def run_of(agreement: dict[str, Any] | None = None, admission: dict[str, Any] | None = None) -> RunConfig:
-    return RunConfig.model_validate({"name": "test", "agreement": agreement or {}, "admission": admission or {}})
+def run_of(
+    agreement: dict[str, Any] | None = None, admission: dict[str, Any] | None = None, every_rounds: int = 0
+) -> RunConfig:
+    """`every_rounds`: between measurements of the held-out loss."""
+    settings = {"agreement": agreement or {}, "admission": admission or {}, "eval": {"every_rounds": every_rounds}}
+    return RunConfig.model_validate({"name": "test", **settings})
 
 
 class Bench:
@@ -168,8 +173,9 @@ class Bench:
         peers: bool = True,
         start: bool = True,
         seed: int = 0,
+        every_rounds: int = 0,
     ) -> None:
-        self.run = run_of(agreement, admission)
+        self.run = run_of(agreement, admission, every_rounds)
         self.founders = KEYS[:size]
         self.me = KEYS[me]  # a newcomer, if it is beyond the founders
         self.others = tuple(key for key in self.founders if key != self.me)

@@ -25,7 +25,7 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "bulk_bytes_received": 4, "loss": 2.5, "tokens": 64, "tokens_per_second": 32.0, "late": 1,
         "refused": {"bad payload": 2},
     }  # fmt: skip
-    assert changes.keys() <= made.keys()
+    assert changes.keys() <= RoundRecord.model_fields.keys()  # early releases had fewer
     return made | changes
 
 
