@@ -359,11 +359,7 @@ class EvalConfig(Section):
     """Looking at what the model has learned. Nothing that is agreed depends on it."""
 
     every_rounds: int = Field(
-        50,
-        ge=0,
-        le=2**20,
-        description="rounds between two measurements of the held-out loss, by three members; 0: none. "
-        "Below 20 they may take more than 1 % of a node's time",
+        50, ge=0, le=2**20, description="rounds between measurements of the held-out loss; 0: none"
     )
 
     def is_due(self, round_number: int) -> bool:

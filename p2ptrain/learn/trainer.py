@@ -223,8 +223,10 @@ class Trainer:
         rate = learning_rate(recipe, round_number)
         # The next step's gradient has room for the weights before, unless this round's steps are not contributed yet.
         before = self.live.gradient.copy_(self.recipe.agreed) if self._trained is None else None
+        size = 0.0 if before is None else float(torch.linalg.vector_norm(before))
         scales = apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
-        self.drift = None if before is None else _drift(before, self.recipe.agreed)
+        moved = None if before is None else float(torch.linalg.vector_norm(before.sub_(self.recipe.agreed)))
+        self.drift = moved / size if moved is not None and size else None
         for number, payload in own.items():
             uncounted = partial(scales.uncounted, payloads.index(payload)) if scales else None
             self.recipe.residual.forget(number, uncounted)
@@ -413,13 +415,6 @@ class Trainer:
 def _is_finite(tensor: Tensor) -> bool:
     """Checks in blocks, because torch would make several copies of a tensor as large as the model."""
     return all(bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), FINITE_BLOCK))
-
-
-def _drift(before: Tensor, after: Tensor) -> float:
-    """Returns how far the weights moved over how large they were; `before` is used up."""
-    size = float(torch.linalg.vector_norm(before))
-    moved = float(torch.linalg.vector_norm(before.sub_(after)))
-    return moved / size if size else 0.0
 
 
 def _in_memory(tensor: Tensor, is_copied: bool) -> Tensor:

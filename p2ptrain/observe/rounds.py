@@ -106,6 +106,7 @@ class Recorder:
         claims, device, held_out = view.training_of(event.round), self.device, view.held_out
         if held_out is not None and self.measured is not None and held_out.round == self.measured.held_out_round:
             held_out = None  # it is in an earlier record
+        sent = device.payload_bytes * len(entry.manifest.taken)
         self.mine = Mine(
             tokens=mine.tokens + tokens,
             swarm_tokens=mine.swarm_tokens + claims.steps * self._step_tokens,
@@ -139,7 +140,7 @@ class Recorder:
             swarm_tokens=claims.steps * self._step_tokens,
             gradient_norm=device.gradient_norm if tokens else None,
             drift=device.drift,
-            compression_ratio=self._compression(claims.steps, len(entry.manifest.taken)),
+            compression_ratio=round(device.state_bytes * claims.steps / sent, 1) if claims.steps else None,
             loss=device.loss if tokens else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
@@ -169,12 +170,6 @@ class Recorder:
             "tokens": self.device.tokens,
             "training seconds": self.device.training_seconds,
         }
-
-    def _compression(self, steps: int, contributions: int) -> float | None:
-        """Returns the size of these steps' gradients over that of the contributions."""
-        if not steps:
-            return None
-        return round(self.device.state_bytes * steps / (self.device.payload_bytes * contributions), 1)
 
     def _slim(self, record: RoundRecord) -> RoundRecord:
         return record.model_copy(update={"contributors": self._shared(record.contributors)})

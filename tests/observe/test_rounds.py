@@ -94,7 +94,7 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
 def test_a_held_out_loss_is_recorded_once_and_known_after_a_restart(tmp_path: Path) -> None:
     watched = Watched(tmp_path, every_rounds=2)
     (author, *_) = (key for key in drawn(watched.bench.state) if key != watched.bench.me)
-    watched.bench.hear(announced(author, 1, inline=True, held_out=3_000_000), attachment=payload(author, 1), good=True)
+    watched.bench.node.context.claims.hear(announced(author, 1, held_out=3_000_000))
     for _ in range(2):
         watched.round()
     told = [(each.held_out_loss, each.held_out_round, each.perplexity) for each in watched.rounds.last()]
