@@ -9,6 +9,12 @@ def visible(text: str, keep: str = "") -> str:
     return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
 
 
+def one_line(text: str, most: int) -> str:
+    """Returns the text as one line of at most so many characters, without those that are not printed, such as control
+    characters and changes of direction."""
+    return "".join(each for each in " ".join(text.split()) if each.isprintable())[:most]
+
+
 def count_of(size: float) -> str:
     """Formats a number of bytes for people."""
     for unit in ("B", "KB", "MB", "GB"):

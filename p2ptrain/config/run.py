@@ -28,6 +28,7 @@ PROTOCOL_VERSION: Final = 2
 LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("recipe", "inner"): "adamw",
     ("recipe", "local_steps_min"): 0,
+    ("eval", "every_rounds"): 0,
 }
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
@@ -367,6 +368,18 @@ class AdmissionConfig(Section):
         return self
 
 
+class EvalConfig(Section):
+    """Looking at what the model has learned. Nothing that is agreed depends on it."""
+
+    every_rounds: int = Field(
+        50, ge=0, le=2**20, description="rounds between measurements of the held-out loss; 0: none"
+    )
+
+    def is_due(self, round_number: int) -> bool:
+        """Whether the weights after this round are looked at."""
+        return self.every_rounds > 0 and round_number % self.every_rounds == 0
+
+
 class RunConfig(Section):
     """One shared training effort; the digest of its canonical encoding is the run's id."""
 
@@ -386,6 +399,7 @@ class RunConfig(Section):
     state: StateConfig = StateConfig()
     agreement: AgreementConfig = AgreementConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core.arrivals import Arrivals
+from p2ptrain.core.claims import Claims
 from p2ptrain.core.events import Effect, Persist, Publish, Said, Send
 from p2ptrain.core.messages import (
     NOTHING,
@@ -79,6 +80,7 @@ class Context:
         self.counters: Counter[str] = Counter()
         self.reputation = Reputation()
         self.tallies = Tallies()  # counts of contributions, only shown
+        self.claims = Claims(run)  # only shown, too
         self.payloads = Payloads(self)
         self.offers = Offers(run.agreement.staleness_rounds_max, self.payloads)
         self.requests = Requests(self)

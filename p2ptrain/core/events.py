@@ -143,6 +143,7 @@ class TrainingFinished(Struct, frozen=True, tag=True):
     attachment: bytes = b""
     steps: int = 0  # what is claimed of the training
     loss: int = 0
+    held_out: int = 0  # and of the base
 
 
 class TrainingFailed(Struct, frozen=True, tag=True):
@@ -284,6 +285,8 @@ class Train(Struct, frozen=True, tag=True):
     place: int
     places: int
     unsettled: tuple[int, ...] = ()  # rounds whose own contribution may still be taken, or is yet to be applied
+    samples: bool = False  # before that, write a line of text with the weights after `base_round`
+    evaluates: bool = False  # and measure their held-out loss
 
 
 class Pace(Struct, frozen=True, tag=True):

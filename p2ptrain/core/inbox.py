@@ -187,6 +187,7 @@ class Inbox:
         if message.branch != state.branch:
             self._on_another_branch(author, message.branch, message.round - overlap)
             return
+        self.context.claims.hear(message)
         if message.round > state.round + 1:
             if message.round > state.round + 1 + overlap:
                 self._ahead(author, message.branch, message.round - overlap)

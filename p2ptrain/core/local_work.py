@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from p2ptrain.core.chain import Chain
+from p2ptrain.core.claims import drawn
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Pace, Return, Train, TrainingFinished
 from p2ptrain.core.history import Entry
@@ -244,7 +245,9 @@ class LocalWork:
             return
         self.training = Training(number, self.applied_round, self.roots[self.applied_round], context.now)
         place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # everything agreed on is applied
-        context.emit(Train(number, self.applied_round, place, len(state.admitted), unsettled))
+        is_due = context.run.eval.is_due(state.round)
+        looks = is_due, is_due and context.me in drawn(state)
+        context.emit(Train(number, self.applied_round, place, len(state.admitted), unsettled, *looks))
 
     def _lets_pass(self, number: int) -> bool:
         """Whether to skip a round, because a training that begins now would end too late; never twice in a row."""
@@ -310,6 +313,7 @@ class LocalWork:
             event.payload_bytes,
             event.steps,
             event.loss,
+            event.held_out,
             context.me,
         )
         is_mine_to_say = (
@@ -319,6 +323,8 @@ class LocalWork:
             and event.round > self.announced.get(state.branch, 0)
             and context.may_speak(state.branch, event.round)
         )
+        if is_mine_to_say:
+            context.claims.hear(announcement)
         may = is_mine_to_say and (
             state.may_take(announcement, self.context.offers.staleness)
             or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds

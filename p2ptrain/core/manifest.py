@@ -235,6 +235,7 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> I
             taken.payload_bytes,
             0,
             0,
+            0,
             taken.author,
         )
         if not state.may_take(offer, staleness) or taken.base_round > taken.round:
@@ -292,7 +293,7 @@ def _seated(state: AgreedState, run: RunConfig, taken: set[bytes], out: set[byte
         and entry.key not in out
         and entry.taken + (entry.key in taken) >= run.admission.probation_rounds
     ]
-    draw = _draw_of(state)
+    draw = draw_of(state)
     ready.sort(key=lambda entry: (entry.since, draw(entry.key)))
     return tuple(sorted(entry.key for entry in ready[:most]))
 
@@ -304,11 +305,11 @@ def _drawn(state: AgreedState, run: RunConfig, taken: tuple[Taken, ...]) -> tupl
     others = [entry.author for entry in taken if entry.author not in seat]
     if run.admission.policy != "open" or len(others) <= most:
         return taken
-    drawn = set(sorted(others, key=_draw_of(state))[:most])
+    drawn = set(sorted(others, key=draw_of(state))[:most])
     return tuple(entry for entry in taken if entry.author in seat or entry.author in drawn)
 
 
-def _draw_of(state: AgreedState) -> Callable[[bytes], bytes]:
+def draw_of(state: AgreedState) -> Callable[[bytes], bytes]:
     """Returns the order in which keys are drawn: by the last manifest, which nobody knew when the keys were made."""
     return lambda key: blake3(state.head + key).digest()
 
@@ -322,7 +323,7 @@ def _joins(
     room = min(joins_max(state.roster.size), run.admission.contributors_max - len(state.admitted) + idle)
     spent = Counter(bearer for bearer, _ in state.spent)
     chosen: dict[bytes, Join] = {}
-    draw = _draw_of(state)
+    draw = draw_of(state)
     for join in sorted(joins, key=lambda join: (draw(join.key), join.bearer)):
         if len(chosen) >= room or join.key in state.place or join.key in state.banned or join.key in gone:
             continue

@@ -87,6 +87,7 @@ class Announcement(Struct, frozen=True, array_like=True, tag="announcement"):
     payload_bytes: Annotated[int, Meta(ge=1, lt=PAYLOAD_BYTES_MAX)]
     steps: Number  # a claim: local steps behind it
     loss: Number  # a claim: their mean training loss, in millionths of a nat
+    held_out: Number  # a claim: the held-out loss of the base, likewise; 0: not measured
     author: Key
 
 

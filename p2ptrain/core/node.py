@@ -398,11 +398,11 @@ class Node:
         self.context.emit(ev.Persist(ev.Certified(step, state, trunk)))
         if not isinstance(step, Beginning):
             self.context.tallies.take(step.manifest)
+            self.context.claims.take(step.manifest, self.context.offers)
         self.work.advanced(None if isinstance(step, Beginning) else step.manifest)
 
     def _leave_branch(self) -> None:
-        """Records that we stay silent on the branch that we leave, so that we do not contradict ourselves there if a
-        restart intervenes and the branch wins in the end."""
+        """Records that we stay silent on the branch that we leave, which may win in the end, after a restart."""
         left = self.chain.state
         spoken = left.round + 1 + self.context.run.agreement.overlap_rounds
         self.context.emit(ev.Persist(ev.Silence(left.branch, spoken)))
@@ -410,12 +410,13 @@ class Node:
     def _begin_round(self, before: Round | None = None) -> None:
         context, state = self.context, self.chain.state
         self.catching_up.advanced()
-        self.context.offers.prune(state)
-        self.context.requests.prune(state, self.chain.recent(REQUEST_ROUNDS))
+        context.offers.prune(state)
+        context.claims.begin(state, context.offers)
+        context.requests.prune(state, self.chain.recent(REQUEST_ROUNDS))
         self._keep_payloads()
         admitted = state.place
         context.heard_at = {key: at for key, at in context.heard_at.items() if key in admitted}
-        self.context.arrivals.forget(admitted)
+        context.arrivals.forget(admitted)
         context.tallies.forget(admitted)
         self.regrouping = Regrouping(context, state)
         if before is not None:
@@ -464,8 +465,7 @@ class Node:
         """Notes a member's round, to find out how long we have to stay silent after losing our log.
 
         Any quorum includes an honest member that voted in the last decided round, and we can have spoken in the next
-        one at most. Rounds far beyond the others, which f liars may have made up, are capped, so that they do not
-        silence us forever.
+        one at most. Rounds far beyond the others, which f liars may have made up, must not silence us forever.
         """
         assert self.recalled is not None
         self.recalled[member] = number
@@ -492,7 +492,7 @@ class Node:
         owners: tuple[Any, ...] = (
             context.offers, context.payloads, context.requests, context.arrivals, self.chain, self.here, self.work,
             self.repair, self.catching_up, self.regrouping, self.inbox, context.reputation,
-            context.tallies, *([self.trust] if self.trust else []),
+            context.tallies, context.claims, *([self.trust] if self.trust else []),
         )  # fmt: skip
         found = {name: limit for owner in owners for name, limit in owner.limits().items()}
         found["connected peers"] = (len(context.peers), PEERS_MAX)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from p2ptrain.core.claims import UNKNOWN, HeldOut, TrainingClaims
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.history import Entry
 from p2ptrain.core.state import AgreedState
@@ -71,6 +72,15 @@ class NodeView:
         if self._node.here.closed_at is not None:
             return "agree"
         return "train" if work.training is not None else "collect"
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The newest held-out loss that drawn members have said."""
+        return self._node.context.claims.held_out
+
+    def training_of(self, number: int) -> TrainingClaims:
+        """Returns what is claimed of the training behind a round's contributions, as far as it is known here."""
+        return self._node.context.claims.rounds.get(number, UNKNOWN)
 
     @property
     def held(self) -> int:

@@ -22,7 +22,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,13 +133,15 @@ class Trainer:
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
         self.round = 0  # rounds applied so far
+        self.drift: float | None = None  # of the last of them: the distance moved over the norm of the weights
+        self._is_compiled = device.compile
         # By payload, most recently checked last: how many rounds were applied then, and the contribution.
         self._unpacked: OrderedDict[bytes, tuple[int, Contribution]] = OrderedDict()
         self._lock = Lock()  # guards `_unpacked`: payloads are checked while a round trains
         self._trained: int | None = None  # the round whose steps are done but not contributed yet
 
     @property
-    def drift(self) -> float | None:
+    def own_drift(self) -> float | None:
         """Norm of what the last round's local steps moved, over that of the weights; None without local steps."""
         return self.recipe.drift
 
@@ -228,7 +230,12 @@ class Trainer:
         parameters = self.live.parts(self.recipe.agreed)
         unpacked = self._take_unpacked(payloads)
         rate = learning_rate(recipe, round_number)
+        # The next step's gradient has room for the weights before, unless this round's steps are not contributed yet.
+        before = self.live.gradient.copy_(self.recipe.agreed) if self._trained is None else None
+        size = 0.0 if before is None else float(torch.linalg.vector_norm(before))
         scales = apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
+        moved = None if before is None else float(torch.linalg.vector_norm(before.sub_(self.recipe.agreed)))
+        self.drift = moved / size if moved is not None and size else None
         for number, payload in own.items():
             uncounted = partial(scales.uncounted, payloads.index(payload)) if scales else None
             self.recipe.residual.forget(number, uncounted)
@@ -289,7 +296,12 @@ class Trainer:
     @contextmanager
     def _agreed_weights(self) -> Iterator[None]:
         """Gives the model the agreed weights inside the block, and its own again afterwards."""
-        with told("looking at the agreed weights", self.device):
+        # Without this, each new length of text would be compiled.
+        eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
+        with told("looking at the agreed weights", self.device), eager:
+            if self.recipe.agreed is self.live.weights:
+                yield
+                return
             own = self.live.weights.clone()
             self.live.weights.copy_(self.recipe.agreed)
             try:

@@ -58,9 +58,11 @@ class Device:
         """`thread` is the one in which the trainer was made: torch counts its threads for each calling thread."""
         self.trainer, self.me = trainer, me
         self.loss: float | None = None  # mean of the last round trained here
+        self.gradient_norm: float | None = None  # likewise, before clipping
+        self.drift: float | None = None  # of the last round applied here
         self.step = 0  # within the current training
         self.steps = 0  # of the last round trained here
-        self.drift: float | None = None  # how far they moved the weights, as a share of their norm
+        self.own_drift: float | None = None  # how far they moved the weights, as a share of their norm
         self.training_seconds = 0.0
         self.tokens = 0
         self.not_finite = 0  # trainings that failed because a loss or gradient was not finite
@@ -200,7 +202,8 @@ class Device:
             raise
         payload = authored(self.me, self.trainer.contribute(number))
         self.loss, self.steps = sum(result.loss for result in results) / len(results), len(results)
-        self.drift = self.trainer.drift
+        self.own_drift = self.trainer.own_drift
+        self.gradient_norm = sum(result.gradient_norm for result in results) / len(results)
         tokens = sum(result.tokens for result in results)
         seconds = perf_counter() - before - self._rested
         self._rates.append(tokens / max(seconds, 1e-9))
@@ -262,6 +265,7 @@ class Device:
         self._repeat()
         own = {taken: content_of(payload) for taken, payload in mine.items()}
         self.trainer.apply(number - 1, [content_of(payload) for payload in payloads], own)
+        self.drift = self.trainer.drift
         for taken in own:
             self._repeated.pop(taken, None)
         if self._wrong is not None and number == self._wrong[0]:

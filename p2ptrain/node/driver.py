@@ -31,6 +31,7 @@ from p2ptrain.node.edges import Edges
 from p2ptrain.node.fetching import ignore
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.limits import Pauses
+from p2ptrain.node.model_progress import ModelProgress
 from p2ptrain.node.outbox import Outbox
 from p2ptrain.store.store import PayloadLostError
 
@@ -54,6 +55,7 @@ class Driver:
         self.node, self.device, self.intake, self.edges = node, device, intake, edges
         self.counters = intake.counters
         self.pauses = Pauses()
+        self.progress = ModelProgress(device, edges.fetching)
         self._outbox = Outbox(edges.publish, self.counters)
         self.effects: EffectQueue[ev.Effect] = EffectQueue()
         self.disk_trouble = ""  # the error, while the disk cannot be written
@@ -241,6 +243,7 @@ class Driver:
                     self.device.trainer.positions_for, effect.round, effect.place, effect.places
                 )
                 await self.edges.fetching.data(positions)
+            held_out = await self.progress.look(effect)
             kept = frozenset(effect.unsettled)
             name, payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
             if trained is not None:
@@ -256,7 +259,8 @@ class Driver:
         run = self.node.view().run
         attachment = payload if run.agreement.is_inline(len(payload)) else b""
         loss = min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
-        self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, self.device.steps, loss))
+        steps = self.device.steps
+        self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, steps, loss, held_out))
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""

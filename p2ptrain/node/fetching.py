@@ -60,7 +60,14 @@ class Fetching:
 
     async def data(self, positions: Positions) -> None:
         """Fetches all missing pieces of training data that these sequences need."""
-        missing = await asyncio.to_thread(self.dataset.missing, positions, self.run.model.sequence_length)
+        await self._pieces(await asyncio.to_thread(self.dataset.missing, positions, self.run.model.sequence_length))
+
+    async def held_out(self, sequences: int) -> None:
+        """Fetches the missing pieces of the first held-out sequences."""
+        length = self.run.model.sequence_length
+        await self._pieces(await asyncio.to_thread(self.dataset.missing_held_out, sequences, length))
+
+    async def _pieces(self, missing: Sequence[bytes]) -> None:
         places = asyncio.Semaphore(PIECES_AT_ONCE)
 
         async def fetch(piece: bytes) -> None:

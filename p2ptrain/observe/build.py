@@ -65,7 +65,7 @@ def status_of(daemon: Running) -> Status:
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, device = driver.node.view(), driver.device
     state, roots = view.state, view.roots
-    swarm = records.swarm_tokens_per_second
+    swarm, held_out, measured = records.swarm_tokens_per_second, view.held_out, records.measured
     complaints = complaints_of(daemon)
     return Status(
         release=__version__,
@@ -83,6 +83,14 @@ def status_of(daemon: Running) -> Status:
         state_root=roots.get(view.applied_round, b"").hex(),
         certified_round=state.root_round,
         loss=device.loss,
+        held_out_loss=held_out.loss if held_out else measured.held_out_loss if measured else None,
+        held_out_round=held_out.round if held_out else measured.held_out_round if measured else None,
+        swarm_loss=view.training_of(view.applied_round).loss,
+        gradient_norm=device.gradient_norm,
+        drift=device.drift,
+        compression_ratio=round(device.state_bytes / device.payload_bytes * daemon.run.recipe.local_steps, 1),
+        text=driver.progress.text,
+        text_round=driver.progress.text_round,
         step=device.step,
         tokens=device.tokens,
         tokens_per_second=round(device.tokens_per_second, 1),

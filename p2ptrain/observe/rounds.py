@@ -59,9 +59,11 @@ class Recorder:
         self.mine = next(Mine.of_rows([past.mine]), Mine())
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
+        self._step_tokens = self.contribution_tokens // node.view().run.recipe.local_steps
         self._persistence, self._counters, self._blob_protocol = persistence, counters, blob_protocol
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._slim, RoundRecord.of_rows(past.rounds)), ROUNDS_KEPT)
+        self.measured = next((each for each in reversed(self._kept) if each.held_out_round is not None), None)
         self._applied = {each.key for each in self._kept}
         self._hears = hears
         self._phase = ""  # empty until the core has started
@@ -101,8 +103,13 @@ class Recorder:
         view, mine = self.node.view(), self.mine
         contributions = self.peers.look(view.standings(), self.clock())
         tokens, training = int(since["tokens"]), since["training seconds"]
+        claims, device, held_out = view.training_of(event.round), self.device, view.held_out
+        if held_out is not None and self.measured is not None and held_out.round == self.measured.held_out_round:
+            held_out = None  # it is in an earlier record
+        sent = device.payload_bytes * len(entry.manifest.taken)
         self.mine = Mine(
             tokens=mine.tokens + tokens,
+            swarm_tokens=mine.swarm_tokens + claims.steps * self._step_tokens,
             training_seconds=mine.training_seconds + training,
             applied=mine.applied + contributions.applied[view.me],
             applied_of_all=mine.applied_of_all + contributions.applied.total(),
@@ -127,9 +134,16 @@ class Recorder:
             bytes_received=int(since["received"]),
             bulk_bytes_sent=int(since["blobs sent"]),
             bulk_bytes_received=int(since["blobs received"]),
-            loss=self.device.loss if tokens else None,
-            steps=self.device.steps if tokens else 0,
-            drift=self.device.drift if tokens else None,
+            held_out_loss=held_out.loss if held_out else None,
+            held_out_round=held_out.round if held_out else None,
+            swarm_loss=claims.loss,
+            swarm_tokens=claims.steps * self._step_tokens,
+            gradient_norm=device.gradient_norm if tokens else None,
+            drift=device.drift,
+            compression_ratio=round(device.state_bytes * claims.steps / sent, 1) if claims.steps else None,
+            loss=device.loss if tokens else None,
+            steps=device.steps if tokens else 0,
+            own_drift=device.own_drift if tokens else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
             late=contributions.late,
@@ -142,6 +156,8 @@ class Recorder:
             self._applied.discard(self._kept[0].key)
         self._kept.append(record)
         self._applied.add(record.key)
+        if record.held_out_round is not None:
+            self.measured = record
         self._waiting.append(record)
         for hears in self._hears:
             hears(record)

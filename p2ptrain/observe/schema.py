@@ -26,6 +26,7 @@ from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.reputation import Reason
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
+from p2ptrain.observe.learning import LearningFigures
 from p2ptrain.visible import few
 
 log = logging.getLogger("p2ptrain.observe")
@@ -137,6 +138,9 @@ class Mine(Stored):
     tokens: Annotated[Count, Figure("tokens trained on, over all starts", "tokens")] = Field(
         0, description="trained on by this node, whether or not the contributions were taken"
     )
+    swarm_tokens: Annotated[Count, Figure("tokens of the swarm, over all starts", "tokens")] = Field(
+        0, description="behind the contributions that rounds took while this node was running, as their authors claim"
+    )
     training_seconds: Annotated[float, Figure("time of training, over all starts", "seconds")] = Field(
         0.0, ge=0, description="spent training here"
     )
@@ -163,7 +167,7 @@ class SameModel(Part):
     text: str = Field(description="what was signed, for people")
 
 
-class Status(Answer):
+class Status(Answer, LearningFigures):
     """The node's status."""
 
     release: str = Field(description="of p2ptrain, as in `p2ptrain --version`")
@@ -191,6 +195,8 @@ class Status(Answer):
     loss: Annotated[float | None, Figure("loss", "nats a token", "loss_nats")] = Field(
         description="mean over the last round trained here, nats a token; null: none yet"
     )
+    text: str = Field(description="a line that the model wrote here after `text_round`; empty: none since the start")
+    text_round: Count
     step: Count = Field(description="optimizer steps done in the current training")
     tokens: Annotated[Count, Figure("tokens", "tokens", kind="counter")] = Field(
         description="trained on since this start"
@@ -392,7 +398,7 @@ class PeerList(Answer):
     me: Peer = Field(description="this node itself, as far as the fields apply")
 
 
-class RoundRecord(Answer, Stored):
+class RoundRecord(Answer, LearningFigures, Stored):
     """A round that this node has applied.
 
     Its four phases add up to the time since the previous round was applied. Bytes, tokens and late contributions are
@@ -432,17 +438,18 @@ class RoundRecord(Answer, Stored):
     steps: Annotated[Count, Figure("steps", tracked="mine/steps", skips_zero=True)] = Field(
         0, description="optimizer steps of the training done here; a slow machine takes fewer (recipe.local_steps_min)"
     )
-    drift: Annotated[float | None, Figure("drift", "share", tracked="mine/drift")] = Field(
+    own_drift: Annotated[float | None, Figure("own drift", "share", tracked="mine/drift")] = Field(
         None, ge=0, description="how far those steps moved the weights, over their norm; null: no local steps"
+    )
+    swarm_tokens: Annotated[Count, Figure("tokens of the swarm", "tokens")] = Field(
+        0, description="behind the contributions that it took, as their authors claim"
     )
     tokens: Annotated[Count, Figure("tokens", "tokens", tracked="mine/tokens")] = Field(description="trained on here")
     tokens_per_second: Annotated[
         float, Figure("speed of training", "tokens/s", tracked="mine/tokens_per_second", skips_zero=True)
     ] = Field(ge=0, description="while this node trained")
     late: Annotated[Late, Figure("too late")] = Field(description="contributions that came too late to be taken")
-    refused: Annotated[dict[str, int], Figure("refused")] = Field(
-        description="contributions that were refused, by reason"
-    )
+    refused: Annotated[dict[str, int], Figure("refused")] = Field(description="contributions refused, by reason")
 
     @computed_field(description="since the previous round was applied: the sum of its four phases")  # type: ignore[prop-decorator]  # as its own documentation does it
     @property

@@ -138,6 +138,19 @@ def test_a_run_from_before_fewer_steps_takes_all_of_them_and_a_new_one_need_not(
     assert (old.recipe.local_steps_min, old.canonical()) == (0, before)
 
 
+def test_a_run_that_measures_no_held_out_loss_is_one_of_before() -> None:
+    """The golden file has no section `eval`: what it says is read as 0, and written without it."""
+    kept = RunConfig.from_canonical((ROOT / "tests" / "golden" / "run_config.json").read_bytes())
+    assert [kept.eval.is_due(number) for number in (0, 1, 50)] == [False, False, False]
+    assert b'"eval"' not in kept.canonical()
+    new = RunConfig(name="a")
+    assert b'"eval":{"every_rounds":50}' in new.canonical()
+    assert [new.eval.is_due(number) for number in (0, 1, 49, 50, 100)] == [True, False, False, True, True]
+    for section in (b"{}", b'{"every_rounds":0}'):  # neither is how it is written
+        with pytest.raises(RemoteProtocolError, match="canonical"):
+            RunConfig.from_canonical(new.canonical().replace(b'{"every_rounds":50}', section))
+
+
 def test_every_key_changes_the_run_id() -> None:
     run = RunConfig(name="a").sealed(manifest=KEY, initial_root=KEY, founders=[KEY])
     changed = {

@@ -346,7 +346,7 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     """Any other result would need a new protocol version; the expected bytes can be written down without this code."""
     members = [bytes([number]) * 32 for number in range(4)]
     state = genesis(bytes(32), tuple(members), b"\7" * 32)
-    offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, 1, 2, members[2])
+    offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, 1, 2, 0, members[2])
     named = quorum(state, held=names(offer), requests=(b"\4" * 16,), heard=b"\x07")
     manifest = decide(state, named, (offer,), {b"\4" * 16: Request(join=Join(b"\6" * 32, b"\3" * 32, 1, 9))})
     taken = [[members[2], 1, 0, b"\5" * 32, 99]]

@@ -90,7 +90,7 @@ def announcements(draw: st.DrawFn) -> Announcement:
     number = draw(numbers)
     base, size = draw(st.integers(0, number)), draw(st.integers(1, 2**32 - 1))
     return Announcement(
-        draw(keys), number, base, draw(keys), draw(keys), size, draw(numbers), draw(numbers), draw(keys)
+        draw(keys), number, base, draw(keys), draw(keys), size, draw(numbers), draw(numbers), draw(numbers), draw(keys)
     )
 
 
@@ -151,7 +151,9 @@ def drawn(kind: str, seed: int) -> Message:
 
     members = rising(32, 4)
     made: dict[str, Callable[[], Message]] = {
-        "announcement": lambda: Announcement(key(), 70_000, 69_999, key(), key(), 98_829, 500, 3_141_592, key()),
+        "announcement": lambda: Announcement(
+            key(), 70_000, 69_999, key(), key(), 98_829, 500, 3_141_592, 3_200_000, key()
+        ),
         "availability": lambda: Availability(key(), 9, 8, key(), rising(16, 5), rising(16, 2), (), bits(), key()),
         "proposal": lambda: Proposal(key(), 5, 4, 2, rising(32, 3), key(), key()),
         "vote": lambda: Vote(key(), 5, 200, Ballot.PRECOMMIT, key(), key()),
@@ -230,13 +232,13 @@ def test_what_is_signed_differs_between_kinds_with_the_same_fields() -> None:
 
 def test_a_digest_leaves_the_signature_and_the_attachment_out() -> None:
     payload = authored(bytes(32), b"payload")
-    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), len(payload), 1, 2, bytes(32))
+    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), len(payload), 1, 2, 0, bytes(32))
     assert decode(enveloped(message), KEYS).digest == decode(enveloped(message, payload), KEYS).digest
 
 
 def test_an_attachment_is_the_announced_payload_or_refused() -> None:
     payload = authored(bytes(32), b"p" * 468)
-    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), 500, 1, 2, bytes(32))
+    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), 500, 1, 2, 0, bytes(32))
     assert decode(enveloped(message, payload), KEYS).attachment == payload
     for other in (payload[:-1], payload + b"p", b"q" * 500):
         with pytest.raises(RemoteProtocolError, match="an attachment that is not the announced payload"):
@@ -263,7 +265,7 @@ FORMS: dict[str, tuple[Message, str]] = {
         "a proposal of view 3 backed by view 3",
     ),
     "trained on the future": (
-        Announcement(bytes(32), 1, 2, bytes(32), bytes(32), 5, 1, 2, bytes(32)),
+        Announcement(bytes(32), 1, 2, bytes(32), bytes(32), 5, 1, 2, 0, bytes(32)),
         "an announcement of round 1 from the later round 2",
     ),
     "signatures without seats": (
@@ -316,7 +318,7 @@ def test_the_largest_message_of_every_kind_fits_an_envelope() -> None:
     full = b"\xff" * 32
     proven = bytes(wire.PROVEN_BYTES_MAX)
     largest: list[Message] = [
-        Announcement(key, top, top, key, key, 2**32 - 1, top, top, key),
+        Announcement(key, top, top, key, key, 2**32 - 1, top, top, top, key),
         Availability(key, top, top, key, names, names, requests, full, key),
         Proposal(key, top, top, top - 1, many, key, key),
         Certificate(key, top, top, key, full, (bytes(64),) * 256),
@@ -328,7 +330,7 @@ def test_the_largest_message_of_every_kind_fits_an_envelope() -> None:
         assert received.message == message
         assert len(received.envelope) < 200_000
     payload = authored(key, bytes(wire.ATTACHMENT_BYTES_MAX - len(key)))
-    announced = Announcement(key, 1, 0, key, payload_digest(payload), len(payload), 1, 2, key)
+    announced = Announcement(key, 1, 0, key, payload_digest(payload), len(payload), 1, 2, 0, key)
     assert len(enveloped(announced, payload)) < wire.ENVELOPE_BYTES_MAX
 
 

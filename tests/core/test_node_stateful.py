@@ -207,7 +207,16 @@ class Anyone(RuleBasedStateMachine):
         body = authored(author, digest("core test", author, bytes([which])))
         inline = which < 2
         offer = Announcement(
-            self.branch(pick), number, bounded(number - back), NOWHERE, payload_digest(body), len(body), 1, 2, author
+            self.branch(pick),
+            number,
+            bounded(number - back),
+            NOWHERE,
+            payload_digest(body),
+            len(body),
+            1,
+            2,
+            which,
+            author,
         )
         self.hear(offer, attachment=body if inline else b"", good=good if inline else None)
 

@@ -288,6 +288,7 @@ def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
         payload_bytes=9,
         steps=1,
         loss=2,
+        held_out=0,
         author=KEYS[0],
     )
     rest = [published(done), bench.wait(60.0), bench.hear(offer)]

@@ -84,6 +84,7 @@ def announced(
         "payload_bytes": len(body) if inline else BYTES,
         "steps": 1,
         "loss": 2_500_000,
+        "held_out": 0,
     }
     return Announcement(branch=branch, round=number, author=author, **(fields | changes))
 
@@ -156,9 +157,11 @@ def run_of(
     agreement: dict[str, Any] | None = None,
     admission: dict[str, Any] | None = None,
     recipe: dict[str, Any] | None = None,
+    every_rounds: int = 0,
 ) -> RunConfig:
+    """`every_rounds`: between measurements of the held-out loss."""
     sections = {"agreement": agreement or {}, "admission": admission or {}, "recipe": recipe or {}}
-    return RunConfig.model_validate({"name": "test", **sections})
+    return RunConfig.model_validate({"name": "test", **sections, "eval": {"every_rounds": every_rounds}})
 
 
 class Bench:
@@ -173,9 +176,11 @@ class Bench:
         peers: bool = True,
         start: bool = True,
         seed: int = 0,
+        *,
         recipe: dict[str, Any] | None = None,
+        every_rounds: int = 0,
     ) -> None:
-        self.run = run_of(agreement, admission, recipe)
+        self.run = run_of(agreement, admission, recipe, every_rounds)
         self.founders = KEYS[:size]
         self.me = KEYS[me]  # a newcomer, if it is beyond the founders
         self.others = tuple(key for key in self.founders if key != self.me)

@@ -48,6 +48,8 @@ NO_LIBRARY = "window.Plotly = { react: async () => {} }"
 NUMBERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "applied-round": lambda status: status["applied_round"],
     "loss": lambda status: status["loss"],
+    "held-out-loss": lambda status: status["held_out_loss"],
+    "perplexity": lambda status: status["perplexity"],
     "tokens-per-second": lambda status: status["tokens_per_second"],
     "swarm-tokens-per-second": lambda status: status["swarm_tokens_per_second"],
     "peer-count": lambda status: len(status["peers"]),

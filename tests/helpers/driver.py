@@ -29,6 +29,7 @@ from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.data import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
 from p2ptrain.learn.data import store_manifest as store_data_manifest
 from p2ptrain.learn.live import StepResult
+from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
@@ -68,7 +69,8 @@ class ChainTrainer:
         self.dataset = dataset
         self.round, self.state = 0, STATE
         self.device = "cpu"
-        self.drift = 0.25
+        self.own_drift = 0.25
+        self.drift: float | None = None
         self.live = SimpleNamespace(sequences_per_pass=0, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
@@ -121,6 +123,13 @@ class ChainTrainer:
         self.state, self.round = link + self.state[32:], number + 1
         self.kept -= own.keys()
         self.done.append(("apply", number + 1, len(payloads), *own))
+
+    def evaluate(self, sequences: int) -> float:
+        return 1.0 + self.state[0] / 256
+
+    def sample(self, request: SampleRequest, on_token: Callable[[], None]) -> str:
+        on_token()
+        return f"{self.round} rounds"
 
     def root(self, manifest: bytes = b"") -> bytes:
         return root_of(self.state)

@@ -33,7 +33,17 @@ class Watched:
 
     def __init__(self, tmp_path: Path, past: SavedRows | None = None, **changes: Any) -> None:
         self.bench = Bench(4, **changes)
-        self.device: Any = SimpleNamespace(loss=None, steps=0, drift=None, tokens=0, training_seconds=0.0)
+        self.device: Any = SimpleNamespace(
+            loss=None,
+            steps=0,
+            own_drift=None,
+            tokens=0,
+            training_seconds=0.0,
+            gradient_norm=None,
+            drift=None,
+            state_bytes=4_000,
+            payload_bytes=50,
+        )
         self.traffic = {"bytes sent": 100, "bytes received": 200, "sent blobs": 50, "received blobs": 60}
         self.persistence = NotedPersistence(tmp_path)
         persistence: Any = self.persistence

@@ -67,6 +67,15 @@ STATUS: dict[str, Any] = {
     "since_applied_seconds": 1.5,
     "state_root": "cd" * 32,
     "certified_round": 6,
+    "held_out_loss": 2.75,
+    "held_out_round": 5,
+    "perplexity": 15.6426,
+    "swarm_loss": 2.6,
+    "gradient_norm": 0.5,
+    "drift": 0.0009765625,
+    "compression_ratio": 40.0,
+    "text": "The swarm keeps what it has agreed on",
+    "text_round": 5,
     "loss": 2.5,
     "step": 3,
     "tokens": 4_000,
@@ -79,6 +88,7 @@ STATUS: dict[str, Any] = {
         "applied_of_all": 20,
         "share": 0.25,
         "tokens": 9_000,
+        "swarm_tokens": 30_000,
         "training_seconds": 70.0,
         "energy_joules": None,
     },
@@ -166,9 +176,17 @@ def a_round(number: int) -> dict[str, Any]:
         "bytes_received": 2_000,
         "bulk_bytes_sent": 100,
         "bulk_bytes_received": 200,
+        "held_out_loss": 2.75,
+        "held_out_round": 5,
+        "perplexity": 15.6426,
+        "swarm_loss": 2.6,
+        "gradient_norm": 0.5,
+        "drift": 0.0009765625,
+        "compression_ratio": 40.0,
+        "swarm_tokens": 1_024,
         "loss": 2.5,
         "steps": 10,
-        "drift": 0.02,
+        "own_drift": 0.02,
         "tokens": 512,
         "tokens_per_second": 512.0,
         "late": 0,
@@ -188,7 +206,9 @@ def a_record(told: dict[str, Any]) -> RoundRecord:
     digests = {name: bytes.fromhex(told[name]) for name in ("branch", "root", "manifest")}
     contributors = tuple(keys.get(each, digest("a name", each.encode())) for each in told["contributors"])
     return RoundRecord(
-        **{name: each for name, each in told.items() if name != "seconds"} | digests | {"contributors": contributors}
+        **{name: each for name, each in told.items() if name not in RoundRecord.model_computed_fields}
+        | digests
+        | {"contributors": contributors}
     )
 
 

@@ -312,7 +312,7 @@ def test_what_peers_say_is_text_and_nothing_else(browser: Browser, node: Node, s
     node.told.now |= {
         "run_name": HOSTILE + LONG, "release": LONG, "roster": [each["peer_id"] for each in peers],
         **told_of(complaint(Code.DEGRADED, why=HOSTILE)),
-        "peer_id": HOSTILE,
+        "peer_id": HOSTILE, "text": HOSTILE + RIGHT_TO_LEFT + LONG,
     }  # fmt: skip
     with a_page(browser, node.url, screen=screen) as page:
         until_shown(page)
@@ -324,10 +324,30 @@ def test_what_peers_say_is_text_and_nothing_else(browser: Browser, node: Node, s
         until_text(page, "c-taken", "refused: <img src=x")
         until_text(page, "log", HOSTILE)
         assert HOSTILE in text_of(page, "health")
+        assert text_of(page, "text").startswith(HOSTILE)
+        assert len(text_of(page, "text")) == 401
         assert page.title().startswith("<img src=x")
         assert page.evaluate("() => document.querySelectorAll('img, body script, #log script').length") == 0
         assert page.evaluate("() => window.hacked") is None
         assert is_as_wide_as_the_screen(page)
+
+
+def test_what_the_model_writes_is_shown_as_text_and_nothing_until_it_has_written(browser: Browser, node: Node) -> None:
+    node.change(text="", held_out_loss=None, held_out_round=None)
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        assert not page.locator("#text-card").is_visible()
+        assert text_of(page, "held-out-of") == "not measured yet"
+        for text in (HOSTILE, "</bdi></p><style>*{display:none}</style>", "{{constructor}}&lt;b&gt;", "the next one"):
+            node.change(text=text, text_round=1_200, held_out_loss=2.0, held_out_round=1_200)
+            until_text(page, "text", text)
+            assert text_of(page, "text") == text
+            assert page.evaluate("() => document.getElementById('text').children.length") == 0
+        assert text_of(page, "text-of") == "Sampled here from the agreed weights after round 1,200."
+        assert (text_of(page, "held-out-loss"), text_of(page, "perplexity")) == ("2.0000", "7.389")
+        assert page.evaluate("() => window.hacked") is None
+        node.change(text="")
+        page.wait_for_function("() => document.getElementById('text-card').hidden")
 
 
 def test_an_hour_of_rounds_makes_the_page_no_larger(browser: Browser, node: Node) -> None:

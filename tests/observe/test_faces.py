@@ -22,8 +22,9 @@ from tests.helpers.top import Answering, shown
 from tests.helpers.web import STATUS, a_record, a_round, a_status
 
 OF_STATUS, OF_A_ROUND = figures_of(Status), figures_of(RoundRecord)
-SET_STATUS = [each for each in OF_STATUS if each.name != "mine.share"]  # which follows from others
-SET_ROUND = [each for each in OF_A_ROUND if each.name != "seconds"]
+FOLLOW = {"mine.share", "seconds", "perplexity"}  # from other figures
+SET_STATUS = [each for each in OF_STATUS if each.name not in FOLLOW]
+SET_ROUND = [each for each in OF_A_ROUND if each.name not in FOLLOW]
 
 
 def another(value: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.claims import drawn
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.tally import AUTHORS_MAX, Tallies
 from p2ptrain.core.view import PeerView
@@ -41,7 +42,8 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
     watched = Watched(tmp_path)
     watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent blobs": 350, "received blobs": 460}
     watched.device.loss, watched.device.tokens, watched.device.training_seconds = 2.5, 640, 8.0
-    watched.device.steps, watched.device.drift = 3, 0.02
+    watched.device.steps, watched.device.own_drift = 3, 0.02
+    watched.device.gradient_norm, watched.device.drift = 0.75, 0.001
     watched.round()
     entry = watched.bench.node.chain.entry(1)
     assert entry is not None
@@ -64,7 +66,12 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
         bulk_bytes_received=400,
         loss=2.5,
         steps=3,
-        drift=0.02,
+        own_drift=0.02,
+        swarm_loss=2.5,
+        swarm_tokens=4 * 2_048,
+        gradient_norm=0.75,
+        drift=0.001,
+        compression_ratio=80.0,
         tokens=640,
         tokens_per_second=80.0,
         late=0,
@@ -84,8 +91,27 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
     first, second = watched.rounds.last()
     assert (first.round, first.bytes_sent, first.tokens) == (1, 1_000, 640)
     assert (second.round, second.bytes_sent, second.tokens, second.loss) == (2, 0, 0, None)
-    assert (second.steps, second.drift) == (0, None)
+    assert (second.steps, second.own_drift) == (0, None)
     assert (second.tokens_per_second, second.seconds) == (0.0, 17.0)
+
+
+def test_a_held_out_loss_is_recorded_once_and_known_after_a_restart(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, every_rounds=2)
+    (author, *_) = (key for key in drawn(watched.bench.state) if key != watched.bench.me)
+    watched.bench.node.context.claims.hear(announced(author, 1, held_out=3_000_000))
+    for _ in range(2):
+        watched.round()
+    told = [(each.held_out_loss, each.held_out_round, each.perplexity) for each in watched.rounds.last()]
+    assert told == [(3.0, 0, 20.0855), (None, None, None)]
+    asyncio.run(watched.rounds.save(all_of_it=True))
+    watched.persistence.store.records.close()
+    again = Watched(tmp_path, Records(tmp_path / "records.sqlite").past(ROUNDS_KEPT))
+    assert again.rounds.measured == watched.rounds.last()[0]
+
+
+def test_the_perplexity_of_any_claim_is_a_number() -> None:
+    assert lived(1, held_out_loss=2.0**28).perplexity == lived(1, held_out_loss=100.0).perplexity
+    assert lived(1, held_out_loss=0.0).perplexity == 1.0
 
 
 def test_the_phases_of_a_round_add_up_to_its_time(tmp_path: Path) -> None:
@@ -291,7 +317,9 @@ def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -
     second = Watched(tmp_path, records.past(ROUNDS_KEPT))
     assert second.rounds.last() == first.rounds.last()
     assert second.rounds.peers.by_key == first.rounds.peers.by_key
-    assert second.rounds.mine == Mine(applied=2, applied_of_all=8, tokens=64, training_seconds=7_200.0)
+    assert second.rounds.mine == Mine(
+        applied=2, applied_of_all=8, tokens=64, swarm_tokens=2 * 4 * 2_048, training_seconds=7_200.0
+    )
     for _ in range(3):  # the first two again, as after a checkpoint of the beginning
         second.round()
     assert [each.round for each in second.rounds.last()] == [1, 2, 3]

@@ -29,14 +29,15 @@ FIELDS = {
     "Limits": (
         "upload_bytes_per_second download_bytes_per_second memory_bytes hours device_percent threads on_battery"
     ),
-    "Mine": "applied applied_of_all share tokens training_seconds energy_joules",
+    "Mine": "applied applied_of_all share tokens swarm_tokens training_seconds energy_joules",
     "Status": (
         "version release run_id run_name peer_id addresses branch head round phase view applied_round "
         "since_applied_seconds state_root certified_round loss step tokens tokens_per_second training_seconds "
         "swarm_tokens_per_second contribution_tokens mine device is_paused peers roster quorum fault_tolerance "
         "admitted is_member is_admitted held waiting_for health http loop_lag_seconds uptime_seconds roots "
         "payload_bytes state_bytes bytes traffic limits queued_frames disk_free_bytes counters observed "
-        "troubles same_model"
+        "troubles same_model held_out_loss held_out_round perplexity swarm_loss gradient_norm drift compression_ratio "
+        "text text_round"
     ),
     "Peer": (
         "peer_id addresses address_kind latency_seconds is_connected is_member is_admitted offered applied late "
@@ -46,7 +47,8 @@ FIELDS = {
     "RoundRecord": (
         "version branch round applied_at root manifest contributors mine_taken views train_seconds collect_seconds "
         "agree_seconds apply_seconds bytes_sent bytes_received bulk_bytes_sent bulk_bytes_received loss tokens "
-        "tokens_per_second late refused seconds"
+        "tokens_per_second late refused seconds held_out_loss held_out_round perplexity swarm_loss swarm_tokens "
+        "gradient_norm drift compression_ratio"
     ),
     "Rounds": "version rounds",
     "Health": "version ok",

@@ -32,8 +32,21 @@ function line(colours, colour, title, x, y, unit, more = {}) {
 const DASHED = { line: { dash: "6px,4px" } };
 const DOTTED = { line: { dash: "2px,3px" } };
 
+/** The tokens behind the contributions of rounds; records of early releases do not say. */
+const swarmTokens = (sums, contributionTokens) => sums.swarm_tokens || sums.contributors * contributionTokens;
+
 // Charts by the name of their place in the page: the lines, and settings of the axes.
 const CHARTS = {
+  learning: (points, colours) => {
+    const measured = points.filter((point) => point.counts.held_out_loss > 0);
+    return [
+      [
+        line(colours, "collect", "training loss of the swarm", rounds(points), points.map(meanOf("swarm_loss")), "nats", DASHED),
+        line(colours, "train", "held-out loss", rounds(measured), measured.map(meanOf("held_out_loss")), "nats"),
+      ],
+      {},
+    ];
+  },
   loss: (points, colours) => [[line(colours, "train", "loss", rounds(points), points.map(meanLoss), "nats")], {}],
   bytes: (points, colours) => [
     [line(colours, "apply", "loss", moved(points), points.map(meanLoss), "nats")],
@@ -52,7 +65,7 @@ const CHARTS = {
   speed: (points, colours, facts) => [
     [
       line(colours, "collect", "the swarm", rounds(points),
-        points.map((point) => mean(point.sums.contributors * facts.contributionTokens, point.sums.seconds)), "tokens/s", DASHED),
+        points.map((point) => mean(swarmTokens(point.sums, facts.contributionTokens), point.sums.seconds)), "tokens/s", DASHED),
       line(colours, "train", "this node", rounds(points), points.map(perSecond("tokens")), "tokens/s"),
     ],
     { yaxis: { tickformat: "~s" } },

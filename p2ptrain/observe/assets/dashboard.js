@@ -4,7 +4,7 @@ import { Charts } from "./charts.js";
 import { Feed } from "./feed.js";
 import { showFigures } from "./figures.js";
 import { History } from "./history.js";
-import { Log, at, say, showCaptions, showHead, showHealth, showMine, showNow, showPeers, showRoot, showRoster, showRounds, showTraffic } from "./panels.js";
+import { Log, at, say, showCaptions, showHead, showHealth, showLearning, showMine, showNow, showPeers, showRoot, showRoster, showRounds, showTraffic } from "./panels.js";
 import * as words from "./words.js";
 
 const BANNERS = {
@@ -31,7 +31,7 @@ let isDue = false;
 function show() {
   isDue = false;
   if (status === null) return;
-  for (const part of [showFigures, showHead, showNow, showMine, showRoot, showRoster, showTraffic]) part(status);
+  for (const part of [showFigures, showHead, showNow, showLearning, showMine, showRoot, showRoster, showTraffic]) part(status);
   if (!(state in PILLS)) showHealth(status);
   showRounds(history, whether);
   showCaptions(history, facts.contributionTokens);

@@ -1,6 +1,6 @@
 // The parts of the page. Each renders the node's answers as text, and updates only what has changed.
 
-import { OF_ROUND, full, numberOf } from "./figures.js";
+import { OF_ROUND, full, numberOf, write } from "./figures.js";
 import * as words from "./words.js";
 
 const ROSTER_MAX = 64; // members shown
@@ -61,6 +61,14 @@ export function showHealth(status) {
       return item;
     }),
   );
+}
+
+export function showLearning(status) {
+  const measured = status.held_out_round;
+  say("held-out-of", measured === null ? "not measured yet" : `nats a token, after round ${words.count(measured)}`);
+  at("text-card").hidden = status.text === "";
+  say("text", words.cut(status.text));
+  say("text-of", `Sampled here from the agreed weights after round ${words.count(status.text_round)}.`);
 }
 
 export function showMine({ mine }) {
@@ -217,6 +225,11 @@ export function showCaptions(history, contributionTokens) {
   const { points, recent, lowest, total } = history;
   const [newest] = recent;
   if (newest === undefined) return;
+  const measured = recent.find((each) => each.held_out_loss !== null);
+  const heldOut = measured === undefined
+    ? "Not measured in the last rounds."
+    : `${words.loss(measured.held_out_loss)} on held-out text after round ${words.count(measured.held_out_round)}, a perplexity of ${write(measured.perplexity, "")}.`;
+  say("c-learning", newest.swarm_loss === null ? heldOut : `${heldOut} The swarm’s training in round ${words.count(newest.round)}: ${words.loss(newest.swarm_loss)}.`);
   const latest = recent.find((each) => each.loss !== null);
   const losses = latest === undefined
     ? "This node trained nothing in these rounds."
@@ -227,7 +240,7 @@ export function showCaptions(history, contributionTokens) {
   const phases = ["train", "collect", "agree", "apply"].map((phase) => `${phase} ${words.seconds(newest[`${phase}_seconds`])} s`);
   say("c-phases", `Round ${words.count(newest.round)}: ${phases.join(", ")}.`);
   const rate = (amount) => (newest.seconds > 0 ? amount / newest.seconds : 0);
-  const [mine, all] = [rate(newest.tokens), rate(newest.contributors * contributionTokens)];
+  const [mine, all] = [rate(newest.tokens), rate(newest.swarm_tokens || newest.contributors * contributionTokens)];
   say("c-speed", `Round ${words.count(newest.round)}, waiting included: this node ${words.short(mine)}, the swarm ${words.short(all)}.`);
   say("c-bandwidth", `Round ${words.count(newest.round)}: ${words.bytes(rate(newest.bytes_sent))}/s sent, ${words.bytes(rate(newest.bytes_received))}/s received.`);
   const refused = words.reasons(newest.refused);

@@ -1,0 +1,94 @@
+"""Claims: collects what members say of their training and of the agreed weights, only for display.
+
+Nothing that is agreed depends on a claim. An announcement claims the steps behind a contribution and their mean
+training loss. Every `eval.every_rounds` rounds, three members are drawn by the digest of the last manifest; each
+measures the held-out loss of the weights after that round before it trains, and its announcement from that base says
+it. The median is shown: one liar among the three cannot move it beyond what the other two have said.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from msgspec import Struct
+
+from p2ptrain.config import RunConfig
+from p2ptrain.core.manifest import Manifest, draw_of
+from p2ptrain.core.messages import Announcement
+from p2ptrain.core.offers import Offers
+from p2ptrain.core.state import AgreedState
+
+DRAWN = 3  # members: the fewest of which one may lie
+ROUNDS_KEPT = 64  # of claims about training: a round is shown once it is applied, which is rarely far behind
+MILLION = 1_000_000
+LOSS_MAX = 100 * MILLION  # larger claims count as this: guessing blindly among 2**20 tokens costs 14 nats
+
+
+class HeldOut(Struct, frozen=True):
+    """The held-out loss of the weights after a round."""
+
+    round: int
+    loss: float  # nats a token; the median of what was said
+    said: int  # members that said it so far
+
+
+class TrainingClaims(Struct, frozen=True):
+    """What is claimed of the training behind a round's contributions."""
+
+    steps: int
+    loss: float | None  # nats a token, the mean over these steps
+
+
+UNKNOWN = TrainingClaims(0, None)
+
+
+def drawn(state: AgreedState) -> tuple[bytes, ...]:
+    """Returns the members that measure the held-out loss after this state's round."""
+    return tuple(sorted(state.members, key=draw_of(state))[:DRAWN])
+
+
+class Claims:
+    """The claims of the last rounds."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.run = run
+        self.held_out: HeldOut | None = None
+        self.rounds: dict[int, TrainingClaims] = {}  # by round, the last ones
+        self._base = b"", -1  # the branch and round whose weights were measured last
+        self._drawn: tuple[bytes, ...] = ()
+        self._said: dict[bytes, int] = {}  # the first word of each drawn member
+
+    def begin(self, state: AgreedState, offers: Offers) -> None:
+        """Notes who is drawn, if the weights after this round are measured, and what has been said early."""
+        if self.run.eval.is_due(state.round):
+            self._base, self._drawn, self._said = (state.branch, state.round), drawn(state), {}
+            for offer in offers.by_name.values():
+                self.hear(offer.announcement)
+
+    def hear(self, announcement: Announcement) -> None:
+        """Notes a held-out loss, if a drawn member says it of the base that was drawn for."""
+        author, base = announcement.author, (announcement.branch, announcement.base_round)
+        if not announcement.held_out or base != self._base or author not in self._drawn or author in self._said:
+            return
+        self._said[author] = min(announcement.held_out, LOSS_MAX)
+        self.held_out = HeldOut(self._base[1], median(self._said.values()) / MILLION, len(self._said))
+
+    def take(self, manifest: Manifest, offers: Offers) -> None:
+        """Notes what is claimed of the training behind the contributions that a manifest takes."""
+        steps, total, heavy = 0, 0, 0
+        for taken in manifest.taken:
+            for offer in offers.by_payload.get(taken.payload, ()):
+                said = offer.announcement
+                if (said.author, said.round) == (taken.author, taken.round):
+                    weight = min(said.steps, self.run.recipe.local_steps)
+                    steps += weight
+                    if said.loss:
+                        total, heavy = total + weight * min(said.loss, LOSS_MAX), heavy + weight
+                    break
+        self.rounds[manifest.round] = TrainingClaims(steps, total / heavy / MILLION if heavy else None)
+        while len(self.rounds) > ROUNDS_KEPT:
+            del self.rounds[next(iter(self.rounds))]
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Returns the size and bound of each buffer."""
+        return {"held-out losses": (len(self._said), DRAWN), "rounds claimed": (len(self.rounds), ROUNDS_KEPT)}

@@ -1,0 +1,251 @@
+"""A node looks at the agreed weights when the core asks, within its share of the time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.core.events import Train
+from p2ptrain.errors import DataError, MemoryShortError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.node.model_progress import SEQUENCES_MIN, TEXT_LENGTH_MAX, TIME_SHARE, TOKENS_MIN, ModelProgress
+from p2ptrain.visible import one_line
+from tests.helpers.trainer import RECIPES, embedded, make, swarm_round
+
+BOTH = Train(1, 0, 0, 1, (), samples=True, evaluates=True)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return embedded(tmp_path_factory.mktemp("corpus") / "data")
+
+
+class FakeTrainer:
+    """A trainer whose looks take time of a clock that the test moves."""
+
+    def __init__(self, sequence_seconds: float, token_seconds: float) -> None:
+        self.round, self.now = 0, 0.0
+        self.sequence_seconds, self.token_seconds = sequence_seconds, token_seconds
+        self.counts: list[tuple[str, int]] = []
+        self.text, self.loss = "text", 2.5
+        self.trouble: Exception | None = None
+        self.on_token: Callable[[], None] = lambda: None
+
+    def evaluate(self, count: int) -> float:
+        if self.trouble is not None:
+            raise self.trouble
+        self.counts.append(("sequences", count))
+        self.now += count * self.sequence_seconds
+        return self.loss
+
+    def sample(self, request: Any, on_token: Callable[[], None]) -> str:
+        on_token()
+        self.counts.append(("tokens", request.tokens))
+        self.now += request.tokens * self.token_seconds
+        return self.text
+
+
+class Data:
+    """A data set of this many held-out sequences, which may have to be fetched first."""
+
+    def __init__(self, trainer: FakeTrainer, sequences: int = 1_000, fetch_seconds: float | None = None) -> None:
+        self.trainer, self.sequences, self.fetch_seconds = trainer, sequences, fetch_seconds
+        self.is_missing, self.fetches = fetch_seconds is not None, 0
+        recipe = SimpleNamespace(local_steps=10, passes_per_step=1, sequences_per_pass=8)
+        self.run = SimpleNamespace(recipe=recipe, model=SimpleNamespace(sequence_length=256))
+        self.dataset = self
+
+    def held_out_sequences(self, length: int) -> int:
+        return self.sequences
+
+    def missing_held_out(self, count: int, length: int) -> list[bytes]:
+        return [b"piece"] if self.is_missing else []
+
+    async def held_out(self, count: int) -> None:
+        self.fetches += 1
+        assert self.fetch_seconds is not None
+        self.trainer.now += self.fetch_seconds
+        if self.fetch_seconds > 10.0:
+            raise TimeoutError
+        self.is_missing = False
+
+
+def progress_of(trainer: FakeTrainer, data: Data | None = None) -> ModelProgress:
+    async def run(job: Callable[..., Any], *arguments: object) -> Any:
+        return job(*arguments)
+
+    device: Any = SimpleNamespace(trainer=trainer, run=run, is_stopping=False)
+    fetching: Any = data or Data(trainer)
+    return ModelProgress(device, fetching, clock=lambda: trainer.now)
+
+
+def look(progress: ModelProgress, effect: Train = BOTH) -> int:
+    return asyncio.run(progress.look(effect))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_looking_at_the_weights_changes_nothing_and_says_what_evaluate_says(name: str, dataset: TokenDataset) -> None:
+    looked, other = (make(dataset, name) for _ in range(2))
+    device = Device(looked, bytes(32))
+    fetching: Any = SimpleNamespace(dataset=dataset, run=looked.run)
+    progress = ModelProgress(device, fetching)
+    for number in range(3):
+        found = asyncio.run(progress.look(Train(number + 1, number, 0, 1, (), samples=True, evaluates=True)))
+        assert found == round(1e6 * other.evaluate(SEQUENCES_MIN))
+        assert progress.text_round == number
+        assert swarm_round([looked], number) == swarm_round([other], number)
+    assert looked.root() == other.root()
+    assert progress.text.isprintable()
+    device.close()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_drift_is_how_far_a_round_moved_the_weights_over_their_norm(name: str, dataset: TokenDataset) -> None:
+    trainer = make(dataset, name)
+    assert trainer.drift is None
+    for number in range(2):
+        before = trainer.recipe.agreed.clone()
+        swarm_round([trainer], number)
+        expected = (trainer.recipe.agreed - before).norm() / before.norm()
+        assert trainer.drift == pytest.approx(float(expected), rel=1e-5)
+        assert float(expected) > 0
+    trainer.apply(2, [])
+    assert trainer.drift == 0.0
+
+
+def test_a_training_that_is_not_contributed_yet_keeps_its_gradient_while_a_round_is_applied(
+    dataset: TokenDataset,
+) -> None:
+    straight, crossed = (make(dataset, "distro") for _ in range(2))
+    for trainer in (straight, crossed):
+        trainer.train(0, 0, 1)
+    crossed.apply(0, [])
+    assert crossed.drift is None
+    assert crossed.contribute(0) == straight.contribute(0)
+
+
+@pytest.mark.parametrize(("sequence_seconds", "token_seconds"), [(0.001, 0.001), (0.02, 0.003), (0.4, 0.1)])
+def test_looks_take_one_percent_of_the_time(sequence_seconds: float, token_seconds: float) -> None:
+    trainer = FakeTrainer(sequence_seconds, token_seconds)
+    progress = progress_of(trainer)
+    for number in range(40):  # every 50 rounds, in each of which 80 sequences are trained on
+        trainer.round = number
+        look(progress, Train(number + 1, number, 0, 1, (), samples=True, evaluates=True))
+        trainer.now += 50 * 80 * 3 * sequence_seconds
+    assert progress.seconds <= TIME_SHARE * trainer.now
+    assert trainer.counts[0] == ("sequences", SEQUENCES_MIN)
+    assert trainer.counts[1] == ("tokens", TOKENS_MIN)
+    assert max(trainer.counts) > ("tokens", TOKENS_MIN)
+    assert {count.bit_count() for _, count in trainer.counts} == {1}
+
+
+def test_a_few_are_looked_at_even_where_there_is_no_time() -> None:
+    trainer = FakeTrainer(10.0, 10.0)
+    progress = progress_of(trainer)
+    for _ in range(3):
+        assert look(progress) == 2_500_000
+    assert trainer.counts == [("sequences", SEQUENCES_MIN), ("tokens", TOKENS_MIN)] * 3
+
+
+def test_what_the_core_does_not_ask_for_is_not_done() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    progress = progress_of(trainer)
+    assert look(progress, Train(1, 0, 0, 1)) == 0
+    assert trainer.counts == []
+    assert look(progress, Train(1, 0, 0, 1, (), samples=True)) == 0
+    assert trainer.counts == [("tokens", TOKENS_MIN)]
+
+
+def test_weights_of_another_round_are_not_looked_at() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    trainer.round = 7  # a state was adopted
+    assert look(progress_of(trainer)) == 0
+    assert trainer.counts == []
+
+
+def test_missing_pieces_are_fetched_first() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    data = Data(trainer, fetch_seconds=1.0)
+    progress = progress_of(trainer, data)
+    assert look(progress) == 2_500_000
+    assert data.fetches == 1
+    assert progress.seconds > 1.0
+
+
+def test_pieces_that_nobody_sends_cost_one_percent_of_the_time() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    data = Data(trainer, fetch_seconds=10.5)
+    progress = progress_of(trainer, data)
+    for _ in range(100):
+        assert look(progress) == 0
+        trainer.now += 100.0
+    assert data.fetches == 10
+    assert progress.seconds <= TIME_SHARE * trainer.now + 10.5
+
+
+def test_a_data_set_without_a_held_out_part_is_not_measured() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    assert look(progress_of(trainer, Data(trainer, sequences=0))) == 0
+    assert look(progress_of(trainer, Data(trainer, sequences=2))) == 2_500_000
+    assert [count for what, count in trainer.counts if what == "sequences"] == [2]
+
+
+@pytest.mark.parametrize("trouble", [DataError("damaged"), MemoryShortError("short")])
+def test_trouble_while_looking_costs_the_look_and_not_the_training(
+    trouble: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    trainer = FakeTrainer(0.001, 0.001)
+    trainer.trouble = trouble
+    assert look(progress_of(trainer)) == 0
+    assert "cannot look at the weights of round 0" in caplog.text
+
+
+def test_a_loss_that_is_no_number_or_beyond_all_bounds_is_not_said_as_it_is() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    found = []
+    for trainer.loss in (float("nan"), float("inf"), 1e30, 0.0):
+        found.append(look(progress_of(trainer)))
+    assert found == [0, 0, 100_000_000, 1]
+
+
+def test_a_node_that_ends_writes_no_more() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    progress = progress_of(trainer)
+    progress._device.is_stopping = True
+    with pytest.raises(StoppedError):
+        look(progress)
+    assert progress.text == ""
+
+
+def test_what_the_model_writes_is_one_bounded_line_of_what_is_printed() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+    trainer.text = "a\x1b[31m\u202eb\u2066c\u200f\r\n\n\td \x00\x07e\ud800<script>\u2028" + "x" * 500
+    progress = progress_of(trainer)
+    look(progress)
+    assert progress.text.startswith("a[31mbc d e<script> xxx")
+    assert len(progress.text) == TEXT_LENGTH_MAX
+    assert one_line("", 5) == ""
+
+
+def test_text_is_written_by_the_agreed_weights_alone(dataset: TokenDataset, tmp_path: Path) -> None:
+    first, second = (make(dataset, "local", seed=seed) for seed in (1, 1))
+    second.train(0, 0, 1)  # its live weights are elsewhere now
+    texts = []
+    for trainer in (first, second):
+        device = Device(trainer, bytes(32))
+        fetching: Any = SimpleNamespace(dataset=dataset, run=trainer.run)
+        progress = ModelProgress(device, fetching)
+        live = trainer.live.weights.clone()
+        asyncio.run(progress.look(BOTH))
+        assert torch.equal(trainer.live.weights, live)
+        texts.append(progress.text)
+        device.close()
+    assert texts[0] == texts[1]
