@@ -14,7 +14,7 @@ import signal
 import stat
 import tempfile
 from asyncio import Future
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from p2ptrain.node.find import (
     find_dataset,
     find_run,
     open_dataset,
+    stored_runs,
     with_relays,
 )
 from p2ptrain.node.invitations import claim_for, read_invitation
@@ -59,9 +60,9 @@ HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node t
 # Commands
 
 
-def start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
-    """Runs `p2ptrain start`."""
-    _run(_start(run, config, dataset))
+def start(run: RunConfig, said: Mapping[str, object], config: NodeConfig, dataset: Path | None) -> None:
+    """Runs `p2ptrain start`; `said` is what the run's file says, without defaults."""
+    _run(_start(run, said, config, dataset))
 
 
 def join(config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None) -> None:
@@ -157,7 +158,7 @@ def _loop_factory() -> Any:
 # Starting
 
 
-async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> None:
+async def _start(run: RunConfig, said: Mapping[str, object], config: NodeConfig, dataset: Path | None) -> None:
     from p2ptrain.learn.begin import begin  # noqa: PLC0415  # imports torch: two seconds before any error shows
 
     be_nice(config.limits.nice)
@@ -170,11 +171,20 @@ async def _start(run: RunConfig, config: NodeConfig, dataset: Path | None) -> No
         http = await _show(stack, config, daemon)
         log.info("preparing the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
+        run = _begun_here(run, said, config, identity) or run
         await asyncio.to_thread(refuse_too_large, run, config)
         begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
+
+
+def _begun_here(run: RunConfig, said: Mapping[str, object], config: NodeConfig, identity: Identity) -> RunConfig | None:
+    """Returns the run that this node began from the file, even if defaults have changed since, if there is one."""
+    founders = (identity.key.hex(),)
+    found = [each for each in stored_runs(config) if each.admission.founders == founders and each.is_described_by(said)]
+    whole = run.model_dump()
+    return max(found, key=lambda each: each.is_described_by(whole), default=None)
 
 
 async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes) -> None:

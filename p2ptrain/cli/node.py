@@ -95,13 +95,13 @@ def start(
 
     If this node has already started the run, it continues.
     """
-    from p2ptrain.config import load_run_config
+    from p2ptrain.config import load_run_config, read_table
 
     node = node_config(config, data_dir, None, listen, log_level, log_format)
-    what = load_run_config(run)
+    what, said = load_run_config(run), read_table(run)
     from p2ptrain.launch import start as begin  # last, so that errors need not wait two seconds for torch
 
-    begin(what, node, data)
+    begin(what, said, node, data)
 
 
 def join(  # noqa: PLR0913, PLR0917  # a command has many options

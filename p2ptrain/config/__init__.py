@@ -10,7 +10,7 @@ Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth every
 from __future__ import annotations
 
 from p2ptrain.config.fields import Digest, Rational, Section
-from p2ptrain.config.load import load_config, load_node_config, load_run_config, with_options
+from p2ptrain.config.load import load_config, load_node_config, load_run_config, read_table, with_options
 from p2ptrain.config.node import (
     DeviceConfig,
     HttpConfig,
@@ -71,5 +71,6 @@ __all__ = [
     "load_config",
     "load_node_config",
     "load_run_config",
+    "read_table",
     "with_options",
 ]

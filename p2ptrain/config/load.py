@@ -31,12 +31,12 @@ Table = dict[str, Any]  # a parsed TOML table
 
 def load_run_config(path: Path) -> RunConfig:
     """Loads a run's config from a TOML file."""
-    return _run_config(_read(path), path)
+    return _run_config(read_table(path), path)
 
 
 def load_node_config(path: Path | None) -> NodeConfig:
     """Loads a node's config. The environment overrides the file at `path`, which overrides the defaults."""
-    return _node_config(_read(path) if path else {}, path)
+    return _node_config(read_table(path) if path else {}, path)
 
 
 def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> NodeConfig:
@@ -60,7 +60,7 @@ def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> 
 
 def load_config(path: Path) -> RunConfig | NodeConfig:
     """Loads a config of either kind, recognised by its top-level keys."""
-    table = _read(path)
+    table = read_table(path)
     if _resemblance(table, RunConfig) > _resemblance(table, NodeConfig):
         return _run_config(table, path)
     return _node_config(table, path)
@@ -71,7 +71,8 @@ def _resemblance(table: Table, model: type[BaseModel]) -> int:
     return sum(2 if key in known else bool(difflib.get_close_matches(key, known, n=1)) for key in table)
 
 
-def _read(path: Path) -> Table:
+def read_table(path: Path) -> Table:
+    """Reads what a config file says, unchecked and without defaults."""
     try:
         with path.open("rb") as file:
             encoded = file.read(FILE_BYTES_MAX + 1)

@@ -424,6 +424,21 @@ class RunConfig(Section):
         raw["admission"]["founders"] = tuple(sorted(founders))  # the order must not make a different run
         return RunConfig.model_validate(raw)
 
+    def is_described_by(self, table: Mapping[str, object]) -> bool:
+        """Whether this sealed run has all that a run file says, whatever the defaults for the rest are now."""
+        raw = self.model_dump()
+        for key, said in table.items():
+            raw[key] = {**raw[key], **said} if isinstance(said, Mapping) else said
+        data, state, admission = raw["data"], raw["state"], raw["admission"]
+        if data["manifest"] == "embedded":  # what sealing has filled in
+            data["manifest"] = self.data.manifest
+        state["initial_root"] = state["initial_root"] or self.state.initial_root
+        admission["founders"] = admission["founders"] or self.admission.founders
+        try:
+            return RunConfig.model_validate(raw) == self
+        except ValidationError:
+            return False
+
     def canonical(self) -> bytes:
         """Encodes the config. All keys are in it, so that a changed default never changes a run that exists, but for
         those of LATER_KEYS at their neutral value."""

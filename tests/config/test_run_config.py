@@ -325,3 +325,24 @@ def test_no_change_of_a_canonical_encoding_is_taken_for_the_same_run(data: st.Da
 def test_a_config_beyond_the_limit_is_refused_by_its_length_alone() -> None:
     with pytest.raises(RemoteProtocolError, match=r"^run config of 65537 bytes; the limit is 65536$"):
         RunConfig.from_canonical(bytes(65_537))
+
+
+def test_a_run_file_describes_the_run_it_began_whatever_the_defaults_have_become() -> None:
+    """Keys that the file leaves out have the values of the release that began the run."""
+    said = {"name": "a", "model": {"preset": "1m"}, "recipe": {"k": 64}}
+    raw = {**said, "recipe": {"k": 64, "chunk": 16, "decay": Fraction(1, 2)}, "eval": {"every_rounds": 7}}
+    old = RunConfig.model_validate(raw).sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
+    assert old.is_described_by(said)
+    assert old.is_described_by({**said, "data": {"manifest": "embedded"}})
+    assert old.is_described_by(old.model_dump())
+    for other in (
+        {**said, "name": "b"},
+        {**said, "recipe": {"k": 32}},
+        {**said, "recipe": {"k": 64, "chunk": 32}},
+        {**said, "recipe": {"k": 512, "chunk": 16}},
+        {**said, "recipe": {"name": "distro", "k": 64}},
+        {**said, "data": {"manifest": "4" * 64}},
+        {**said, "admission": {"founders": ("5" * 64,)}},
+        {**said, "model": {"preset": "5m"}},
+    ):
+        assert not old.is_described_by(other), other

@@ -160,7 +160,7 @@ def run_of(
     every_rounds: int = 0,
 ) -> RunConfig:
     """`every_rounds`: between measurements of the held-out loss."""
-    sections = {"agreement": agreement or {}, "admission": admission or {}, "recipe": recipe or {}}
+    sections = {"agreement": agreement or {}, "admission": admission or {}, "recipe": recipe or {"name": "distro"}}
     return RunConfig.model_validate({"name": "test", **sections, "eval": {"every_rounds": every_rounds}})
 
 

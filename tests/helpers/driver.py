@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from p2ptrain.config import RunConfig
+from p2ptrain.config import RecipeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest as RoundManifest
 from p2ptrain.core.messages import KEY_BYTES, Hello, content_of, payload_digest
@@ -69,6 +69,7 @@ class ChainTrainer:
         self.dataset = dataset
         self.round, self.state = 0, STATE
         self.device = "cpu"
+        self.run = RunConfig(name="chain", recipe=RecipeConfig(name="distro"))
         self.own_drift = 0.25
         self.drift: float | None = None
         self.live = SimpleNamespace(sequences_per_pass=0, set_sequences_per_pass=lambda count: None)

@@ -52,7 +52,9 @@ class WatchedTrainer(ChainTrainer):
 
 async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME) -> dict[int, Bits]:
     """Runs until some rounds are applied and recorded, and is then killed."""
-    run = RunConfig.model_validate({"name": "alone", "agreement": {"inline_bytes_max": 0}}).sealed(
+    run = RunConfig.model_validate(
+        {"name": "alone", "recipe": {"name": "distro"}, "agreement": {"inline_bytes_max": 0}}
+    ).sealed(
         manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
     )
     network, trainer = Network(), WatchedTrainer(dataset)

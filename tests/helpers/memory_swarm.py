@@ -119,6 +119,7 @@ class Swarm:
         dataset = a_dataset(directory / "data")
         raw = {
             "name": "swarm",
+            "recipe": {"name": "distro"},
             "agreement": {"inline_bytes_max": 0, "stall_seconds": 600, **agreement},
             "admission": {"probation_rounds": 1},
         }

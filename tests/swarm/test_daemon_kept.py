@@ -30,3 +30,22 @@ def test_a_kept_directory_is_opened_joined_and_audited(archive: Path, swarm: Swa
     second.until_member()
     node.until(lambda: node.status() and second.status() and swarm.compared() >= 3)
     assert p2ptrain("audit", directory)[0] == 0
+
+
+def test_a_start_goes_on_with_the_run_of_its_file_though_defaults_have_changed(swarm: Swarm) -> None:
+    """The file says less than the run has, as after a release with other defaults. Another value is another run."""
+    run = swarm.run_file("run")
+    text = run.read_text()
+    before = swarm.directory / "before.toml"
+    before.write_text(text.replace("[recipe]", "[recipe]\ndecay = 0.5\nchunk = 16"))
+    node = swarm.add("node", "start", before).start().until_up()
+    run_id = node.ask()["run_id"]
+    node.until_applied(3)
+    node.kill()
+    again = swarm.add("node", "start", run).start().until_up()
+    assert again.ask()["run_id"] == run_id
+    again.until_applied(5)
+    again.kill()
+    run.write_text(text.replace("[recipe]", "[recipe]\nchunk = 32"))
+    other = swarm.add("node", "start", run).start().until_up()
+    assert other.ask()["run_id"] != run_id

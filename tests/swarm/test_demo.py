@@ -37,10 +37,8 @@ def test_a_swarm_trains_loses_a_node_gets_it_back_and_agrees_on_every_root(tmp_p
     assert int(compared) >= int(by_all) >= 8  # of 40: two join in the first dozen, one is away for a few
     assert done.stdout.endswith("all replicas are bit-identical\n")
     [(first, seen, last)] = re.findall(r"loss +([\d.]+) in round (\d+), ([\d.]+) at the end", done.stdout)
-    assert float(first) > (5.0 if int(seen) <= 3 else 4.5), (
-        "on a busy machine the first round that is seen is a later one"
-    )
-    assert float(last) < 3.8, "it learns"
+    assert float(first) > (3.8 if int(seen) <= 1 else 3.0), "each round is five steps, and the first may be missed"
+    assert float(last) < 3.2, "it learns"
     for node in (1, 2, 3):
         log = (tmp_path / "demo" / f"node{node}.log").read_text()
         assert "Traceback" not in log
