@@ -164,8 +164,10 @@ def swarm_of(size: int, keep: bool, kind: type[Swarm] = Swarm, **sections: str) 
 
 
 def recipe(passes: int, **others: object) -> str:
-    """Returns a recipe whose training step has this many passes."""
-    return "\n".join(f"{key} = {value}" for key, value in {"passes_per_step": passes, **others}.items())
+    """Returns a recipe of one step a round, if the others do not say otherwise, with this many passes."""
+    return "\n".join(
+        f"{key} = {value}" for key, value in {"name": '"distro"', "passes_per_step": passes, **others}.items()
+    )
 
 
 # ---------------------------------------------------------------------------------------------------
