@@ -99,7 +99,7 @@ class Cluster:
         assert node.core is None, "a process is started once"
         setup = self.setup
         if forgetful:
-            node.forget(setup.new_disk())
+            node.forget(setup.new_disk(is_forgetful=True))
             for other in self.honest:
                 self.watch.roster_came_into_force(self, other.disk.state)
         self.topology.drop(node)
@@ -109,7 +109,7 @@ class Cluster:
         node.state.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
         rng = setup.stream("node", node.index, node.life + 1)
         node.begin(Node(setup.run_config, setup.run_id, node.key, node.signer, rng))
-        self.give(node, Started(saved, forgetful, node.claim))
+        self.give(node, Started(saved, node.disk.is_forgetful, node.claim))
         self.topology.refresh(node)
 
     def kill(self, node: SimNode) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from p2ptrain.core.events import Saved
+from p2ptrain.core.events import Record, Saved
 from p2ptrain.core.journal import Journal
+from p2ptrain.core.messages import Message
 from p2ptrain.core.state import AgreedState
 
 CHECKPOINTS_KEPT = 4
@@ -24,10 +25,15 @@ class SavedState(NamedTuple):
 class Disk(Journal):
     """One node's disk."""
 
-    def __init__(self, first: SavedState, base: AgreedState, kept: int) -> None:
+    def __init__(self, first: SavedState, base: AgreedState, kept: int, is_forgetful: bool = False) -> None:
         super().__init__(base, kept)
         self.first = first  # the initial weights, which everyone has
+        self.is_forgetful = is_forgetful  # the disk before this one was lost, and nothing was written since
         self.checkpoints: list[SavedState] = []
+
+    def write(self, record: Record, message: Message | None) -> None:
+        super().write(record, message)
+        self.is_forgetful = False
 
     def save_checkpoint(self, checkpoint: SavedState) -> None:
         self.checkpoints.append(checkpoint)

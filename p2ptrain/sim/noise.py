@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 
 MEMORY_MAX = 400  # old messages that a replaying liar keeps
 WORDS_MAX = 40  # messages kept of one member, to be repeated when it is gone
-FLOOD_A_SECOND = 60  # messages: enough to overflow any unbounded buffer, few enough for a fast simulation
+# Messages of a flood: enough to overflow any unbounded buffer, few enough for a fast simulation, of slow rounds too.
+FLOOD_A_SECOND = 60
+FLOOD_A_ROUND = 240
 
 
 class Replays(Liar):
@@ -63,7 +65,7 @@ class Replays(Liar):
 
 
 class Unsolicited(Liar):
-    """Sends unsolicited messages made by `thing`, at most `a_second` a second."""
+    """Sends unsolicited messages made by `thing`: `a_second` at most, and FLOOD_A_ROUND while a round is trained."""
 
     a_second = FLOOD_A_SECOND
 
@@ -72,7 +74,8 @@ class Unsolicited(Liar):
         self.last, self.tokens = 0.0, 0.0
 
     def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        self.tokens = min(float(self.a_second), self.tokens + (cluster.calendar.now - self.last) * self.a_second)
+        pace = min(float(self.a_second), FLOOD_A_ROUND / max(1.0, cluster.setup.scenario.training.seconds))
+        self.tokens = min(float(self.a_second), self.tokens + (cluster.calendar.now - self.last) * pace)
         self.last = cluster.calendar.now
         count, self.tokens = int(self.tokens), self.tokens % 1.0
         return [said for _ in range(count) for said in self.thing(cluster, core)]
@@ -163,18 +166,17 @@ class Crowds(Unsolicited):
 
     def __init__(self, rng: Random, signer: FakeSigner) -> None:
         super().__init__(rng, signer)
-        self.crowd: list[FakeSigner] = []
+        self.crowd: dict[bytes, FakeSigner] = {}
 
     def thing(self, cluster: Cluster, core: Node) -> list[Said]:
         rng, here, run_id = self.rng, core.here, self.signer.run_id
-        admitted = [each for each in self.crowd if each.key in here.state.place]
+        admitted = [self.crowd[key] for key in here.state.place if key in self.crowd]
         offers = [each.announcement for each in core.context.offers.by_name.values()]
         if admitted and offers and rng.random() < 0.5:
             one, copied = rng.choice(admitted), rng.choice(offers)
             return [Publish(sign_with(one, replace(copied, author=one.key)).envelope)]
-        self.crowd.append(FakeSigner(run_id, digest("simulated crowd", self.me, len(self.crowd).to_bytes(8, "little"))))
-        one = self.crowd[-1]
-        cluster.key_index[one.key] = cluster.key_index[self.me]
+        one = FakeSigner(run_id, digest("simulated crowd", self.me, len(self.crowd).to_bytes(8, "little")))
+        self.crowd[one.key], cluster.key_index[one.key] = one, cluster.key_index[self.me]
         request = sign_with(one, JoinRequest(here.branch, here.number, b"", one.key))
         with suppress(RemoteProtocolError):
             core.context.requests.add(request, here.state, asked_for=True)  # so that it attests it, and hands it over

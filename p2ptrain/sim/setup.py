@@ -43,9 +43,10 @@ class Setup:
     def signer(self, index: int) -> FakeSigner:
         return FakeSigner(self.run_id, node_key(self.seed, index))
 
-    def new_disk(self) -> Disk:
+    def new_disk(self, is_forgetful: bool = False) -> Disk:
         start = self.genesis
-        return Disk(SavedState(0, start.root, start.head), start, self.run_config.agreement.history_rounds)
+        kept = self.run_config.agreement.history_rounds
+        return Disk(SavedState(0, start.root, start.head), start, kept, is_forgetful)
 
     def machine(self, index: int, claim: bytes = b"") -> SimNode:
         """Makes a machine whose process has not started; `claim` is what the node shows of an invitation."""

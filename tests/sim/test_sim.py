@@ -389,6 +389,18 @@ def test_who_has_lost_its_memory_counts_as_faulty() -> None:
     assert not simulate(scenario(7, rounds=12, fault=[forgets]), 1).cluster.watch.is_beyond
 
 
+def test_who_is_killed_before_it_has_noted_its_lost_memory_is_silent_at_the_next_start_too() -> None:
+    """As the real log knows it: it stays forgetful until something is written."""
+    faults = [
+        {"kind": "slow disk", "at": 4.0, "until": 20.0, "nodes": [3], "fsync_seconds": 3.0},
+        {"kind": "crash", "at": 5.0, "until": 6.0, "nodes": [3], "forgetful": True},
+        {"kind": "crash", "at": 7.0, "until": 8.0, "nodes": [3]},
+    ]
+    for seed in range(10):
+        outcome = simulate(scenario(7, rounds=12, seconds=1e3, disk={"kept": 0.0}, fault=faults), seed, standard())
+        assert outcome.failures == []
+
+
 def test_nothing_but_the_history_grows_with_the_rounds() -> None:
     """Bounds are generous, and a leak that takes four thousand rounds to reach one is a leak all the same."""
 
