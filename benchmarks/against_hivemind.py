@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from daemon_logs import new_directory
 from relay import Hosts, address, hosts_on, line_of, why_impossible
 from wan import add_options, held_out_loss, load_run, tell, traffic
 
@@ -145,7 +145,6 @@ class Peers:
 
 def measure(hosts: Hosts, run: RunConfig, variant: Variant, dataset: Path, minutes: list[float], keep: bool) -> Any:
     """Trains in one way, and returns what there is to tell after each of the minutes."""
-    directory = Path(tempfile.mkdtemp(prefix="p2ptrain-hivemind-"))
     seconds = sorted(60 * each for each in minutes)
     settings = asdict(variant) | {
         "model": run.model.model_dump(mode="json"),
@@ -154,19 +153,21 @@ def measure(hosts: Hosts, run: RunConfig, variant: Variant, dataset: Path, minut
         "manifest": run.data.manifest,
         "seconds": seconds,
     }
-    peers, began, marks = Peers(hosts, directory, settings), monotonic(), []
-    try:
-        peers.start(began)
-        for minute, second in zip(sorted(minutes), seconds, strict=True):
-            while monotonic() < began + second:
+    with new_directory(keep) as directory:
+        peers, began, marks = Peers(hosts, directory, settings), monotonic(), []
+        try:
+            peers.start(began)
+            for minute, second in zip(sorted(minutes), seconds, strict=True):
+                while monotonic() < began + second:
+                    sleep(LOOK_SECONDS)
+                    peers.look()
+                marks.append({"minutes": minute, "seconds": monotonic() - began} | traffic(hosts))
+            until = monotonic() + END_SECONDS
+            while any(process.poll() is None for process in peers.processes) and monotonic() < until:
                 sleep(LOOK_SECONDS)
-                peers.look()
-            marks.append({"minutes": minute, "seconds": monotonic() - began} | traffic(hosts))
-        until = monotonic() + END_SECONDS
-        while any(process.poll() is None for process in peers.processes) and monotonic() < until:
-            sleep(LOOK_SECONDS)
-        relay = hosts.counts()
-        peers.stop()
+            relay = hosts.counts()
+        finally:
+            peers.stop()
         told = [json.loads(path.read_text()) if path.exists() else None for path in _told(directory, peers.size)]
         data = TokenDataset.open(dataset, run.data.manifest)
         for number, mark in enumerate(marks):
@@ -174,12 +175,6 @@ def measure(hosts: Hosts, run: RunConfig, variant: Variant, dataset: Path, minut
             assert found, f"no peer had started after {mark['minutes']:g} minutes:\n{peers.log(0)}"
             losses = [loss_of(each, run, data) for each in (*found, np.mean(found, axis=0))]
             mark |= {"losses": losses[:-1], "loss_of_mean": losses[-1], "loss": min(losses)}
-    finally:
-        peers.stop()
-        if keep:
-            print(f"kept: {directory}")
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
     return {"system": str(variant), "marks": marks, "peers": told, "relay": relay, "load": os.getloadavg()}
 
 

@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
@@ -34,6 +37,19 @@ from p2ptrain.replay import Header, Line, LoggedSigner
 
 PHASES = ("held", "availability", "proposal", "prevote", "precommit", "decided", "applied")
 WARM_UP_ROUNDS = 3  # after the last node has its seat: estimates of arrivals settle
+
+
+@contextmanager
+def new_directory(keep: bool) -> Iterator[Path]:
+    """A directory for nodes, with their logs; `keep`: it is not removed, and named."""
+    directory = Path(tempfile.mkdtemp(prefix="p2ptrain-benchmark-"))
+    try:
+        yield directory
+    finally:
+        if keep:
+            print(f"kept: {directory}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -24,12 +24,10 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +35,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import psutil
-from daemon_logs import WARM_UP_ROUNDS, Life, life_in, report_phases
+from daemon_logs import WARM_UP_ROUNDS, Life, life_in, new_directory, report_phases
 
 from p2ptrain.demo import DemoNode
 from p2ptrain.node.control import ask
@@ -149,18 +147,13 @@ def _runs(node: DemoNode) -> bool:
 
 @contextmanager
 def swarm_of(size: int, keep: bool, kind: type[Swarm] = Swarm, **sections: str) -> Iterator[Swarm]:
-    directory = Path(tempfile.mkdtemp(prefix="p2ptrain-benchmark-"))
-    swarm = kind(
-        directory, RUN.format(**{"model": ONE_MILLION, "recipe": "", "agreement": "", "admission": ""} | sections), size
-    )
-    try:
-        yield swarm
-    finally:
-        swarm.stop()
-        if keep:
-            print(f"kept: {directory}")
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
+    run = RUN.format(**{"model": ONE_MILLION, "recipe": "", "agreement": "", "admission": ""} | sections)
+    with new_directory(keep) as directory:
+        swarm = kind(directory, run, size)
+        try:
+            yield swarm
+        finally:
+            swarm.stop()
 
 
 def recipe(passes: int, **others: object) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import statistics
 import sys
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from daemon_logs import life_in, report_phases
+from daemon_logs import life_in, new_directory, report_phases
 from daemons import START_SECONDS, Swarm
 from relay import Hosts, add_line_options, address, hosts_on, line_of, why_impossible
 from torch import Tensor
@@ -96,16 +95,12 @@ class Homes(Swarm):
 
 @contextmanager
 def homes_on(hosts: Hosts, run: str, keep: bool) -> Iterator[Homes]:
-    directory = Path(tempfile.mkdtemp(prefix="p2ptrain-wan-"))
-    swarm = Homes(directory, run, hosts)
-    try:
-        yield swarm
-    finally:
-        swarm.stop()
-        if keep:
-            print(f"kept: {directory}")
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
+    with new_directory(keep) as directory:
+        swarm = Homes(directory, run, hosts)
+        try:
+            yield swarm
+        finally:
+            swarm.stop()
 
 
 def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> float:

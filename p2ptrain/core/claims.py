@@ -33,7 +33,7 @@ class HeldOut(Struct, frozen=True):
 
 
 class TrainingClaims(Struct, frozen=True):
-    """What is claimed of the training behind a round's contributions."""
+    """The figures of a round's training that its contributors claim."""
 
     steps: int
     loss: float | None  # nats a token, the mean over these steps

@@ -34,7 +34,7 @@ class TokenBucket:
 
     @property
     def rate(self) -> int:
-        """What may go in a second; 0 means no limit."""
+        """The limit in a second; 0 means none."""
         return self._rate
 
     @property
@@ -107,7 +107,7 @@ K = TypeVar("K", bytes, str)
 
 
 class PeerLimits:
-    """What peers may take: each of them, all admitted ones together, and all strangers together.
+    """Limits for peers: for each of them, for all admitted ones together, and for all strangers together.
 
     Keys cost nothing, so a limit for each stranger would be none. Addresses cost something: where less than half is
     left for strangers, an address range takes from a share of its own, so that who comes from elsewhere finds the rest.

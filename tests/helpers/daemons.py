@@ -24,11 +24,7 @@ from p2ptrain.errors import P2ptrainError
 from p2ptrain.node.control import ask
 from tests.helpers.nursery import Born, born
 
-# A round takes a sixth of a second of one core; three nodes are a swarm that goes on when one is missing. What comes
-# late may still be taken: the cores are shared, and a newcomer's seat should not be a matter of luck.
-RUN = """\
-name = "{name}"
-
+TINY_MODEL = """\
 [model]
 dim = 32
 layers = 1
@@ -36,7 +32,13 @@ heads = 2
 kv_heads = 1
 ffn_dim = 64
 sequence_length = 64
+"""
+# A round takes a sixth of a second of one core; three nodes are a swarm that goes on when one is missing. What comes
+# late may still be taken: the cores are shared, and a newcomer's seat should not be a matter of luck.
+RUN = f"""\
+name = "{{name}}"
 
+{TINY_MODEL}
 [recipe]
 name = "distro"
 k = 8

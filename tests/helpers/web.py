@@ -33,6 +33,15 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 KEYS = (bytes([1]) * 32, bytes([2]) * 32)
 ME, OTHER = map(peer_id_of, KEYS)
 SECONDS = 30.0  # within which everything answers, also on a busy machine
+LEARNING = {
+    "held_out_loss": 2.75,
+    "held_out_round": 5,
+    "perplexity": 15.6426,
+    "swarm_loss": 2.6,
+    "gradient_norm": 0.5,
+    "drift": 0.0009765625,
+    "compression_ratio": 40.0,
+}
 
 
 def told_of(*found: Complaint) -> dict[str, Any]:
@@ -67,13 +76,7 @@ STATUS: dict[str, Any] = {
     "since_applied_seconds": 1.5,
     "state_root": "cd" * 32,
     "certified_round": 6,
-    "held_out_loss": 2.75,
-    "held_out_round": 5,
-    "perplexity": 15.6426,
-    "swarm_loss": 2.6,
-    "gradient_norm": 0.5,
-    "drift": 0.0009765625,
-    "compression_ratio": 40.0,
+    **LEARNING,
     "text": "The swarm keeps what it has agreed on",
     "text_round": 5,
     "loss": 2.5,
@@ -176,13 +179,7 @@ def a_round(number: int) -> dict[str, Any]:
         "bytes_received": 2_000,
         "bulk_bytes_sent": 100,
         "bulk_bytes_received": 200,
-        "held_out_loss": 2.75,
-        "held_out_round": 5,
-        "perplexity": 15.6426,
-        "swarm_loss": 2.6,
-        "gradient_norm": 0.5,
-        "drift": 0.0009765625,
-        "compression_ratio": 40.0,
+        **LEARNING,
         "swarm_tokens": 1_024,
         "loss": 2.5,
         "steps": 10,

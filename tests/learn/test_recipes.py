@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,19 +213,17 @@ def test_contributions_come_back_in_any_order_to_a_later_residual() -> None:
     assert sorted(residual.kept) == [0, 2]
 
 
-def test_local_steps_are_those_of_torchs_adamw() -> None:
-    recipe = RecipeConfig(
-        name="local",
-        inner="adamw",
-        inner_learning_rate=Fraction(3, 1000),
-        inner_weight_decay=Fraction(1, 10),
-        clip=Fraction(1, 2),
-        sequences_per_pass=2,
-    )
+def ours_and_theirs(**settings: Any) -> tuple[LiveModel, LocalRecipe, Transformer]:
+    """Returns a model with its local steps, and the same model to be trained by torch's own optimizers."""
+    rates = {"inner_learning_rate": Fraction(3, 1000), "inner_weight_decay": Fraction(1, 10)}
     live = live_model()
-    local = LocalRecipe(recipe, live, Layout(live.shapes, 64))
-    model = Transformer(TINY)
+    recipe, model = RecipeConfig(name="local", **rates, **settings), Transformer(TINY)
     initialise(model, 1)
+    return live, LocalRecipe(recipe, live, Layout(live.shapes, 64)), model
+
+
+def test_local_steps_are_those_of_torchs_adamw() -> None:
+    live, local, model = ours_and_theirs(inner="adamw", clip=Fraction(1, 2), sequences_per_pass=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
     local.begin(0)
     for step in range(6):
@@ -253,17 +252,7 @@ def test_local_steps_are_those_of_torchs_adamw() -> None:
 def test_muons_steps_are_those_of_torchs_muon_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's own always multiplies in bf16
     monkeypatch.setattr(inner, "orthogonalised", lambda each, is_half: orthogonalised(each, is_half=True))
-    recipe = RecipeConfig(
-        name="local",
-        inner="muon",
-        inner_learning_rate=Fraction(3, 1000),
-        inner_weight_decay=Fraction(1, 10),
-        sequences_per_pass=4,
-    )
-    live = live_model()
-    local = LocalRecipe(recipe, live, Layout(live.shapes, 64))
-    model = Transformer(TINY)
-    initialise(model, 1)
+    live, local, model = ours_and_theirs(inner="muon", sequences_per_pass=4)
     named = dict(model.named_parameters())
     hidden = {name: each for name, each in named.items() if each.dim() == 2 and name != "embed_tokens.weight"}
     others = [each for name, each in named.items() if name not in hidden]

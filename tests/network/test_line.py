@@ -13,6 +13,7 @@ import pytest
 
 from p2ptrain.sim.lines import Line
 from tests.helpers.benchmarks import load
+from tests.helpers.daemons import TINY_MODEL
 
 RATE, DELAY, LOSS = 10.0, 0.1, 0.2
 BYTES = 4_000_000  # 3.2 s at that rate
@@ -52,16 +53,9 @@ line = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 for _ in range(500):
     line.sendto(b"hello", (sys.argv[1], 9000))
 """
-TINY = """\
+TINY = f"""\
 name = "tiny"
-[model]
-dim = 32
-layers = 1
-heads = 2
-kv_heads = 1
-ffn_dim = 64
-sequence_length = 64
-[recipe]
+{TINY_MODEL}[recipe]
 name = "local"
 sequences_per_pass = 4
 [admission]
