@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
 from p2ptrain.files import listed, read_regular
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, unpack
-from p2ptrain.learn.model import Transformer
+from p2ptrain.learn.models import named_shapes
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
 from p2ptrain.learn.schedule import learning_rate
 from p2ptrain.learn.transform import Layout
@@ -52,12 +53,11 @@ class Model:
     """The shapes of a run's weights, with their layout, payload format and size."""
 
     def __init__(self, run: RunConfig) -> None:
-        with torch.device("meta"):  # shapes only
-            named = list(Transformer(run.model).named_parameters())
+        named = named_shapes(run.model)
         self.run = run
         self.names = [name for name, _ in named]
-        self.shapes = [tuple(parameter.shape) for _, parameter in named]
-        self.counts = [parameter.numel() for _, parameter in named]
+        self.shapes = [shape for _, shape in named]
+        self.counts = [prod(shape) for shape in self.shapes]
         self.layout = Layout(self.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
 

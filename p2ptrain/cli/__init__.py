@@ -137,7 +137,7 @@ def check(file: ConfigFile) -> None:
     if not isinstance(config, RunConfig):
         typer.echo(f"{file}: OK, a node's settings")
         return
-    from p2ptrain.learn.model import parameter_count
+    from p2ptrain.learn.models import parameter_count
 
     typer.echo(f"{file}: OK, a run")
     typer.echo(f"model    {parameter_count(config.model):,} parameters")
@@ -146,15 +146,11 @@ def check(file: ConfigFile) -> None:
 
 
 def _payload_bytes(run: RunConfig) -> int:
-    import torch
-
     from p2ptrain.learn.codec import PayloadFormat
-    from p2ptrain.learn.model import Transformer
+    from p2ptrain.learn.models import shapes_of
     from p2ptrain.learn.transform import Layout
 
-    with torch.device("meta"):  # shapes only: no memory, whatever the size
-        shapes = [tuple(parameter.shape) for parameter in Transformer(run.model).parameters()]
-    return PayloadFormat.of(Layout(shapes, run.recipe.chunk), run.recipe).payload_bytes
+    return PayloadFormat.of(Layout(shapes_of(run.model), run.recipe.chunk), run.recipe).payload_bytes
 
 
 @config_app.command()

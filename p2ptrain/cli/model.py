@@ -15,7 +15,7 @@ from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
     from p2ptrain.config import NodeConfig
-    from p2ptrain.learn.model import Transformer
+    from p2ptrain.learn.model import Model
     from p2ptrain.learn.sample import SampleRequest
     from p2ptrain.node.saved import SavedModel
 
@@ -135,7 +135,7 @@ def _from_checkpoint(
 
     device, _ = open_device(node.device)  # the daemon's device, for identical results
 
-    def look() -> tuple[SavedModel, Transformer, float]:
+    def look() -> tuple[SavedModel, Model, float]:
         found = find_model(node, run, number, directory)
         with reading(found.checkpoint):
             return found, load_model(found.weights, device), found.saved_at

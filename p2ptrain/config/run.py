@@ -29,6 +29,7 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("recipe", "inner"): "adamw",
     ("recipe", "local_steps_min"): 0,
     ("eval", "every_rounds"): 0,
+    ("model", "kind"): "builtin",
 }
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
@@ -38,8 +39,9 @@ ROUND_SEQUENCES_MAX = 2**20  # a node's in a round; at 1,024 tokens more than it
 
 
 class ModelConfig(Section):
-    """The built-in decoder-only transformer; a preset supplies every size that is not given."""
+    """The model: the built-in decoder-only transformer, for which a preset supplies every size that is not given."""
 
+    kind: Literal["builtin"] = Field("builtin", description="builtin: the transformer that the keys below describe")
     preset: str = Field("custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all given here")
     vocab_size: int = Field(256, ge=2, le=2**20, description="tokens the model knows")
     dim: int = Field(128, ge=8, le=65_536, description="width of the residual stream")

@@ -19,7 +19,7 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.text import problem
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
-from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.learn.models import first_model
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.root import octets, state_root
 from p2ptrain.learn.tokenizer import load_tokenizer
@@ -63,9 +63,8 @@ def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Pat
 
 def first_weights(run: RunConfig) -> Tensor:
     """Makes the run's first weights from its seed, flat.  # [parameters]"""
-    model = Transformer(run.model)
-    initialise(model, run.seed)
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    parameters = first_model(run.model, run.seed).parameters()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
 def _check_founders(run: RunConfig, founders: Sequence[str]) -> None:

@@ -31,7 +31,8 @@ from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_all, write_file
-from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Transformer, parameter_count
+from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Model
+from p2ptrain.learn.models import build, named_shapes, parameter_count
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
 from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
@@ -82,11 +83,12 @@ class Weights:
             raise DataError(f"{self.path}: not the weights of round {self.round}: their root is not {self.root.hex()}")
 
 
-def load_model(weights: Weights, device: torch.device) -> Transformer:
+def load_model(weights: Weights, device: torch.device) -> Model:
     """Loads the weights into a model, and checks them."""
     weights.check_size()
-    model = _empty(weights.run.model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with torch.device("meta"):  # shapes only, whatever the size
+        model = build(weights.run.model)
+    shapes = dict(named_shapes(weights.run.model))
     flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float32)
     into, at = octets(flat), 0
     for piece in weights.pieces():
@@ -135,11 +137,6 @@ def check_target(target: Path) -> None:
 # Weights
 
 
-def _empty(config: ModelConfig) -> Transformer:
-    with torch.device("meta"):  # shapes only, whatever the size
-        return Transformer(config)
-
-
 def _write_weights(path: Path, weights: Weights) -> None:
     with path.open("wb", buffering=0) as file:
         write_all(file.fileno(), _header(weights))
@@ -157,9 +154,9 @@ def _header(weights: Weights) -> bytes:
     named = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **named}}
     begin = 0
-    for name, parameter in _empty(weights.run.model).named_parameters():
-        end = begin + parameter.numel() * FLOAT_BYTES
-        entries[PREFIX + name] = {"dtype": "F32", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+    for name, shape in named_shapes(weights.run.model):
+        end = begin + math.prod(shape) * FLOAT_BYTES
+        entries[PREFIX + name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)

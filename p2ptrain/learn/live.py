@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
-from p2ptrain.learn.model import Transformer
+from p2ptrain.learn.model import Model
 from p2ptrain.learn.shortage import SETTINGS_THAT_HELP, SMALLER, is_out_of_memory, memory_taken
 
 log = logging.getLogger("p2ptrain.learn")
@@ -37,7 +37,7 @@ class LiveModel:
     sequences_per_pass: this device's limit, if the recipe asks for more; halved when memory runs out. 0: no limit
     """
 
-    def __init__(self, model: Transformer, *, autocast: bool, sequences_per_pass: int = 0) -> None:
+    def __init__(self, model: Model, *, autocast: bool, sequences_per_pass: int = 0) -> None:
         self.model, self.autocast, self.sequences_per_pass = model, autocast, sequences_per_pass
         parameters = list(model.parameters())
         self.names = [name for name, _ in model.named_parameters()]

@@ -21,7 +21,8 @@ from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.codec import PayloadFormat
 from p2ptrain.learn.inner import BATCH_ELEMENTS
-from p2ptrain.learn.model import logits_rows, parameter_shapes
+from p2ptrain.learn.model import logits_rows
+from p2ptrain.learn.models import shapes_of
 from p2ptrain.learn.root import FLOAT_BYTES
 from p2ptrain.learn.shortage import mega
 from p2ptrain.learn.transform import Layout, block_chunks
@@ -225,7 +226,7 @@ def _cpu_has_bf16(device: torch.device) -> bool:
 
 def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     """Computes a run's demand for memory and disk without allocating anything."""
-    shapes = parameter_shapes(run.model)
+    shapes = shapes_of(run.model)
     layout = Layout(shapes, run.recipe.chunk)
     form = PayloadFormat.of(layout, run.recipe)
     parameters = sum(prod(shape) for shape in shapes)

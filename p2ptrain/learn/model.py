@@ -22,7 +22,6 @@ below, which is the order of the state root: moving a line in an `__init__` chan
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -191,15 +190,45 @@ class FusedLoss(torch.autograd.Function):
         return to_hidden * gradient.to(to_hidden.dtype), to_weight * gradient, None, None
 
 
-class Transformer(nn.Module):
-    """The model of a run; its matrices are zero until `initialise` or a checkpoint fills them.
+class Model(nn.Module):
+    """What a run trains: a module with a loss. What its parameters are and how they begin is up to each kind."""
+
+    context = 0  # tokens that it can read at a time to continue a text; 0: it continues none
+
+    def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
+        """Returns the mean loss of a batch."""
+        raise NotImplementedError
+
+    def initialise(self, seed: int) -> None:
+        """Fills the model with its first weights: the same for the same seed on the same machine."""
+        raise NotImplementedError
+
+    def compile_layers(self) -> None:
+        """Compiles the model with torch.compile."""
+        self.compile()
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
+        """Appends `count` sampled tokens to `tokens` [batch, length]; temperature 0 takes the likeliest ones."""
+        for _ in range(count):
+            logits = self(tokens[:, -self.context :])[:, -1].float()  # [batch, vocab]
+            if temperature > 0:
+                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                drawn = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, drawn), dim=1)
+        return tokens
+
+
+class Transformer(Model):
+    """The built-in model; its matrices are zero until `initialise` or a checkpoint fills them.
 
     checkpointing: a layer keeps only its input for the backward pass, and is recomputed there (arXiv 1604.06174).
     """
 
     def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.config, self.checkpointing = config, checkpointing
+        self.config, self.checkpointing, self.context = config, checkpointing, config.sequence_length
         self.embed_tokens = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=NORM_EPSILON, dtype=torch.float32)
@@ -232,17 +261,8 @@ class Transformer(nn.Module):
         loss: Tensor = FusedLoss.apply(hidden, self.embed_tokens.weight, targets, with_gradient)  # type: ignore[no-untyped-call]
         return loss
 
-    @torch.no_grad()
-    def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """Appends `count` sampled tokens to `tokens` [batch, length]; temperature 0 takes the likeliest ones."""
-        for _ in range(count):
-            logits = self(tokens[:, -self.config.sequence_length :])[:, -1].float()  # [batch, vocab]
-            if temperature > 0:
-                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            else:
-                drawn = logits.argmax(-1, keepdim=True)
-            tokens = torch.cat((tokens, drawn), dim=1)
-        return tokens
+    def initialise(self, seed: int) -> None:
+        initialise(self, seed)
 
 
 @torch.no_grad()
@@ -265,13 +285,8 @@ def initialise(model: Transformer, seed: int) -> None:
 
 
 def parameter_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-    """Returns the shapes of the model's parameters, in its order, without building it."""
+    """Returns the shapes of the built-in model's parameters, in its order, without building it."""
     dim, shared, ffn = config.dim, config.kv_heads * (config.dim // config.heads), config.ffn_dim
     attention = [(dim, dim), (shared, dim), (shared, dim), (dim, dim)]
     block = [(dim,), *attention, (dim,), (ffn, dim), (ffn, dim), (dim, ffn)]
     return [(config.vocab_size, dim), *(block * config.layers), (dim,)]
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Counts the model's parameters without building it."""
-    return sum(prod(shape) for shape in parameter_shapes(config))

@@ -15,7 +15,7 @@ import msgspec
 from p2ptrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from p2ptrain.learn.model import Transformer
+    from p2ptrain.learn.model import Model
     from p2ptrain.learn.tokenizer import Tokenizer
 
 PROMPT_BYTES_MAX = 8_192  # at worst six times as many in JSON, which still fits a request; the model reads only the end
@@ -33,7 +33,7 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def sample(
-    model: Transformer,
+    model: Model,
     tokenizer: Tokenizer,
     request: SampleRequest,
     on_token: Callable[[], None] = lambda: None,
@@ -46,7 +46,7 @@ def sample(
 
     check(request)
     given, end = tokenizer.encode(request.prompt).tolist(), tokenizer.end_of_document
-    device = model.embed_tokens.weight.device
+    device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(request.seed)
     text = torch.tensor([[end, *given]], device=device)
     begin = text.shape[1]

@@ -45,7 +45,7 @@ from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
-from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.learn.models import build, first_model
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.sample import SampleRequest, sample
@@ -122,9 +122,8 @@ class Trainer:
         check_exactness(run.recipe.chunk, self.device)
         if device.checkpointing:
             return_large_blocks()
-        model = Transformer(run.model, checkpointing=device.checkpointing)
-        if initial:
-            initialise(model, run.seed)
+        is_frugal = device.checkpointing
+        model = first_model(run.model, run.seed, is_frugal) if initial else build(run.model, is_frugal)
         if device.compile:
             _check_compiler()
             model.compile_layers()

@@ -15,7 +15,7 @@ import pytest
 from p2ptrain.config import MODEL_PRESETS, ModelConfig, RunConfig
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.learn.memory import PROCESS_BYTES, PassSettings, activations, need_of
-from p2ptrain.learn.model import parameter_count
+from p2ptrain.learn.models import parameter_count
 from tests.helpers.live_memory import peak_of_pass
 from tests.helpers.trainer import embedded
 

@@ -18,11 +18,11 @@ from p2ptrain.learn.model import (
     FusedLoss,
     Transformer,
     initialise,
-    parameter_count,
     parameter_shapes,
     rotary_tables,
     rotate,
 )
+from p2ptrain.learn.models import parameter_count
 from tests.helpers.exact_numbers import weights
 
 TINY = ModelConfig(vocab_size=31, dim=24, layers=2, heads=6, kv_heads=2, ffn_dim=40, sequence_length=16, rope_theta=500)

@@ -140,7 +140,7 @@ def test_without_initial_weights_nothing_is_drawn(dataset: TokenDataset, monkeyp
         raise AssertionError("drawn")
 
     first = make(dataset)
-    monkeypatch.setattr(trainer_module, "initialise", slow)
+    monkeypatch.setattr(trainer_module, "first_model", slow)
     second = newcomer(first, dataset)
     second.adopt(0, [first.state_bytes()])
     assert contribution(second, 0) == contribution(first, 0)
