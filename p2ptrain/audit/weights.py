@@ -33,7 +33,7 @@ from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, unpack
 from p2ptrain.learn.models import named_shapes
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
-from p2ptrain.learn.schedule import learning_rate
+from p2ptrain.learn.schedule import learning_rate, reach
 from p2ptrain.learn.transform import Layout
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
@@ -73,7 +73,8 @@ class Model:
         """Applies a round's update, counted from 1, in place."""
         parts = [part.view(shape) for part, shape in zip(torch.split(weights, self.counts), self.shapes, strict=True)]
         rate = learning_rate(self.run.recipe, number - 1)
-        apply_payloads(self.layout, self.run.recipe, self.form, payloads, rate, parts)
+        furthest = reach(self.run.recipe, number - 1, self.run.agreement.staleness_rounds_max)
+        apply_payloads(self.layout, self.run.recipe, self.form, payloads, rate, furthest, parts)
 
 
 @dataclass(slots=True)

@@ -166,7 +166,7 @@ RECIPES: dict[str, RecipeSpec] = {
         copies=1,  # the agreed weights
     ),
 }
-SCALE_ROOM_BITS = 5  # at least: how far below the median's root mean square votes of a round are told apart
+SCALE_ROOM_BITS = 5  # at least: how far below the measure's root mean square votes of a round are told apart
 SCALE_TOP_BITS = 3  # and how far above it a single one counts (learn/scales.py)
 
 
@@ -266,7 +266,7 @@ class RecipeConfig(Section):
 
     @property
     def room_bits(self) -> int:
-        """How far the unit of scaled votes lies below their median's root mean square: no further than they need."""
+        """How far the unit of scaled votes lies below their measure's root mean square: no further than they need."""
         return max(SCALE_ROOM_BITS, self.value_bits)
 
 
