@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn.aggregate import apply_payloads
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack
+from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.recipes import Residual
 from p2ptrain.learn.scales import Scales, Sizes
 from p2ptrain.learn.transform import Layout
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import scales_of
+from tests.helpers.trainer import embedded, make
 
 CPU = torch.device("cpu")
 TINY = Layout([(8, 8)], 8)
@@ -163,3 +165,51 @@ def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: i
     decoded.add(flat, 0.0)
     furthest = float((decoded.coefficients.double() + moved / 4).abs().max())
     assert furthest < 1e-3 * float(moved.abs().max()), "what was told and what was applied are the same"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Of trainers
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return embedded(tmp_path_factory.mktemp("corpus") / "data")
+
+
+def test_what_is_cut_of_a_contribution_is_its_authors_again_and_replicas_stay_the_same_bits(
+    dataset: TokenDataset,
+) -> None:
+    trainers = [make(dataset, "local", k=256) for _ in range(3)]
+    payloads = []
+    for place, trainer in enumerate(trainers):
+        trainer.train(0, place, 3)
+        trainer.live.weights.mul_((1.0, 1.0, 64.0)[place])  # how far its steps have moved
+        payloads.append(trainer.contribute(0))
+    kept = [trainer.recipe.residual.coefficients.clone() for trainer in trainers]
+    sent = [trainer.recipe.residual.kept[0].removed for trainer in trainers]
+    for trainer, own in zip(trainers, payloads, strict=True):
+        assert [trainer.check(payload) for payload in payloads] == [None] * 3
+        trainer.apply(0, payloads[::-1], {0: own})
+    assert len({trainer.root() for trainer in trainers}) == 1
+    returned = [
+        float((trainer.recipe.residual.coefficients - before).norm() / np.linalg.norm(removed))
+        for trainer, before, removed in zip(trainers, kept, sent, strict=True)
+    ]
+    assert max(returned[:2]) < 0.05, "nothing but what rounding to a common unit leaves"
+    assert 0.9 < returned[2] < 1.0, "all but what counts as one"
+
+
+def test_one_that_is_alone_in_a_round_moves_the_weights_no_further_than_local_steps_can(dataset: TokenDataset) -> None:
+    trainer = make(dataset, "local", k=256)
+    rounds = []
+    for number, factor in enumerate((1.0, 1e6)):
+        before = trainer.recipe.agreed.clone()
+        trainer.train(number, 0, 1)
+        trainer.live.weights.mul_(factor)
+        payload = trainer.contribute(number)
+        assert trainer.check(payload) is None
+        trainer.apply(number, [payload], {number: payload})
+        rounds.append(float((trainer.recipe.agreed - before).square().mean().sqrt()))
+    honest, huge = rounds
+    assert huge < 2 * 4 * 0.01, "four steps at the rate 1/100"
+    assert 2 * honest < huge
