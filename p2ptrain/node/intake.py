@@ -19,7 +19,7 @@ from p2ptrain.core.context import Signer
 from p2ptrain.core.history import decode_history
 from p2ptrain.core.messages import Announcement, Hello, JoinRequest, Received, decode
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
+from p2ptrain.net.mail import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.net.rate_limit import PeerLimits
 from p2ptrain.net.transport import IsAdmitted
 from p2ptrain.node.device import Device

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import KEY_BYTES, authored, decode, payload_digest
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.mailbox import Deliver, HistoryQuery
+from p2ptrain.net.mail import Deliver, HistoryQuery
 from p2ptrain.node.intake import EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
 from p2ptrain.node.strangers import ALL_A_SECOND, EACH_A_SECOND
 from tests.helpers.core import KEYS, FakeSigner, announced, signed
