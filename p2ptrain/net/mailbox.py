@@ -340,24 +340,29 @@ class Mailboxes:
         is_admitted, peer = self._is_admitted(stream.peer), stream.peer
         async with asyncio.timeout(2 * IDLE_SECONDS if is_admitted else STRANGER_IDLE_SECONDS):
             size = await stream.coming()
-        is_asked = peer in self._questions or stream in self._unasked  # then a history may come
-        is_limited = not is_admitted and not is_asked
-        is_too_long = is_limited and STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX
-        if is_limited:
-            await self._strangers.take(stream, 1)
-        if is_too_long:
-            await self._long_limits.take(stream, size)
+        question = self._questions.get(peer)
+        is_asked = question is not None and question.stream in (None, stream)  # then a history may come
+        is_too_long = not is_admitted and STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX
+        if not is_admitted and not is_asked:
+            await self._pay(stream, size)
         async with asyncio.timeout(BODY_SECONDS):
-            if is_too_long:
-                self._counters["long messages of strangers"] += 1
+            if is_too_long and not is_asked:
                 await stream.skip()
                 return None
             frame = decode_frame(await stream.receive(FRAME_BYTES_MAX))
         if isinstance(frame, HistoryBegins | HistoryPart):
             self.history_bytes["received"] += size
-        elif not is_admitted and is_asked:
-            self._strangers.spend(peer, 1)
+        elif not is_admitted and is_asked:  # what it says besides costs the same: who is asked has no other rights
+            await self._pay(stream, size)
+            return None if is_too_long else frame
         return frame
+
+    async def _pay(self, stream: Stream, size: int) -> None:
+        """Waits until a stranger may send another frame of this size."""
+        await self._strangers.take(stream, 1)
+        if STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX:
+            self._counters["long messages of strangers"] += 1
+            await self._long_limits.take(stream, size)
 
     def _take(self, peer: bytes, stream: Stream, frame: Frame) -> None:
         if not self._is_open:
@@ -425,7 +430,10 @@ class Mailboxes:
         if self._questions.get(peer) is question:
             del self._questions[peer]
             if question.stream is not None and question.end > 0:
-                self._unasked[question.stream] = question.size - len(question.parts)
+                if self._is_admitted(peer):
+                    self._unasked[question.stream] = question.size - len(question.parts)
+                else:  # the rest would be read for nothing
+                    question.stream.abort()
             so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
             self._no_history(peer, f"no answer {so_far}")
 

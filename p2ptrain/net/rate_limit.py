@@ -71,10 +71,11 @@ class TokenBucket:
         return True
 
     def spend(self, size: int) -> None:
-        """Takes `size` bytes that cannot wait, even if later ones have to wait until these are paid for; or, if it is
-        negative, gives back what was taken and not used."""
+        """Takes `size` bytes that cannot wait, even if later ones have to wait until these are paid for, a minute at
+        most; or, if it is negative, gives back what was taken and not used."""
         self._fill()
-        self._level = min(float(self.burst), self._level - (size if self._rate else 0))
+        floor = min(self._level, -DEBT_SECONDS * self._rate)
+        self._level = min(float(self.burst), max(floor, self._level - (size if self._rate else 0)))
 
     def seconds_until(self, size: int) -> float:
         """Seconds until `size` bytes may be taken, if nobody else takes any."""

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.net.rate_limit import PEERS_MAX, PeerLimits, TokenBucket
+from p2ptrain.net.rate_limit import DEBT_SECONDS, PEERS_MAX, PeerLimits, TokenBucket
 from tests.helpers.net import at, skipping_time, until
 
 
@@ -124,6 +124,14 @@ async def test_what_is_spent_at_once_is_waited_for_afterwards_and_what_is_given_
     assert limit.take_now(1_000)
     limit.spend(-5_000)
     assert not limit.take_now(1_000) or not limit.take_now(1)  # no more than the burst
+
+
+@skipping_time
+async def test_whatever_is_spent_later_ones_wait_for_a_minute_at_most() -> None:
+    limit = TokenBucket(1_000, burst=1_000)
+    for _ in range(50):
+        limit.spend(10_000)
+    assert limit.seconds_until(1_000) == pytest.approx(DEBT_SECONDS + 1)
 
 
 MEMBER = b"a member"
