@@ -44,7 +44,9 @@ from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transpor
 
 QUEUED_MAX = 256  # messages queued for one peer
 QUEUED_BYTES_MAX = 16 * 2**20
-QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and as much again for histories
+STRANGER_QUEUED_BYTES_MAX = 2**21  # the same for a stranger: one answer of the core (core/repair.py), and hellos
+QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all admitted peers together, and as much again for histories
+STRANGERS_ROOM = 4  # all strangers together have a quarter of that, beside it
 PEERS_MAX = 1_024  # with queued messages, half of them strangers; also the most incoming streams
 INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
 QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
@@ -59,7 +61,8 @@ STRANGERS_HISTORY_BYTES_PER_SECOND = 2**20  # at most; the rounds of a run take 
 STRANGER_FRAME_BYTES_MAX = NAMES_MAX * (SHORT_BYTES + 2) + 64  # a full `MessageQuery`; hellos and joins have 600 each
 LONG_RATES = 2**18, 2**20  # of longer frames, which are read over: bytes a second of one stranger, and of all
 BODY_SECONDS = 60.0  # for the rest of a frame whose length has come
-HISTORY_BYTES_LEAST = 2**16  # must be left of a share before a history is looked up; it is charged when it is sent
+HISTORY_BYTES_LEAST = 2**16  # of a share: must be left before a history is looked up, and is charged when it is queued;
+# the rest as it is sent, so that who reads nothing takes nothing from others
 BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
 TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
 
@@ -174,7 +177,7 @@ class Mailboxes:
             return self._drop()
         if isinstance(message, TellHistory):
             return self._queue_history(peer, outgoing, message.history)
-        return self._queue(outgoing, list(frames_of(message)))
+        return self._queue(peer, outgoing, list(frames_of(message)))
 
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
         """Asks for a history. Always calls back: with the history, or with the reason why there is none."""
@@ -222,13 +225,12 @@ class Mailboxes:
             self._start(self._talk(peer, outgoing))
         return outgoing
 
-    def _queue(self, outgoing: Outgoing, frames: list[bytes]) -> bool:
+    def _queue(self, peer: bytes, outgoing: Outgoing, frames: list[bytes]) -> bool:
         size = sum(map(len, frames))
-        total = sum(each.size for each in self._outgoing.values())
         if (
             len(outgoing.frames) + len(frames) > QUEUED_MAX
-            or outgoing.size + size > QUEUED_BYTES_MAX
-            or total + size > QUEUED_TOTAL_BYTES_MAX
+            or outgoing.size + size > (QUEUED_BYTES_MAX if self._is_admitted(peer) else STRANGER_QUEUED_BYTES_MAX)
+            or not self._has_room(peer, size, lambda each: each.size)
         ):
             return self._drop()
         outgoing.frames.extend(frames)
@@ -238,14 +240,19 @@ class Mailboxes:
 
     def _queue_history(self, peer: bytes, outgoing: Outgoing, history: bytes) -> bool:
         assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
-        total = sum(len(each.history) for each in self._outgoing.values())
-        room = QUEUED_TOTAL_BYTES_MAX // (1 if self._is_admitted(peer) else 4)
-        if outgoing.history or total + len(history) > room:
+        if outgoing.history or not self._has_room(peer, len(history), lambda each: len(each.history)):
             return self._drop()
-        self._history_limits.spend(peer, len(history))
+        self._history_limits.spend(peer, min(len(history), HISTORY_BYTES_LEAST))
         outgoing.history = history
         outgoing.wake.set()
         return True
+
+    def _has_room(self, peer: bytes, size: int, size_of: Callable[[Outgoing], int]) -> bool:
+        """Whether so much more fits what waits for admitted peers, or what waits for strangers."""
+        is_admitted = self._is_admitted(peer)
+        waiting = [(other, size_of(each)) for other, each in self._outgoing.items()]
+        total = sum(size for other, size in waiting if size and self._is_admitted(other) == is_admitted)
+        return total + size <= QUEUED_TOTAL_BYTES_MAX // (1 if is_admitted else STRANGERS_ROOM)
 
     def _drop(self) -> bool:
         self._counters["dropped"] += 1
@@ -266,7 +273,7 @@ class Mailboxes:
                     stream = await self._transport.open(peer, self.protocol)
                 is_broken = True
                 try:
-                    while await self._send_next(stream, outgoing):
+                    while await self._send_next(peer, stream, outgoing):
                         tries = 0
                     await stream.close()
                     is_broken = False
@@ -283,7 +290,7 @@ class Mailboxes:
                     await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
         del self._outgoing[peer]  # no await since the queue was found empty, so nothing is lost
 
-    async def _send_next(self, stream: Stream, outgoing: Outgoing) -> bool:
+    async def _send_next(self, peer: bytes, stream: Stream, outgoing: Outgoing) -> bool:
         """Sends the next frame, or waits for one. False if none came for a long time."""
         if (frame := outgoing.next()) is None:
             outgoing.wake.clear()
@@ -294,6 +301,8 @@ class Mailboxes:
         async with asyncio.timeout(SEND_SECONDS):
             await stream.send(frame)
         if frame is outgoing.part:
+            paid = HISTORY_BYTES_LEAST if outgoing.history_sent <= 0 else 0
+            self._history_limits.spend(peer, max(0, len(frame) - paid))
             self._upload.charge(len(frame))
             self.history_bytes["sent"] += len(frame)
         outgoing.sent(frame)

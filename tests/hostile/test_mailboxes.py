@@ -9,10 +9,27 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from p2ptrain.core.wire import encode
-from p2ptrain.net.mail import PART_BYTES, Deliver, HistoryBegins, HistoryPart, Mail, MessageQuery, frames_of
-from p2ptrain.net.mailbox import QUESTION_SECONDS, Mailboxes
+from p2ptrain.net.mail import (
+    PART_BYTES,
+    Deliver,
+    HistoryBegins,
+    HistoryPart,
+    Mail,
+    MessageQuery,
+    TellHistory,
+    frames_of,
+)
+from p2ptrain.net.mailbox import (
+    HISTORY_BYTES_LEAST,
+    QUESTION_SECONDS,
+    QUEUED_BYTES_MAX,
+    QUEUED_TOTAL_BYTES_MAX,
+    STRANGER_QUEUED_BYTES_MAX,
+    Mailboxes,
+)
 from p2ptrain.net.transport import Stream, TransportError
 from p2ptrain.node.strangers import EACH_A_SECOND, messages_of_strangers
+from tests.helpers import memory_network
 from tests.helpers.memory_network import Network
 from tests.helpers.net import at, key, skipping_time, until
 
@@ -134,3 +151,41 @@ async def test_what_a_stranger_says_between_the_parts_of_its_history_is_heard() 
             await stream.send(encode(frame))
         await until(lambda: mailboxes._questions == {})
         assert (ear.heard, ear.none) == ([(NEWCOMER, said)], [])
+
+
+# ---------------------------------------------------------------------------------------------------
+# Who does not read
+
+
+@pytest.mark.parametrize("keys", [1, 200])
+def test_strangers_who_read_nothing_take_no_room_from_members(keys: int) -> None:
+    answer = Deliver((bytes(2**19),) * 2)
+
+    @skipping_time
+    async def test() -> None:
+        async with listening() as (_, mailboxes, _):
+            strangers = [key(10 + number) for number in range(keys)]
+            for _ in range(32):
+                for each in strangers:
+                    mailboxes.post(each, answer)
+            queued = sum(each.size for each in mailboxes._outgoing.values())
+            assert queued <= min(keys * STRANGER_QUEUED_BYTES_MAX, QUEUED_TOTAL_BYTES_MAX // 4)
+            assert queued >= 2**20
+            for _ in range(QUEUED_BYTES_MAX // 2**20 - 1):
+                assert mailboxes.post(MEMBER, answer)
+
+    test()
+
+
+def test_a_history_that_nobody_reads_takes_none_from_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_network.Pipe, "is_full", lambda pipe, size: size > 1_000)
+
+    @skipping_time
+    async def test() -> None:
+        async with listening() as (_, mailboxes, _):
+            assert mailboxes.post(BAD, TellHistory(bytes(2**23)))
+            assert not mailboxes.post(BAD, TellHistory(bytes(2**23)))
+            await at(1.0)
+            assert mailboxes._history_limits.seconds_until(NEWCOMER, HISTORY_BYTES_LEAST) == 0.0
+
+    test()
