@@ -7,7 +7,6 @@ so that the average holds for pieces of any size. The clock is the event loop's.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,6 +39,12 @@ class TokenBucket:
     @property
     def burst(self) -> int:
         return max(self._rate, self._burst_min)
+
+    @property
+    def level(self) -> float:
+        """Bytes that may go now; negative when some have gone that are not paid for."""
+        self._fill()
+        return self._level
 
     def set_rate(self, rate: int) -> None:
         """Changes the rate, also for tasks that are already waiting."""
@@ -133,8 +138,8 @@ class PeerLimits:
             True: TokenBucket(0, burst=burst),
             False: TokenBucket(strangers, burst=burst),
         }  # admitted or not
-        self._of_peers: OrderedDict[bytes, TokenBucket] = OrderedDict()  # the one that has been silent longest first
-        self._of_ranges: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._of_peers: dict[bool, dict[bytes, TokenBucket]] = {True: {}, False: {}}  # admitted or not
+        self._of_ranges: dict[str, TokenBucket] = {}
 
     def seconds_until(self, peer: bytes, size: int) -> float:
         """Seconds until a peer may take this much, if nobody else takes any."""
@@ -168,16 +173,17 @@ class PeerLimits:
         everyone, upload = self._of_all[is_admitted], self._upload.rate if self._upload else 0
         rate = max(1, upload // self._parts[is_admitted]) if upload else 0
         everyone.set_rate(rate if is_admitted else min(rate or self._strangers, self._strangers))
-        limits = [everyone, self._remembered(self._of_peers, peer, self._each, self._burst)]
+        limits = [everyone, self._remembered(self._of_peers[is_admitted], peer, self._each, self._burst)]
         if not is_admitted and everyone.seconds_until(size + everyone.burst // 2) > 0:
             share, burst = max(1, everyone.rate // RANGE_SHARE), self._burst // RANGE_SHARE
             limits.append(self._remembered(self._of_ranges, self._range_of(peer), share, burst))
         return limits
 
-    def _remembered(self, limits: OrderedDict[K, TokenBucket], key: K, rate: int, burst: int) -> TokenBucket:
-        limit = limits.setdefault(key, TokenBucket(rate, burst=burst))
-        limits.move_to_end(key)
-        if len(limits) > PEERS_MAX:
-            limits.popitem(last=False)
+    def _remembered(self, limits: dict[K, TokenBucket], key: K, rate: int, burst: int) -> TokenBucket:
+        if (limit := limits.get(key)) is None:
+            if len(limits) >= PEERS_MAX:  # the fullest say nothing: new keys cost nothing, and must not push out others
+                for each in sorted(limits, key=lambda each: limits[each].level, reverse=True)[: PEERS_MAX // 16]:
+                    del limits[each]
+            limit = limits[key] = TokenBucket(rate, burst=burst)
         limit.set_rate(rate)
         return limit
