@@ -357,11 +357,11 @@ class Inbox:
             self.shun(sender)
 
     def shun(self, sender: bytes) -> None:
-        """Disconnects a peer that is greylisted."""
+        """Disconnects a peer that is greylisted, and one that only keeps its connection open as well."""
         context = self.context
-        if sender in context.peers and context.reputation.is_greylisted(sender, context.now):
+        if context.reputation.is_to_go(sender, context.now, sender in context.peers):
             context.counters["disconnected"] += 1
-            del context.peers[sender]  # once is enough, however many of its messages are still queued
+            context.peers.pop(sender, None)
             context.emit(Disconnect(sender, "its messages are useless"))
 
     def limits(self) -> dict[str, tuple[int, int]]:

@@ -141,6 +141,10 @@ class PeerLimits:
         self._of_peers: dict[bool, dict[bytes, TokenBucket]] = {True: {}, False: {}}  # admitted or not
         self._of_ranges: dict[str, TokenBucket] = {}
 
+    def is_stranger(self, peer: bytes) -> bool:
+        """Whether a peer takes from what strangers have."""
+        return not self._is_admitted(peer)
+
     def seconds_until(self, peer: bytes, size: int) -> float:
         """Seconds until a peer may take this much, if nobody else takes any."""
         return max(limit.seconds_until(size) for limit in self._limits(peer, size))

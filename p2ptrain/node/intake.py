@@ -33,8 +33,8 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # starts a task with
 
 
 class Intake:
-    """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue; `keep` stores
-    a payload that came with its announcement.
+    """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue, those that
+    `strangers` limits are heard less by stream; `keep` stores a payload that came with its announcement.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Intake:
     def hear(self, sender: bytes, data: bytes) -> None:
         """Takes in a message that an admitted peer gossiped."""
         try:
-            self._take_in(sender, data)
+            self._take_in(sender, data, is_stranger=not self._is_admitted(sender))
         except RemoteProtocolError as error:
             self.blame(sender, error.why)
 
@@ -127,26 +127,28 @@ class Intake:
         """Takes in a message that a peer sent to this node alone. Raises RemoteProtocolError if it is malformed."""
         match message:
             case Deliver(envelopes):
-                if not self._is_welcome(peer, len(envelopes) - 1):  # one is paid for
+                if not self._may_say(peer, len(envelopes) - 1):  # one is paid for
                     return
+                is_stranger = self._strangers.is_stranger(peer)
                 for envelope in envelopes:
-                    self._take_in(peer, envelope)
+                    self._take_in(peer, envelope, is_stranger)
             case MessageQuery(names):
                 self._give_of_peer(peer, ev.Asked(peer, names))
             case HistoryQuery(branch, number):
                 self._give_of_peer(peer, ev.HistoryAsked(peer, branch, number))
 
-    def _is_welcome(self, peer: bytes, count: int) -> bool:
-        if self._is_admitted(peer) or self._strangers.take_now(peer, count):
+    def _may_say(self, peer: bytes, count: int) -> bool:
+        """Whether a peer may send this node alone so many messages. One that is kept away counts as a stranger."""
+        if not self._strangers.is_stranger(peer) or self._strangers.take_now(peer, count):
             return True
         self.counters[DROPPED_OF_STRANGERS] += 1
         return False
 
-    def _take_in(self, sender: bytes, data: bytes) -> None:
+    def _take_in(self, sender: bytes, data: bytes, is_stranger: bool) -> None:
         if not self._has_room(sender):
             return
         received = decode(data, self._signer)
-        if not isinstance(received.message, Hello | JoinRequest) and not self._is_admitted(sender):
+        if is_stranger and not isinstance(received.message, Hello | JoinRequest):
             self.counters[DROPPED_OF_STRANGERS] += 1  # members have the rest from one another
             return
         if not received.attachment:
@@ -174,7 +176,7 @@ class Intake:
         self.give(ev.MessageReceived(sender, received, why is None), sender)
 
     def blame(self, peer: bytes, why: str) -> None:
-        if self._is_welcome(peer, 1):
+        if self._may_say(peer, 1):
             self._give_of_peer(peer, ev.MalformedReceived(peer, why))
 
     def history_failed(self, peer: bytes, why: str) -> None:

@@ -147,6 +147,23 @@ async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tm
 
 
 @skipping_time
+async def test_a_member_that_is_kept_away_sends_no_more_than_a_stranger_and_its_gossip_is_heard(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        each.node.kept_away.add(PEER)
+        for number in range(50):
+            each.driver.intake.hear_mail(PEER, Deliver((a_message(number=number),) * 2))
+            each.driver.intake.hear_mail(OTHER, Deliver((signed(announced(THIRD)).envelope,)))
+            each.driver.intake.hear_mail(PEER, Deliver((signed(announced(THIRD)).envelope,)))
+        await until(lambda: not each.driver.intake.events)
+        senders = Counter(event.sender for event in each.node.events)  # type: ignore[union-attr]
+        assert senders == {PEER: 2 * EACH_A_SECOND, OTHER: 50}
+        for _ in range(50):
+            each.driver.intake.hear(PEER, signed(announced(THIRD)).envelope)
+        await until(lambda: not each.driver.intake.events)
+        assert sum(event.sender == PEER for event in each.node.events) == 2 * EACH_A_SECOND + 50  # type: ignore[union-attr]
+
+
+@skipping_time
 async def test_what_strangers_send_at_once_and_what_is_told_of_them_has_a_small_budget_and_members_have_none(
     tmp_path: Path,
 ) -> None:
