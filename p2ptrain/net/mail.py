@@ -19,7 +19,7 @@ from p2ptrain.core.wire import decode_strictly
 from p2ptrain.net.transport import FRAME_BYTES_MAX
 
 NAMES_MAX = 1_024  # in a `MessageQuery`: as many messages as a round of the largest run has
-ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures blocks us for 10 ms
+ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures takes 10 ms
 ENVELOPE_ROOM = 8  # overhead in bytes of an envelope in a frame; msgpack takes five
 PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 100 Mbit/s
 

@@ -30,6 +30,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mail import (
     NAMES_MAX,
     PART_BYTES,
+    Deliver,
     Frame,
     HistoryBegins,
     HistoryPart,
@@ -48,6 +49,7 @@ STRANGER_QUEUED_BYTES_MAX = 2**21  # the same for a stranger: one answer of the 
 QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all admitted peers together, and as much again for histories
 STRANGERS_ROOM = 4  # all strangers together have a quarter of that, beside it
 PEERS_MAX = 1_024  # with queued messages, half of them strangers; also the most incoming streams
+ENVELOPES_AT_ONCE = 8  # handed on without a pause: verifying their signatures takes a millisecond
 INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
 QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
 QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10 s
@@ -102,6 +104,14 @@ class Outgoing:
 
     def drop_history(self) -> None:
         self.history, self.history_sent, self.part = b"", -1, b""
+
+
+def _parts_of(frame: Frame | None) -> list[Frame]:
+    """Cuts a frame into what is handed on at once. A stranger pays for each part as for a frame."""
+    if not isinstance(frame, Deliver):
+        return [] if frame is None else [frame]
+    starts = range(0, len(frame.envelopes), ENVELOPES_AT_ONCE)
+    return [Deliver(frame.envelopes[start : start + ENVELOPES_AT_ONCE]) for start in starts]
 
 
 class PendingHistory:
@@ -326,9 +336,11 @@ class Mailboxes:
         try:
             while True:
                 frame = await self._receive(stream)
-                if frame is not None:
-                    self._take(peer, stream, frame)
-                await asyncio.sleep(0)  # so that one peer's flood does not starve the others
+                for place, part in enumerate(_parts_of(frame)):
+                    if place and not self._is_admitted(peer):
+                        await self._strangers.take(stream, 1)
+                    self._take(peer, stream, part)
+                    await asyncio.sleep(0)  # so that one peer's flood does not starve the others
         except RemoteProtocolError as error:
             if self._is_open:
                 self._malformed(peer, error.why)
@@ -359,6 +371,7 @@ class Mailboxes:
                 await stream.skip()
                 return None
             frame = decode_frame(await stream.receive(FRAME_BYTES_MAX))
+        self._counters["received"] += 1
         if isinstance(frame, HistoryBegins | HistoryPart):
             self.history_bytes["received"] += size
         elif not is_admitted and is_asked:  # what it says besides costs the same: who is asked has no other rights
@@ -376,7 +389,6 @@ class Mailboxes:
     def _take(self, peer: bytes, stream: Stream, frame: Frame) -> None:
         if not self._is_open:
             return
-        self._counters["received"] += 1
         match frame:
             case HistoryBegins(size):
                 self._begin_history(peer, stream, size)

@@ -107,6 +107,26 @@ async def test_envelopes_that_fill_more_than_a_frame_go_in_several() -> None:
         ]  # type: ignore[union-attr]
 
 
+@skipping_time
+async def test_many_envelopes_of_one_frame_are_handed_on_a_few_at_a_time_and_others_are_heard_between() -> None:
+    network = Network()
+    async with pair(network) as (mailboxes, _, _, ear):
+        c = network.transport(C)
+        await c.connect(network.address(B))
+        async with Ear().mailboxes(c) as other:
+            many = tuple(bytes([number]) for number in range(1, mail.ENVELOPES_MAX + 1))
+            for sender in (mailboxes, other):
+                assert sender.post(B, Deliver(many))
+            await until(lambda: len(ear.heard) == 2 * mail.ENVELOPES_MAX // mailbox.ENVELOPES_AT_ONCE)
+        said: dict[bytes, list[bytes]] = {A: [], C: []}
+        for peer, each in ear.heard:
+            assert isinstance(each, Deliver) and len(each.envelopes) <= mailbox.ENVELOPES_AT_ONCE
+            said[peer] += each.envelopes
+        assert said == {A: [*many], C: [*many]}
+        senders = [peer for peer, _ in ear.heard]
+        assert senders != sorted(senders) and senders != sorted(senders, reverse=True)
+
+
 @pytest.mark.parametrize("sizes", [[1_000_000, 1_000_000, 97_000], [2_047] * 1_024, [1] * 1_024, [1_000_000] * 5])
 def test_no_frame_is_longer_than_a_frame_may_be(sizes: list[int]) -> None:
     frames = list(mail.frames_of(Deliver(tuple(map(bytes, sizes)))))
