@@ -260,8 +260,8 @@ class Mailboxes:
     def _has_room(self, peer: bytes, size: int, size_of: Callable[[Outgoing], int]) -> bool:
         """Whether so much more fits what waits for admitted peers, or what waits for strangers."""
         is_admitted = self._is_admitted(peer)
-        waiting = [(other, size_of(each)) for other, each in self._outgoing.items()]
-        total = sum(size for other, size in waiting if size and self._is_admitted(other) == is_admitted)
+        waiting = [(other, waits) for other, each in self._outgoing.items() if (waits := size_of(each))]
+        total = sum(waits for other, waits in waiting if self._is_admitted(other) == is_admitted)
         return total + size <= QUEUED_TOTAL_BYTES_MAX // (1 if is_admitted else STRANGERS_ROOM)
 
     def _drop(self) -> bool:
