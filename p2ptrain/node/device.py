@@ -128,6 +128,11 @@ class Device:
         """The size of every contribution of the run; a dishonest peer may claim gigabytes."""
         return KEY_BYTES + self.trainer.form.payload_bytes
 
+    @property
+    def attachment_bytes(self) -> int:
+        """The size of every attachment; 0 if the run's contributions do not come with their announcements."""
+        return self.payload_bytes if self.trainer.run.agreement.is_inline(self.payload_bytes) else 0
+
     # -----------------------------------------------------------------------------------------------
     # Jobs
 

@@ -24,7 +24,7 @@ from p2ptrain.core.state import Taken
 from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
 from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
-from p2ptrain.net.mailbox import Deliver, MessageQuery, TellHistory
+from p2ptrain.net.mail import Deliver, MessageQuery, TellHistory
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.edges import Edges

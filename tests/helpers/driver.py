@@ -206,9 +206,12 @@ class ScriptedNode:
     """Replaces the core: records its events and answers as the test says."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.seen = SimpleNamespace(me=ME, run=run, is_in=self.is_in, is_stopping=False, is_quarantined=False)
+        self.seen = SimpleNamespace(
+            me=ME, run=run, is_in=self.is_in, is_welcome=self.is_welcome, is_stopping=False, is_quarantined=False
+        )
         self.deadline: float | None = None
         self.has_started = False
+        self.kept_away: set[bytes] = set()
         self.handled: list[tuple[float, ev.Event]] = []
         self.answer: Callable[[ev.Event], list[ev.Effect]] = lambda event: []
 
@@ -219,6 +222,9 @@ class ScriptedNode:
 
     def is_in(self, peer: bytes) -> bool:
         return self.has_started and peer in KEYS[:4]
+
+    def is_welcome(self, peer: bytes) -> bool:
+        return self.is_in(peer) and peer not in self.kept_away
 
     def view(self) -> SimpleNamespace:
         return self.seen
@@ -340,7 +346,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         await publish(topic, data)
 
     transport.publish = published  # type: ignore[method-assign]
-    strangers = messages_of_strangers(node.view().is_in, transport.range_of)
+    strangers = messages_of_strangers(node.view().is_welcome, transport.range_of)
     intake = Intake(FakeSigner(ME), device, node.view().is_in, strangers, persistence.put)
     handled: list[tuple[ev.Event, Any]] = []
     driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]
