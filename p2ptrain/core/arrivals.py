@@ -1,11 +1,12 @@
-"""Arrival times: estimates how long to collect contributions, and which authors to wait for.
+"""Arrival times: estimates how long to collect contributions, and which members to wait for.
 
 Rounds take as long as training does, a second or ten minutes, so nothing here is a fixed number of seconds. The
 estimate uses each author's last arrival, measured from the start of the round that the contribution was for; a late
 contribution counts with its true time. The deadline is the members' median arrival plus a multiple of the median
-absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Authors that are expected later, or were
-silent last time, are not waited for, so a straggler or a crash costs the others nothing. A member never heard from
-gets three times the median, once: with less, empty rounds would pass before every slow contribution.
+absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Members that are expected later, or were
+silent last time, are not waited for, so a straggler or a crash costs the others nothing. A member that always comes
+just before the deadline is waited for: rounds may take a quarter longer for it. A member never heard from gets three
+times the median, once: with less, empty rounds would pass before every slow contribution.
 
 The pace of a swarm whose machines take fewer local steps where they are slow (pace.py) is the median of the arrivals
 that there would have been, had everyone taken all of them; otherwise fewer steps would make the pace faster, and a
@@ -95,10 +96,9 @@ class Arrivals:
         usual, _ = self.patience(members)
         return usual is not None and self.offsets.get(author, SILENT) <= usual
 
-    def expected(self, members: Iterable[bytes], others: Iterable[bytes], patience: float) -> set[bytes]:
-        """Returns the authors to wait for: those that were in time, and members never heard from."""
-        in_time = {key for key in others if self.offsets.get(key, SILENT) <= patience}
-        return in_time | {key for key in members if self.offsets.get(key, patience) <= patience}
+    def expected(self, members: Iterable[bytes], patience: float) -> set[bytes]:
+        """Returns the members to wait for: those that were in time, and those never heard from."""
+        return {key for key in members if self.offsets.get(key, patience) <= patience}
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of each buffer."""
