@@ -63,7 +63,7 @@ class Device:
         self.step = 0  # within the current training
         self.steps = 0  # of the last round trained here
         self.own_drift: float | None = None  # how far they moved the weights, as a share of their norm
-        self.training_seconds = 0.0
+        self.training_seconds = self.last_training_seconds = 0.0  # of all trainings, and of the last one
         self.tokens = 0
         self.not_finite = 0  # trainings that failed because a loss or gradient was not finite
         self.adopted = 0  # states adopted
@@ -208,6 +208,7 @@ class Device:
         seconds = perf_counter() - before - self._rested
         self._rates.append(tokens / max(seconds, 1e-9))
         self.training_seconds += seconds
+        self.last_training_seconds = seconds
         self.tokens += tokens
         return payload
 
