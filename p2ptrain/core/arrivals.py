@@ -10,19 +10,21 @@ times the median, once: with less, empty rounds would pass before every slow con
 
 The pace of a swarm whose machines take fewer local steps where they are slow (pace.py) is the median of the arrivals
 that there would have been, had everyone taken all of them; otherwise fewer steps would make the pace faster, and a
-faster pace steps fewer. The numbers of steps are claims; less than half of them cannot move a median beyond the others.
+faster pace steps fewer. The numbers of steps are claims: less than half of them cannot move a median beyond the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import median
+from statistics import median, median_low
 
 from p2ptrain.core.messages import ADMITTED_MAX
+from p2ptrain.core.roster import tolerated_by
 
 DEVIATIONS = 4.0  # one in 140 normal arrivals is later: a median deviation is 0.67 standard deviations
 SLACK = 0.25  # of the median, at least: identical arrivals would leave no room for a hiccup
 STRANGERS = 3.0  # medians to wait for a member never heard from; a guess
+STRETCH_MAX = 16  # times the time of a contribution for the steps that it lacks, however few it claims; a guess
 STARTS_MAX = 64  # rounds whose start is remembered: a machine 50 times slower still gets its true time
 SILENT = float("inf")
 
@@ -81,15 +83,19 @@ class Arrivals:
     def pace(self, others: Iterable[bytes], steps_max: int) -> float | None:
         """Returns how long after a round's start the median of the others would contribute, if all took all steps.
 
-        None if half of them or fewer have been heard. A claim of no steps, or of more than there are, counts as all.
+        None if half of them or fewer have been heard, or so few that liars could be half of those. Members that are
+        silent are counted among the liars. A claim of no steps, or of more than there are, counts as all.
         """
-        found, count = [], 0
+        found, count, gone = [], 0, 0
         for other in others:
             count += 1
-            offset, steps = self.offsets.get(other, SILENT), self.steps.get(other, 0)
-            if 0.0 < offset < SILENT:  # 0: of a round that had not begun here
-                found.append(offset * steps_max / steps if 0 < steps < steps_max else offset)
-        return median(found) if 2 * len(found) > count else None
+            offset, steps = self.offsets.get(other), self.steps.get(other, 0)
+            if offset == SILENT:
+                gone += 1
+            elif offset:  # 0: of a round that had not begun here
+                found.append(offset * min(STRETCH_MAX, steps_max / steps) if 0 < steps < steps_max else offset)
+        liars = max(0, tolerated_by(count + 1) - gone)
+        return median_low(found) if 2 * len(found) > count and len(found) > 2 * liars else None
 
     def is_in_time(self, author: bytes, members: Iterable[bytes]) -> bool:
         """Whether the author's last contribution was early enough to wait for its next one."""
