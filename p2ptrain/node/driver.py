@@ -251,6 +251,8 @@ class Driver:
         except StoppedError:
             return
         except (TrainingError, MemoryShortError, DataError, FetchError, TimeoutError) as error:
+            if (failed := self.device.take_failed()) is not None:
+                await self.edges.persistence.note(failed)
             why = str(error) or "timed out fetching the training data"
             log.warning("no contribution to round %d: %s", effect.round, why)
             self.give(ev.TrainingFailed(effect.round, why))
