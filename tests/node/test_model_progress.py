@@ -14,6 +14,7 @@ import torch
 from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.model_progress import (
     TEXT_LENGTH_MAX,
@@ -115,6 +116,27 @@ def test_looking_at_the_weights_changes_nothing_and_says_what_evaluate_says(name
     assert looked.root() == other.root()
     assert progress.text.isprintable()
     device.close()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_looking_at_the_weights_needs_no_memory_for_others_and_keeps_a_training_that_is_not_contributed_yet(
+    name: str, dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, other = (make(dataset, name) for _ in range(2))
+    for trainer in (looked, other):
+        swarm_round([trainer], 0)
+        trainer.train(1, 0, 1)
+    size, clone = looked.live.weights.numel(), torch.Tensor.clone
+
+    def small(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        assert tensor.numel() < size, "a copy of the whole model"
+        return clone(tensor, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "clone", small)
+    looked.evaluate(1)
+    looked.sample(SampleRequest("a", 3, 1))
+    monkeypatch.undo()
+    assert looked.contribute(1) == other.contribute(1)
 
 
 @pytest.mark.parametrize("name", RECIPES)
