@@ -4,9 +4,11 @@ Rounds take as long as training does, a second or ten minutes, so nothing here i
 estimate uses each author's last arrival, measured from the start of the round that the contribution was for; a late
 contribution counts with its true time. The deadline is the members' median arrival plus a multiple of the median
 absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Members that are expected later, or were
-silent last time, are not waited for, so a straggler or a crash costs the others nothing. A member that always comes
-just before the deadline is waited for: rounds may take a quarter longer for it. A member never heard from gets three
-times the median, once: with less, empty rounds would pass before every slow contribution.
+silent last time, are not waited for, so a straggler or a crash costs the others nothing. Nor is anyone who always comes
+just before the deadline, if the others would contribute more in that time: one of n makes rounds longer by an eighth
+(without a seat not even that) or by 1/n at most.
+A member never heard from gets three times the median, once: with less, empty rounds would pass before every slow
+contribution.
 
 The pace of a swarm whose machines take fewer local steps where they are slow (pace.py) is the median of the arrivals
 that there would have been, had everyone taken all of them; otherwise fewer steps would make the pace faster, and a
@@ -23,6 +25,7 @@ from p2ptrain.core.roster import tolerated_by
 
 DEVIATIONS = 4.0  # one in 140 normal arrivals is later: a median deviation is 0.67 standard deviations
 SLACK = 0.25  # of the median, at least: identical arrivals would leave no room for a hiccup
+GRACE = SLACK / 2  # of the time of a safe majority: members that take no longer are always waited for
 STRANGERS = 3.0  # medians to wait for a member never heard from; a guess
 STRETCH_MAX = 16  # times the time of a contribution for the steps that it lacks, however few it claims; a guess
 STARTS_MAX = 64  # rounds whose start is remembered: a machine 50 times slower still gets its true time
@@ -97,10 +100,25 @@ class Arrivals:
         liars = max(0, tolerated_by(count + 1) - gone)
         return median_low(found) if 2 * len(found) > count and len(found) > 2 * liars else None
 
-    def is_in_time(self, author: bytes, members: Iterable[bytes]) -> bool:
-        """Whether the author's last contribution was early enough to wait for its next one."""
-        usual, _ = self.patience(members)
-        return usual is not None and self.offsets.get(author, SILENT) <= usual
+    def worthwhile(
+        self, members: Iterable[bytes], others: Iterable[bytes], patience: float, least: int
+    ) -> tuple[float, float]:
+        """Returns how long after a round's start to wait for members, and for others, of those that are in time.
+
+        That is the time that brings most contributions a second, but not before so many members and half of them have
+        come: whoever is very early would stop the wait at once. A little longer than these take is free for members.
+        """
+        seated = sorted(offset for member in members if (offset := self.offsets.get(member, SILENT)) <= patience)
+        if not seated:
+            return patience, patience
+        floor = max(seated[min(least, len(seated)) - 1], seated[len(seated) // 2])
+        unseated = [offset for other in others if (offset := self.offsets.get(other, SILENT)) <= patience]
+        best, worth = floor, 0.0
+        for count, offset in enumerate(sorted(seated + unseated), 1):
+            if offset >= floor and count >= worth * offset:
+                best, worth = offset, count / offset if offset else 0.0
+        for_members = max(best, min(patience, (1.0 + GRACE) * floor))
+        return for_members, max(best, *(offset for offset in seated if offset <= for_members))
 
     def expected(self, members: Iterable[bytes], patience: float) -> set[bytes]:
         """Returns the members to wait for: those that were in time, and those never heard from."""

@@ -6,13 +6,13 @@ that is expected, if fewer are. Until then a round lasts up to three times the m
 been heard to trust a median, as long as until a quorum counts as lost: otherwise whoever announces first, with whatever
 it had ready, would be alone in a round. Members that were waited for in vain are not expected in the next round.
 
-A key without a seat is waited for until the time at which the last of the members is expected: anyone can have such a
-key, and one that always comes just before the deadline would make every round longer.
+Nobody is waited for longer than it pays, with a seat or without: one that always comes just before the deadline would
+make every round a quarter longer, and brings one contribution.
 """
 
 from __future__ import annotations
 
-from p2ptrain.core.arrivals import SILENT, SLACK
+from p2ptrain.core.arrivals import GRACE, SILENT, SLACK
 from p2ptrain.core.context import Context
 from p2ptrain.core.state import AgreedState
 
@@ -30,6 +30,7 @@ class Collecting:
         self.needed = self.enough  # of these, for the deadline to hold
         self.waiting: set[bytes] = set()  # members
         self.unseated: set[bytes] = set()
+        self.patience = 0.0, 0.0  # after the round's start; who comes later is not waited for: members, and others
         self.unseated_at = self.began  # when they are no longer waited for
         self.usual_at: float | None = None  # the deadline; None: nothing is known
         self.longest_at = self.began  # the deadline while fewer than needed have contributed
@@ -48,17 +49,17 @@ class Collecting:
             self.usual_at = context.now + stall if self.has_any else None
             self.waiting = set(members) - self.seats_in
             return
-        expected = arrivals.expected(members, usual)
-        last = max((offset for key in expected if (offset := arrivals.offsets.get(key, SILENT)) <= usual), default=0.0)
         others = [entry.key for entry in self.state.admitted if entry.key not in self.roster.seat]
+        self.patience = arrivals.worthwhile(members, others, usual, self.enough)
+        expected = arrivals.expected(members, self.patience[0])
         self.needed = min(self.enough, len(expected))
         self.is_new = any(key not in arrivals.offsets for key in members if key != context.me)
         self.usual_at = self.began + (strangers if self.is_new else usual)
         known = sum(arrivals.offsets.get(key, SILENT) != SILENT for key in members)
         self.longest_at = self.began + (strangers if known >= self.enough else max(strangers, stall))
         self.waiting = expected - self.seats_in
-        self.unseated_at = self.began + last
-        late = {key for key in others if arrivals.offsets.get(key, SILENT) <= last}
+        self.unseated_at = min(self.usual_at, self.began + (1.0 + GRACE) * self.patience[1])
+        late = {key for key in others if arrivals.offsets.get(key, SILENT) <= self.patience[1]}
         self.unseated = {key for key in late if not context.offers.has_from(key, self.state)}
 
     @property
@@ -83,11 +84,11 @@ class Collecting:
         """Waits for an author's next contribution if its last one missed its round only narrowly."""
         if self.usual_at is None or self.context.offers.has_from(author, self.state):
             return
-        if author in self.roster.seat:
-            if self.context.arrivals.is_in_time(author, self.roster.members):
-                self.waiting.add(author)
-        elif self.began + self.context.arrivals.offsets.get(author, SILENT) <= self.unseated_at:
-            self.unseated.add(author)
+        waiting, patience = (
+            (self.waiting, self.patience[0]) if author in self.roster.seat else (self.unseated, self.patience[1])
+        )
+        if self.context.arrivals.offsets.get(author, SILENT) <= patience:
+            waiting.add(author)
 
     def held(self, author: bytes) -> None:
         """Notes that a good contribution is here that this round may take."""

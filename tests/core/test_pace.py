@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.arrivals import SLACK, STRETCH_MAX, Arrivals
+from p2ptrain.core.arrivals import GRACE, STRETCH_MAX, Arrivals
 from p2ptrain.core.pace import pace_of, takes_another
 from tests.helpers.core import KEYS, Bench, announced, root_of
 
@@ -29,7 +29,7 @@ def paced(**recipe: Any) -> Bench:
 
 def steps_taken(step_seconds: float, usual: float, least: int = 1) -> int:
     """The steps of a machine that knows the pace from the start."""
-    done, last = 1, usual * (1 + SLACK)
+    done, last = 1, usual * (1 + GRACE)
     while takes_another(done, least, STEPS, step_seconds, usual - done * step_seconds, last - done * step_seconds):
         done += 1
     return done
@@ -40,7 +40,8 @@ def steps_taken(step_seconds: float, usual: float, least: int = 1) -> int:
 
 
 @pytest.mark.parametrize(
-    ("times", "steps"), [(0.1, 10), (1.0, 10), (1.2, 10), (1.3, 7), (2.0, 5), (3.7, 2), (9.9, 1), (10.0, 1), (50.0, 1)]
+    ("times", "steps"),
+    [(0.1, 10), (1.0, 10), (1.1, 10), (1.2, 8), (1.3, 7), (2.0, 5), (3.7, 2), (9.9, 1), (10.0, 1), (50.0, 1)],
 )
 def test_a_machine_takes_all_steps_if_it_is_as_fast_as_others_and_as_many_as_fit_otherwise(
     times: float, steps: int
@@ -131,7 +132,7 @@ def test_in_the_first_round_the_pace_is_told_when_most_have_contributed() -> Non
     bench = paced()
     bench.now += TRAINED
     told = [bench.hear_offer(announced(key, 1, inline=True, steps=STEPS)) for key in bench.others]
-    assert [paces(effects) for effects in told] == [[], [], [ev.Pace(1, 0.0, SLACK * TRAINED)]]
+    assert [paces(effects) for effects in told] == [[], [], [ev.Pace(1, 0.0, GRACE * TRAINED)]]
 
 
 def test_later_the_pace_is_told_with_the_training_and_counts_from_the_round_s_start() -> None:
