@@ -199,6 +199,30 @@ def test_a_training_ends_after_the_last_step_that_fits_the_pace(dataset: TokenDa
     life.close()
 
 
+@pytest.mark.parametrize(
+    ("percent", "rested", "usual", "another"),
+    [
+        (100, 0.0, 6.0, True),  # a step takes five seconds
+        (50, 0.0, 6.0, False),  # and as long a rest follows it
+        (50, 0.0, 11.0, True),
+        (100, 5.0, 1.0, True),  # the rest that was taken is no work: a step takes none
+        (100, 4.0, 0.9, False),
+        (50, 3.0, 4.5, True),  # two seconds of work, two of rest
+        (50, 3.0, 3.5, False),
+    ],
+)
+def test_a_step_of_a_device_that_rests_takes_its_work_and_the_rest_that_follows(
+    percent: int, rested: float, usual: float, another: bool, dataset: TokenDataset
+) -> None:
+    life = Life(dataset, "local", local_steps_min=1)
+    device, now = life.device, 1_005.0
+    device.set_percent(percent)
+    device.step, device._began, device._rested = 1, now - 5.0, rested
+    device._pace = 1, now + usual, now
+    assert device._takes_another(1, now) is another
+    life.close()
+
+
 def test_a_training_that_comes_out_otherwise_is_told(dataset: TokenDataset, caplog: pytest.LogCaptureFixture) -> None:
     life = Life(dataset, "distro")
     life.device.repeat([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())], life.device.trained)

@@ -446,9 +446,10 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         assert all(each.train_seconds > 0 and each.mine_taken == (each.round,) for each in first)
         assert [each.root for each in first] == [daemon.driver.node.view().roots[number] for number in range(1, 6)]
         monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
-        daemon.driver.device.not_finite = 3
+        daemon.driver.device.not_finite, daemon.driver.device.drift = 3, 0.001
         status = status_of(daemon).model_dump()
         assert status["counters"]["trainings not finite"] == 3
+        assert status["drift"] == 0.001, "the round's, not that of the training here"
         assert status["mine"]["applied"] >= 5
         assert (status["mine"]["share"], status["mine"]["tokens"]) == (1.0, 64 * status["applied_round"])
         assert status["swarm_tokens_per_second"] > 0
