@@ -96,7 +96,7 @@ class NodeView:
     def waiting_for(self) -> int:
         """The number of contributions that the round still waits for."""
         here = self._node.here
-        return len(here.waiting) if here.closed_at is None else 0
+        return len(here.collecting.waiting) + len(here.collecting.unseated) if here.closed_at is None else 0
 
     @property
     def payloads(self) -> Collection[bytes]:

@@ -302,7 +302,8 @@ class Trainer:
             if self.recipe.agreed is self.live.weights:
                 yield
                 return
-            own = self.live.weights.clone()
+            # These are of a recipe whose contributions do not need the gradient: each step begins with its own.
+            own = self.live.gradient.copy_(self.live.weights)
             self.live.weights.copy_(self.recipe.agreed)
             try:
                 yield

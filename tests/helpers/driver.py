@@ -75,6 +75,7 @@ class ChainTrainer:
         self.live = SimpleNamespace(sequences_per_pass=0, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
+        self.made: dict[int, bytes] = {}  # contributions since the start
         self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES - KEY_BYTES)
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
 
@@ -104,7 +105,8 @@ class ChainTrainer:
     def contribute(self, number: int) -> bytes:
         assert number not in self.kept
         self.kept.add(number)
-        return Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)
+        self.made[number] = Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)
+        return self.made[number]
 
     def restore(self, number: int) -> bool:
         self.done.append(("restore", number))
@@ -120,6 +122,7 @@ class ChainTrainer:
     def apply(self, number: int, payloads: Sequence[bytes], own: Mapping[int, bytes]) -> None:
         assert number == self.round
         assert set(own.values()) <= set(payloads)
+        assert all(payload == self.made.get(each, payload) for each, payload in own.items()), "of another node"
         link = digest("test chain", self.state[:32], *payloads)
         self.state, self.round = link + self.state[32:], number + 1
         self.kept -= own.keys()
