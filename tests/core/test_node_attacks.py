@@ -48,41 +48,6 @@ def test_whoever_repeats_old_messages_does_not_keep_their_author_alive() -> None
     assert bench.node.context.heard_at[KEYS[3]] < bench.now - 4.0
 
 
-@pytest.mark.parametrize("kind", ["vote", "early", "announcement", "taken", "hello", "call"])
-def test_whoever_repeats_a_message_that_is_not_of_this_round_pays_for_all_but_the_first(kind: str) -> None:
-    bench = Bench(4, me=1)
-    bench.decide()
-    head = bench.state.head
-    bench.decide()
-    bench.decide()
-    message = {
-        "vote": voted(KEYS[3], Ballot.PREVOTE, NOTHING),
-        "early": voted(KEYS[3], Ballot.PREVOTE, NOTHING, number=5),
-        "announcement": announced(KEYS[3], 1, which=b"other"),
-        "taken": announced(KEYS[3], 1),
-        "hello": bench.hello(KEYS[3], round=1),
-        "call": Call(RUN, head, 0, KEYS[3]),
-    }[kind]
-    before = bench.node.context.counters["useless messages"]
-    sender = KEYS[3] if kind == "hello" else KEYS[2]
-    for _ in range(500):
-        bench.hear(message, sender=sender)
-    assert bench.node.context.counters["useless messages"] - before >= 499
-    assert bench.node.context.reputation.score(sender, bench.now) > 0.0
-
-
-def test_a_peer_that_is_a_round_behind_is_not_greylisted_for_what_it_says() -> None:
-    bench = Bench(4, me=1)
-    bench.decide()
-    bench.decide()
-    for second in range(120):
-        bench.now += 1.0
-        bench.hear(bench.hello(KEYS[3], round=2))
-        for message in (voted(KEYS[3], ballot, NOTHING, number=2, view=second) for ballot in Ballot):
-            bench.hear(message)
-    assert bench.node.context.reputation.score(KEYS[3], bench.now) == 0.0
-
-
 def test_an_early_message_is_kept_once() -> None:
     bench = Bench(4, me=1)
     vote = voted(KEYS[0], Ballot.PREVOTE, digest("core test", b"x"), number=2)
