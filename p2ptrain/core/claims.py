@@ -95,18 +95,22 @@ class Claims:
         self.held_out = HeldOut(self._base[1], median_low(self._said.values()) / MILLION, len(self._said))
 
     def take(self, manifest: Manifest, offers: Offers) -> None:
-        """Notes what is claimed of the training behind the contributions that a manifest takes."""
-        steps, losses = 0, []
+        """Notes what is claimed of the training behind the contributions that a manifest takes.
+
+        A node that has not heard all of them, because it was away, shows no loss: what it has heard may be a liar's.
+        """
+        steps, heard, losses = 0, 0, []
         for taken in manifest.taken:
             for offer in offers.by_payload.get(taken.payload, ()):
                 said = offer.announcement
                 if (said.author, said.round) == (taken.author, taken.round):
                     weight = min(said.steps, self.run.recipe.local_steps)
-                    steps += weight
+                    steps, heard = steps + weight, heard + 1
                     if said.loss:
                         losses.append((min(said.loss, LOSS_MAX) / MILLION, weight))
                     break
-        self.rounds[manifest.round] = TrainingClaims(steps, weighted_median(losses))
+        loss = weighted_median(losses) if heard == len(manifest.taken) else None
+        self.rounds[manifest.round] = TrainingClaims(steps, loss)
         while len(self.rounds) > ROUNDS_KEPT:
             del self.rounds[next(iter(self.rounds))]
 

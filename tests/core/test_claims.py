@@ -148,10 +148,11 @@ def test_what_is_claimed_of_a_rounds_training_is_weighted_by_steps_that_the_run_
     for place, (steps, loss) in claims.items():
         offers.append(announced(bench.founders[place], inline=True, steps=steps, loss=loss))
         bench.hear_offer(offers[-1])
-    unknown = announced(bench.me)
-    entry = certified(plain_manifest(state, run, [*offers, unknown]), state)
-    bench.node._follow(entry, state.after(entry.manifest, run))
-    assert bench.node.view().training_of(1) == TrainingClaims(steps=3, loss=3.0)
+    unheard = announced(bench.me)
+    for also, loss in (([], 3.0), ([unheard], None)):  # what is heard of a part may be a liar's word alone
+        entry = certified(plain_manifest(state, run, [*offers, *also]), state)
+        bench.node.context.claims.take(entry.manifest, bench.node.context.offers)
+        assert bench.node.view().training_of(1) == TrainingClaims(steps=3, loss=loss)
     assert bench.node.view().training_of(2) == TrainingClaims(steps=0, loss=None)
 
 
