@@ -85,9 +85,7 @@ class SavedModel:
 
     @property
     def weights(self) -> Weights:
-        stamp, path = self.checkpoint.stamp, self.checkpoint.path / STATE_NAME
-        branch, head, root = self.checkpoint.branch, self.checkpoint.head, self.checkpoint.root
-        return Weights(path, stamp.state.bytes, stamp.state.blake3, self.run, stamp.round, branch, head, root)
+        return _weights(self.checkpoint, self.run)
 
     @property
     def saved_at(self) -> float:
@@ -124,6 +122,17 @@ def find_model(
         chosen = newest_whole(checkpoints, number)
     tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
     return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer)
+
+
+def weights_in(config: NodeConfig, directory: Path) -> Weights:
+    """Returns the weights of the checkpoint in a directory, undamaged, of whatever run."""
+    return _weights(*_open(config, directory))
+
+
+def _weights(checkpoint: Checkpoint, run: RunConfig) -> Weights:
+    stamp, path = checkpoint.stamp, checkpoint.path / STATE_NAME
+    branch, head, root = checkpoint.branch, checkpoint.head, checkpoint.root
+    return Weights(path, stamp.state.bytes, stamp.state.blake3, run, stamp.round, branch, head, root)
 
 
 def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedCheckpoint:
